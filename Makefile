@@ -1,0 +1,40 @@
+# Two commands matter: `make demo` and `make test`. Each sets up what it needs in .venv first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+JOBS   ?= 2
+
+.PHONY: setup demo test lint typecheck bench soak clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "millrace needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/millrace demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) -m 'not soak and not gpu'
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+typecheck: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/millrace bench
+
+soak: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) -m soak
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis demo-out test-out

@@ -1,0 +1,33 @@
+"""Millrace's floors 0 to 2: storage, dataset shards, the node cache and the sidecar. Never imports torch.
+
+The public names load their modules on first use, so that `import dataio` and `millrace --help` cost nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dataio.shards.dataset import Dataset
+    from dataio.shards.pack import PackReport, pack
+    from dataio.store.open import open_store
+
+__all__ = ["Dataset", "PackReport", "open_store", "pack"]
+
+_HOME = {
+    "Dataset": "dataio.shards.dataset",
+    "PackReport": "dataio.shards.pack",
+    "open_store": "dataio.store.open",
+    "pack": "dataio.shards.pack",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'dataio' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,30 @@
+"""How loaders get at the bytes of shards, whoever holds them.
+
+Purpose: one interface for "give me these ranges of this object", served by the node's sidecar (a mapped file descriptor of
+its cache), by the same cache engine inside the process, or straight from the store.
+Invariant: the bytes are those of the stored object; whether they are the *right* bytes is checked by the caller against the
+index's digests, since a cache disk may rot.
+Failure behaviour: errors of `dataio.core.errors`; a reader whose sidecar goes away continues by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class ShardReader(Protocol):
+    """Ranged reads of immutable objects. Safe to share between threads."""
+
+    def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """A read-only view for every (offset, length), valid for as long as the view is referenced.
+
+        `key` is the object's key in the dataset's store. Blocks until all ranges are there.
+        """
+        ...
+
+    def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
+        """Say which (key, offset, length) will be read next, soonest first; a hint that costs nothing to ignore."""
+        ...
+
+    def close(self) -> None: ...

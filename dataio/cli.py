@@ -1,0 +1,103 @@
+"""The `millrace` command: finds the sub-command, runs it, and turns errors into one clear message and an exit code.
+
+Invariant: nothing but this file and `dataio.core` is imported before a sub-command is chosen, so `millrace --help` answers
+at once. Sub-commands are named by strings, so the dispatcher sits below all of them without importing any.
+Failure behaviour: a `MillraceError` becomes `millrace NAME: error: …` on standard error (with `--json`, a JSON object
+on standard output) and its exit code; anything else is a bug, said so, with exit code 70 and, with MILLRACE_DEBUG=1, its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from dataio.core.errors import MillraceError
+from dataio.core.redact import redact
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "pack": ("dataio.shards.cli:pack", "write media files into tar shards with an index, as version 1 of a dataset"),
+    "info": ("dataio.shards.cli:info", "say what a dataset holds"),
+    "ls": ("dataio.shards.cli:ls", "list the samples of a dataset"),
+    "cat": ("dataio.shards.cli:cat", "write one member of one sample to standard output"),
+    "sidecar": ("dataio.sidecar.cli:sidecar", "run the node's daemon, or ask it for its status"),
+    "ckpt": ("checkpoint.cli:ckpt", "list and check the steps of a checkpoint repository"),
+    "doctor": ("dataio.store.cli:doctor", "say whether a store gives what shared checkpoints need"),
+    "bench": ("bench.cli:bench", "measure loaders and checkpoints beside their peers"),
+    "demo": ("bench.demo.cli:demo", "pack, train, kill, resume and prove it, on a local S3 server"),
+}
+"""Sub-command → (module:function, one line of help). The function takes the remaining arguments and returns an exit code."""
+
+_EXIT_CODES = """\
+exit codes: 0 done · 1 done in part (some inputs were skipped or found damaged, and are listed) · 2 wrong use or missing
+object · 3 passing trouble, try again · 4 stored data is damaged · 5 another writer won · 6 no space or above a limit ·
+70 a bug in Millrace · 130 interrupted"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name) and return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"millrace {version('millrace')}")
+        return 0
+    name = args[0]
+    if name not in COMMANDS:
+        print(f"millrace: error: no command {name!r}; see millrace --help", file=sys.stderr)
+        return 2
+    return _guarded(name, _load(COMMANDS[name][0]), args[1:])
+
+
+def usage() -> str:
+    """The text of `millrace --help`."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items())
+    return f"usage: millrace COMMAND [OPTION ...]\n\ndata in, checkpoints out\n\n{rows}\n\nmillrace COMMAND --help says more.\n\n{_EXIT_CODES}"
+
+
+def _load(target: str) -> Callable[[list[str]], int]:
+    module, _, function = target.partition(":")
+    loaded: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return loaded
+
+
+def _guarded(name: str, command: Callable[[list[str]], int], args: list[str]) -> int:
+    try:
+        return command(args)
+    except MillraceError as error:
+        _report(name, error, as_json="--json" in args)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"millrace {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("MILLRACE_DEBUG"):
+            raise
+        what = redact(f"{type(error).__name__}: {error}")
+        print(
+            f"millrace {name}: bug in Millrace: {what}\n  next: run again with MILLRACE_DEBUG=1 and report the traceback",
+            file=sys.stderr,
+        )
+        return 70
+
+
+def _report(name: str, error: MillraceError, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": {"code": error.code, "message": error.message, "hint": error.hint}}))
+        return
+    print(f"millrace {name}: error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  next: {error.hint}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

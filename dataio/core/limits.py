@@ -1,0 +1,47 @@
+"""Limits on what is read, sent and waited for, and the parsing of sizes that people write.
+
+Invariant: whatever parses from outside, queues, retries or waits takes its bound from here or from its caller.
+Failure behaviour: `parse_bytes` raises `UsageError` naming the text.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dataio.core.errors import UsageError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+OBJECT_KEY_BYTES = 1024
+"""S3's own limit on the length of a key."""
+SMALL_OBJECT_BYTES = 64 * MIB
+"""The most that `Store.get` returns whole unless its caller raises it: documents, manifests and index parts."""
+JSON_DOCUMENT_BYTES = 16 * MIB
+"""The most that a JSON or msgpack document read from a store may hold."""
+JSON_DEPTH = 32
+TAR_HEADER_BYTES = 1 * MIB
+"""The most that pax or GNU long-name headers of one tar member may hold."""
+CACHE_BLOCK_BYTES = 4 * MIB
+MESSAGE_BYTES = 64 * KIB
+"""The most that one message on the sidecar's socket may hold."""
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"k": KIB, "m": MIB, "g": GIB, "t": 1 << 40, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in a size such as `4MiB`, `256M` (both binary), `1.5GB` (decimal) or `1048576`."""
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise UsageError(f"{text!r} is not a size", hint="write for example 64MiB, 1.5GB or 1048576")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(n: float) -> str:
+    """A size for people: three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"

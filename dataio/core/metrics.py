@@ -1,0 +1,39 @@
+"""The metrics that Millrace counts, in one registry, by Prometheus conventions.
+
+Invariant: every metric is declared in this file with its unit in its name, and label values come from small fixed sets
+(never a key, a URL or a step), so that the number of series is bounded.
+Failure behaviour: counting never raises for a declared label set.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+REGISTRY = CollectorRegistry()
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+store_requests = Counter(
+    "millrace_store_requests", "Requests to a store", ["backend", "operation", "outcome"], registry=REGISTRY
+)
+store_bytes = Counter(
+    "millrace_store_bytes", "Payload bytes to and from a store", ["backend", "direction"], registry=REGISTRY
+)
+cache_bytes = Counter(
+    "millrace_cache_bytes", "Bytes asked of the node cache, by where they came from", ["source"], registry=REGISTRY
+)
+cache_resident_bytes = Gauge("millrace_cache_resident_bytes", "Bytes that the node cache holds", registry=REGISTRY)
+loader_samples = Counter("millrace_loader_samples", "Samples delivered", ["outcome"], registry=REGISTRY)
+loader_wait_seconds = Histogram(
+    "millrace_loader_wait_seconds", "Time a trainer waited for a batch", buckets=_SECONDS, registry=REGISTRY
+)
+quarantined_samples = Counter(
+    "millrace_quarantined_samples", "Samples refused, by reason code", ["reason"], registry=REGISTRY
+)
+checkpoint_bytes = Counter(
+    "millrace_checkpoint_bytes", "Bytes of state saved, by what became of them", ["kind"], registry=REGISTRY
+)
+checkpoint_saves = Counter("millrace_checkpoint_saves", "Saves by outcome", ["outcome"], registry=REGISTRY)
+checkpoint_stall_seconds = Histogram(
+    "millrace_checkpoint_stall_seconds", "Time save() held the trainer", buckets=_SECONDS, registry=REGISTRY
+)
