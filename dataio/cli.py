@@ -3,7 +3,7 @@
 Invariant: nothing but this file and `dataio.core` is imported before a sub-command is chosen, so `millrace --help` answers
 at once. Sub-commands are named by strings, so the dispatcher sits below all of them without importing any.
 Failure behaviour: a `MillraceError` becomes `millrace NAME: error: …` on standard error (with `--json`, a JSON object
-on standard output) and its exit code; anything else is a bug, said so, with exit code 70 and, with MILLRACE_DEBUG=1, its traceback.
+on standard output) and its exit code; anything else is a bug, said so, with exit code 70 and its traceback on request.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def usage() -> str:
     """The text of `millrace --help`."""
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items())
-    return f"usage: millrace COMMAND [OPTION ...]\n\ndata in, checkpoints out\n\n{rows}\n\nmillrace COMMAND --help says more.\n\n{_EXIT_CODES}"
+    head = "usage: millrace COMMAND [OPTION ...]\n\ndata in, checkpoints out"
+    return f"{head}\n\n{rows}\n\nmillrace COMMAND --help says more.\n\n{_EXIT_CODES}"
 
 
 def _load(target: str) -> Callable[[list[str]], int]:

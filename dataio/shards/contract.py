@@ -1,0 +1,87 @@
+"""What one sample of a dataset is: where its bytes lie and what its media holds.
+
+Purpose: the in-memory form of one row of the Parquet index, shared by those who write it (`pack`) and those who read it
+(`Dataset`, the loaders).
+Invariants: samples are numbered 0 … N-1 in the order (shard, offset of the first member), so a sample's number is a pure
+function of the dataset version. All times are presentation time stamps in units of the stream's `time_base`; frame indices
+count frames in presentation order. `VideoInfo` describes the one video stream that loaders decode: `stream` is its index
+in the container.
+Failure behaviour: none here; whoever builds these from stored bytes checks them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file of a sample inside the shard: payload bytes [offset, offset + length), XXH3-64 of the payload."""
+
+    ext: str
+    offset: int
+    length: int
+    xxh3: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFrame:
+    """A frame that decoding can start from: its time stamp and its index in presentation order."""
+
+    pts: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class VideoInfo:
+    """One video stream as probed. `width` and `height` in pixels before rotation, `rotation` in degrees clockwise (0, 90, 180, 270)."""
+
+    ext: str
+    stream: int
+    codec: str
+    width: int
+    height: int
+    fps: Fraction
+    frames: int
+    time_base: Fraction
+    start_pts: int
+    duration_pts: int
+    pixel_format: str
+    rotation: int
+    key_frames: tuple[KeyFrame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AudioInfo:
+    """One audio stream as probed. `samples` counts per channel, at `sample_rate` Hz."""
+
+    ext: str
+    stream: int
+    codec: str
+    sample_rate: int
+    channels: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample. `shard` is the object key of its tar in the dataset's store; `duration` in seconds, 0.0 without media."""
+
+    id: int
+    key: str
+    shard: str
+    members: tuple[Member, ...]
+    duration: float
+    video: VideoInfo | None = None
+    audio: AudioInfo | None = None
+    text: str | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+    def member(self, ext: str) -> Member:
+        """The member with this extension, or KeyError."""
+        for member in self.members:
+            if member.ext == ext:
+                return member
+        raise KeyError(ext)
