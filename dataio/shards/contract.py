@@ -36,7 +36,7 @@ class KeyFrame:
 
 @dataclass(frozen=True, slots=True)
 class VideoInfo:
-    """One video stream as probed. `width` and `height` in pixels before rotation, `rotation` in degrees clockwise (0, 90, 180, 270)."""
+    """One video stream as probed. `width` and `height` in pixels before rotation; `rotation` is 0, 90, 180 or 270 clockwise."""
 
     ext: str
     stream: int
