@@ -1,0 +1,188 @@
+"""`millrace demo`: runs the journey with a progress display and tells in one screen what happened.
+
+Invariant: exit code 0 means that the proof held and the loss fell; anything else is not 0.
+Failure behaviour: `DemoError` of the part that failed; nothing is left running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.demo.settings import Settings
+from dataio.core.errors import UsageError
+from dataio.core.limits import format_bytes
+
+if TYPE_CHECKING:
+    from bench.demo.figures import Figures
+    from bench.demo.journey import Journey, Tell
+
+_PROOF_FAILED = 1
+
+
+def demo(argv: list[str]) -> int:
+    """Run the demo; see `millrace demo --help`."""
+    args = _parser().parse_args(argv)
+    settings = _settings(args)
+    from bench.demo.figures import figures  # what the journey needs takes a second to import: not for --help
+    from bench.demo.journey import travel
+    from bench.demo.page import page
+
+    begun = time.monotonic()
+    with _progress() as tell:
+        journey = travel(settings, args.media, tell)
+    seconds = time.monotonic() - begun
+    known = figures(journey)
+    args.out.mkdir(parents=True, exist_ok=True)
+    written = args.out / "index.html"
+    written.write_text(page(journey, rows(journey, known, seconds)))
+    fell = _loss_fell(known)
+    if args.json:
+        print(json.dumps(_as_json(journey, known, seconds, written)))
+    else:
+        _screen(journey, known, seconds, written)
+    return 0 if journey.proof.equal and fell else _PROOF_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="millrace demo",
+        description="Pack clips into a local S3 server, train a small video model, kill the trainer with SIGKILL in mid-run, "
+        "restart it, and prove that the run equals an uninterrupted one bit for bit.",
+        epilog="exit codes: 0 the runs are equal and the loss fell; 1 they are not; others as in millrace --help",
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the page (default: %(default)s)")
+    parser.add_argument(
+        "--media", type=Path, help="folder of clips to train on (default: real ones if found, else made)"
+    )
+    parser.add_argument("--steps", type=int, default=Settings.steps, help="steps of a run (default: %(default)s)")
+    parser.add_argument("--save-every", type=int, default=Settings.save_every, help="steps between saves")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a screen")
+    return parser
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    if args.save_every < 1 or args.steps < 2 * args.save_every + 2:
+        raise UsageError(
+            f"{args.steps} steps with a save every {args.save_every} leave no room for a kill in mid-run",
+            hint="give --steps at least twice --save-every plus 2",
+        )
+    kill_at = args.steps // 2 // args.save_every * args.save_every
+    return Settings(steps=args.steps, save_every=args.save_every, kill_at=max(kill_at, args.save_every))
+
+
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    """A progress bar a part on a terminal, a plain line a part elsewhere; on standard error, so --json stays clean."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_lines()
+        return
+    columns = (
+        TextColumn("{task.description:20}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, object] = {}
+
+        def tell(part: str, share: float) -> None:
+            if part not in tasks:
+                tasks[part] = bars.add_task(part, total=1.0)
+            bars.update(tasks[part], completed=share)  # type: ignore[arg-type]  # rich's own opaque id
+
+        yield tell
+
+
+def _plain_lines() -> Tell:
+    told: set[tuple[str, float]] = set()
+
+    def tell(part: str, share: float) -> None:
+        word = {0.0: "started", 1.0: "done"}.get(share)
+        if word and (part, share) not in told:
+            told.add((part, share))
+            print(f"{part}: {word}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def rows(journey: Journey, known: Figures, seconds: float) -> list[tuple[str, str]]:
+    """The figures for people, as (name, text)."""
+    settings = journey.settings
+    written, state = format_bytes(known.bytes_written), format_bytes(known.bytes_state)
+    rate, waited = _number(known.samples_per_second, ".1f"), _percent(known.data_wait_share)
+    restore, resume = _number(known.restore_seconds, ".2f"), f"{known.resume_seconds:.2f}"
+    return [
+        ("trained on", f"{journey.samples} samples packed from {journey.clips}; {len(journey.skipped)} files skipped"),
+        ("loss", f"{_number(known.first_loss, '.4f')} → {_number(known.last_loss, '.4f')} over {settings.steps} steps"),
+        ("throughput", f"{rate} samples/s, {waited} of the time spent waiting for data"),
+        ("time to first batch", f"{_number(known.first_batch_seconds, '.2f')} s"),
+        ("save stall (median)", f"{_number(known.save_stall_seconds, '.4f')} s"),
+        ("written / state", f"{written} written for {state} of state in {known.saves} saves"),
+        ("killed", f"with SIGKILL, right after the save of step {settings.kill_at} was staged"),
+        ("resumed", f"from step {known.resumed_from}; restore {restore} s; start of process to first step {resume} s"),
+        ("quarantined", ", ".join(known.quarantined) or "nothing"),
+        ("proof", _proof_text(journey)),
+        ("whole demo", f"{seconds:.0f} s"),
+    ]
+
+
+def _proof_text(journey: Journey) -> str:
+    proof = journey.proof
+    if not proof.equal:
+        return "FAILED: " + "; ".join(proof.differences)
+    return (
+        f"{proof.steps} losses, {proof.samples} sample ids and the final weights are equal bit for bit; "
+        f"{len(proof.repeated)} steps were done twice, with equal results"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def _loss_fell(known: Figures) -> bool:
+    return known.first_loss is not None and known.last_loss is not None and known.last_loss < known.first_loss
+
+
+def _screen(journey: Journey, known: Figures, seconds: float, written: Path) -> None:
+    print()
+    for name, text in rows(journey, known, seconds):
+        print(f"{name:>20}  {text}")
+    for skipped in journey.skipped:
+        print(f"{'skipped':>20}  {skipped}")
+    if not _loss_fell(known):
+        print(f"{'FAILED':>20}  the loss did not fall")
+    print(f"\n{'the curves':>20}  {written.resolve()}")
+
+
+def _as_json(journey: Journey, known: Figures, seconds: float, written: Path) -> dict[str, object]:
+    return {
+        "equal": journey.proof.equal,
+        "differences": list(journey.proof.differences),
+        "steps": journey.proof.steps,
+        "samples_compared": journey.proof.samples,
+        "steps_done_twice": list(journey.proof.repeated),
+        "killed_after_staging_step": journey.settings.kill_at,
+        "figures": asdict(known),
+        "samples": journey.samples,
+        "skipped": list(journey.skipped),
+        "sidecar": journey.sidecar,
+        "seconds": seconds,
+        "page": str(written),
+    }

@@ -1,0 +1,254 @@
+"""The demo's journey: S3 server, pack, sidecar, one uninterrupted run, one run that is killed and restarted.
+
+Invariant: the trainer of the second run is killed with SIGKILL after the save of step `kill_at` was reported staged and
+before the run's end; whatever it then needs, it gets from the store and the sidecar alone. All parts listen on loopback
+and live in one scratch folder.
+Failure behaviour: a part that fails or outstays its limit ends the journey with an error that shows its last words; every
+process started here is dead when the journey ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.demo.media import find_clips
+from bench.demo.proof import Event, Proof, compare
+from bench.demo.settings import Settings
+from dataio import pack
+from dataio.core.errors import DeadlineError, MillraceError
+from dataio.sidecar.client import Sidecar
+from dataio.testing.s3server import S3Server
+
+Tell = Callable[[str, float], None]
+"""Told the name of the part at work and the share of it that is done, 0.0 to 1.0."""
+
+_RUN_SECONDS = 300.0
+_DAEMON_SECONDS = 30.0
+
+
+class DemoError(MillraceError):
+    """A part of the demo failed; its last words are in the message."""
+
+    code = "demo"
+
+
+@dataclass(frozen=True)
+class Journey:
+    """What happened: events of the three trainers, and what was measured around them (seconds, bytes)."""
+
+    settings: Settings
+    clips: str
+    samples: int
+    skipped: tuple[str, ...]
+    reference: tuple[Event, ...]
+    killed: tuple[Event, ...]
+    resumed: tuple[Event, ...]
+    resume_seconds: float
+    sidecar: Mapping[str, Any]
+    proof: Proof
+
+
+def travel(settings: Settings, media: Path | None, tell: Tell) -> Journey:
+    """Run the whole journey in a scratch folder and return what happened."""
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-demo-")))
+        tell("S3 server", 0.0)
+        server = stack.enter_context(S3Server(scratch / "s3"))
+        server.create_bucket("demo")
+        tell("S3 server", 1.0)
+        environment = {**os.environ, **server.environment()}
+        stack.enter_context(_environment(server.environment()))
+        clips, phrase = find_clips(media, scratch)
+        tell("pack clips", 0.0)
+        dataset = pack([str(path) for path in clips], "s3://demo/dataset", progress=_share("pack clips", tell))
+        tell("pack clips", 1.0)
+        sidecar = stack.enter_context(_sidecar(scratch, environment))
+        environment["MILLRACE_SIDECAR"] = str(sidecar)
+        uninterrupted = _Run(settings, "uninterrupted", environment, scratch, tell)
+        reference = uninterrupted.to_the_end("uninterrupted run")
+        interrupted = _Run(settings, "interrupted", environment, scratch, tell)
+        killed = interrupted.killed_after_stage("run to be killed")
+        begun = time.time()
+        resumed = interrupted.to_the_end("restarted run")
+        first = next((event["at"] for event in resumed if event["event"] == "step"), begun)
+        return Journey(
+            settings=settings,
+            clips=phrase,
+            samples=len(dataset),
+            skipped=tuple(f"{skip.path}: {skip.reason}" for skip in dataset.report.skipped) if dataset.report else (),
+            reference=tuple(reference),
+            killed=tuple(killed),
+            resumed=tuple(resumed),
+            resume_seconds=first - begun,
+            sidecar=_status(sidecar),
+            proof=compare(reference, killed, resumed, settings.steps),
+        )
+
+
+def _share(name: str, tell: Tell) -> Callable[[int, int], None]:
+    return lambda done, total: tell(name, done / max(total, 1))
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process for a while: `pack` runs in it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _sidecar(scratch: Path, environment: Mapping[str, str]) -> Iterator[Path]:
+    socket = scratch / "sidecar" / "sidecar.sock"
+    socket.parent.mkdir(mode=0o700)
+    command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", str(socket)]
+    command += ["--cache-dir", str(scratch / "cache"), "--http-port", "off"]
+    with (scratch / "sidecar.log").open("wb") as log:
+        process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=log, start_new_session=True)
+    try:
+        _until_it_answers(socket, process, scratch / "sidecar.log")
+        yield socket
+    finally:
+        _end(process)
+
+
+def _until_it_answers(socket: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _DAEMON_SECONDS
+    while True:
+        found = Sidecar.find(socket)
+        if found is not None:
+            found.close()
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise DemoError(f"the sidecar did not start: {_last_words(log)}")
+        time.sleep(0.05)
+
+
+def _status(socket: Path) -> Mapping[str, Any]:
+    found = Sidecar.find(socket)
+    if found is None:
+        return {}
+    try:
+        status: Mapping[str, Any] = found.status()
+        return status
+    finally:
+        found.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return " / ".join(lines[-4:]) or "it said nothing"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One named run of the trainer; may be started several times."""
+
+    settings: Settings
+    name: str
+    environment: Mapping[str, str]
+    scratch: Path
+    tell: Tell
+
+    def to_the_end(self, part: str) -> list[Event]:
+        """Start the trainer and let it finish."""
+        events: list[Event] = []
+        with self._started(part) as (process, stream):
+            for event in stream:
+                events.append(event)
+                self._tell(part, event)
+            if process.wait() != 0:
+                raise DemoError(f"the {part} ended with code {process.returncode}: {_last_words(self._log(part))}")
+        self._raise_failed_saves(part, events)
+        self.tell(part, 1.0)
+        return events
+
+    def killed_after_stage(self, part: str) -> list[Event]:
+        """Start the trainer and kill it one step after the save of `kill_at` was staged."""
+        events: list[Event] = []
+        staged = False
+        with self._started(part) as (process, stream):
+            for event in stream:
+                events.append(event)
+                self._tell(part, event)
+                staged = staged or (event["event"] == "staged" and event["step"] == self.settings.kill_at)
+                if staged and event["event"] == "step":
+                    process.send_signal(signal.SIGKILL)
+                    break
+            events += list(stream)  # what it had said before it died
+            if process.wait() != -signal.SIGKILL:
+                raise DemoError(f"the {part} was not killed in mid-run: {_last_words(self._log(part))}")
+        self.tell(part, 1.0)
+        return events
+
+    def _tell(self, part: str, event: Event) -> None:
+        if event["event"] == "step":
+            self.tell(part, event["step"] / self.settings.steps)
+
+    def _raise_failed_saves(self, part: str, events: list[Event]) -> None:
+        for event in events:
+            if event["event"] == "save-failed":
+                raise DemoError(f"the {part} could not save step {event['step']}: {event['message']}")
+
+    def _log(self, part: str) -> Path:
+        return self.scratch / f"{part.replace(' ', '-')}.log"
+
+    @contextmanager
+    def _started(self, part: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[Event]]]:
+        chosen = self.settings
+        command = [sys.executable, "-m", "bench.demo.trainer", "--data", "s3://demo/dataset"]
+        command += ["--checkpoints", "s3://demo/checkpoints", "--run", self.name, "--steps", str(chosen.steps)]
+        command += ["--save-every", str(chosen.save_every), "--batch-size", str(chosen.batch_size)]
+        command += ["--clips-per-video", str(chosen.clips_per_video)]
+        self.tell(part, 0.0)
+        with self._log(part).open("w") as log:
+            process = subprocess.Popen(
+                command,
+                env=dict(self.environment),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        watchdog = threading.Timer(_RUN_SECONDS, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            yield process, (json.loads(line) for line in process.stdout if line.endswith("\n"))
+        finally:
+            expired = not watchdog.is_alive()
+            watchdog.cancel()
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+            if expired:
+                raise DeadlineError(f"the {part} took longer than {_RUN_SECONDS:.0f} s")

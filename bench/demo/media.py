@@ -1,0 +1,66 @@
+"""The clips that the demo trains on: real ones when there are some, else made on the spot.
+
+Invariant: made clips are a pure function of their number, are real files of several containers and codecs, and move, so
+that there is something to learn.
+Failure behaviour: a folder given by hand that holds no file is a `UsageError`.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+
+from dataio.core.errors import UsageError
+
+_BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "media"
+_KINDS = (("mp4", "libx264"), ("webm", "libvpx-vp9"), ("mkv", "libx264"), ("avi", "mjpeg"))
+_FPS = 25
+
+
+def find_clips(given: Path | None, scratch: Path) -> tuple[list[Path], str]:
+    """The folder to pack and a phrase that says what it is."""
+    if given is not None:
+        if not given.is_dir() or not any(given.iterdir()):
+            raise UsageError(f"{given} is not a folder with clips", hint="give --media a folder of video files")
+        return [given], f"clips of {given}"
+    if _BESIDE_CHECKOUT.is_dir():
+        return [_BESIDE_CHECKOUT], "real clips beside the checkout"
+    made = scratch / "clips"
+    made.mkdir(parents=True, exist_ok=True)
+    for number in range(12):
+        make_clip(made, number)
+    return [made], "12 made clips (no folder of real ones here)"
+
+
+def make_clip(folder: Path, number: int, *, seconds: int = 4, width: int = 192, height: int = 128) -> Path:
+    """Write one clip of moving shapes; container and codec go by the number."""
+    suffix, codec = _KINDS[number % len(_KINDS)]
+    path = folder / f"made_{number:02d}.{suffix}"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=_FPS)
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height = width, height
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.codec_context.time_base = Fraction(1, _FPS)
+        for index in range(seconds * _FPS):
+            frame = av.VideoFrame.from_ndarray(_picture(number, index, width, height), format="rgb24")
+            frame.pts = index
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def _picture(number: int, index: int, width: int, height: int) -> np.ndarray:
+    """Frame `index` of clip `number`: a shaded disc that circles over a slowly turning gradient, (H, W, 3) uint8."""
+    rng = np.random.default_rng(number)
+    tint, ground = rng.integers(60, 255, 3), rng.integers(0, 160, 3)
+    y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+    turn = index / _FPS * (1 + number % 3)
+    slope = 0.5 + 0.5 * np.cos(x / width * np.cos(turn / 2) * 4 + y / height * np.sin(turn / 2) * 4)
+    centre_x, centre_y = width * (0.5 + 0.3 * np.cos(turn)), height * (0.5 + 0.3 * np.sin(turn))
+    disc = np.clip(1.5 - np.hypot(x - centre_x, y - centre_y) / (height / 5), 0, 1)[..., None]
+    picture = slope[..., None] * ground * (1 - disc) + disc * tint
+    return np.ascontiguousarray(picture.astype(np.uint8))

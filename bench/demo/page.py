@@ -1,0 +1,93 @@
+"""The demo's page: two loss curves over each other, as one self-contained HTML file.
+
+Invariant: no script, no network, no dependency; everything that came from files or stores is escaped; readable in light and
+dark and from 400 pixels up. The curves are drawn from the reported losses alone.
+Failure behaviour: none; figures that are missing show as a dash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from bench.demo.figures import loss_curve
+from bench.demo.journey import Journey
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 900, 360, 56, 40, 16, 16
+
+
+def page(journey: Journey, rows: Sequence[tuple[str, str]]) -> str:
+    """The HTML of one journey; `rows` are the figures as (name, text)."""
+    proof = journey.proof
+    verdict = (
+        "The interrupted run equals the uninterrupted one bit for bit."
+        if proof.equal
+        else "The runs differ: " + "; ".join(proof.differences)
+    )
+    table = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in rows)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Millrace demo</title><style>{_style()}</style></head><body>
+<h1>Killed, restarted, and nothing changed</h1>
+<p class="verdict{"" if proof.equal else " bad"}" id="verdict">{escape(verdict)}</p>
+{_chart(journey)}
+<p><span class="key" style="background:var(--whole)"></span>uninterrupted
+<span class="key" style="background:var(--before)"></span>until the SIGKILL
+<span class="key" style="background:var(--after)"></span>after the restart</p>
+<table>{table}</table>
+</body></html>
+"""
+
+
+def _style() -> str:
+    return (resources.files("bench.demo") / "page.css").read_text()
+
+
+def _chart(journey: Journey) -> str:
+    whole, killed, resumed = (loss_curve(part) for part in (journey.reference, journey.killed, journey.resumed))
+    losses = [loss for _, loss in (*whole, *killed, *resumed)] or [0.0]
+    low, high = min(losses), max(losses)
+    scale = _Scale(journey.settings.steps, low, high if high > low else low + 1.0)
+    curves = "".join(
+        f'<polyline class="{name}" points="{scale.points(curve)}"/>'
+        for name, curve in (("whole", whole), ("killed", killed), ("resumed", resumed))
+    )
+    marks = ""
+    if killed and resumed:
+        marks = scale.mark(killed[-1][0], "SIGKILL", 14) + scale.mark(resumed[0][0] - 1, "resumed from here", 30)
+    label = f"Loss of {journey.settings.steps} steps: the curves of both runs lie over each other"
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{scale.axes()}{marks}{curves}</svg>'
+
+
+class _Scale:
+    """Maps steps and losses to the drawing's coordinates."""
+
+    def __init__(self, steps: int, low: float, high: float) -> None:
+        self.steps, self.low, self.high = max(steps, 2), low, high
+
+    def x(self, step: float) -> float:
+        return _LEFT + (step - 1) / (self.steps - 1) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, loss: float) -> float:
+        return _TOP + (self.high - loss) / (self.high - self.low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def points(self, curve: Sequence[tuple[int, float]]) -> str:
+        return " ".join(f"{self.x(step):.1f},{self.y(loss):.1f}" for step, loss in curve)
+
+    def mark(self, step: int, name: str, height: int) -> str:
+        x = self.x(max(step, 1))
+        line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+        return f'{line}<text x="{x + 5:.1f}" y="{_TOP + height}">{name} ({step})</text>'
+
+    def axes(self) -> str:
+        lines = []
+        for tick in range(5):
+            loss = self.low + (self.high - self.low) * tick / 4
+            y = self.y(loss)
+            lines.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            lines.append(f'<text x="4" y="{y + 4:.1f}">{loss:.3f}</text>')
+        for tick in range(5):
+            step = round(1 + (self.steps - 1) * tick / 4)
+            lines.append(f'<text x="{self.x(step) - 8:.1f}" y="{_HEIGHT - 14}">{step}</text>')
+        return "".join(lines) + f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 1}">step</text>'

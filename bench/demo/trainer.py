@@ -1,0 +1,175 @@
+"""The demo's trainer: one process (or one rank) that knows nothing of being killed; it only saves and restores.
+
+Purpose: show that an ordinary loop needs five lines of Millrace, and report what happens as JSON lines on standard output.
+Invariant: the line of a step is written whole, after the step and before the next one, so the lines of a killed trainer are
+true for every step it finished. Losses are written as hexadecimal floats: equal text means equal bits.
+Failure behaviour: errors end the process with their message and exit code; it never retries what the library gave up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import blake3
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.demo.model import MaskedClipModel
+from checkpoint import RNG, Checkpointer
+from dataio.core.errors import MillraceError
+from loaders import Clip, VideoLoader
+
+Emit = Callable[..., None]
+_WAIT_SECONDS = 120.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the command line says; the exit code is that of the error, if any."""
+    args = _parser().parse_args(argv)
+    try:
+        train(args, _emitter())
+    except MillraceError as error:
+        print(f"trainer: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.demo.trainer", description=__doc__)
+    parser.add_argument("--data", required=True, help="URL of the dataset")
+    parser.add_argument("--checkpoints", required=True, help="URL of the checkpoint repository")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
+    parser.add_argument("--batch-size", type=int, default=8, help="clips in a global batch")
+    parser.add_argument("--clips-per-video", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _emitter() -> Emit:
+    lock = threading.Lock()
+
+    def emit(event: str, **values: object) -> None:
+        line = json.dumps({"event": event, "at": time.time(), **values}) + "\n"
+        with lock:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+
+    return emit
+
+
+def train(args: argparse.Namespace, emit: Emit) -> None:
+    """The loop itself."""
+    started = time.perf_counter()
+    device = _set_up_torch(args.seed)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    model: nn.Module = MaskedClipModel().to(device)
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
+    clip = Clip(frames=8, stride=2, per_video=args.clips_per_video)
+    per_rank = args.batch_size // world_size
+    with (
+        VideoLoader(args.data, batch_size=per_rank, clip=clip, size=(64, 64), device=device, seed=args.seed) as loader,
+        Checkpointer(args.checkpoints, run=args.run) as checkpointer,
+    ):
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "rng": RNG()}
+        restoring = time.perf_counter()
+        resumed = checkpointer.restore(state)
+        now = time.perf_counter()
+        emit("ready", resumed_from=resumed, restore_seconds=now - restoring, start_seconds=now - started)
+        batches = _endless(loader)
+        for step in range((resumed or 0) + 1, args.steps + 1):
+            _one_step(step, batches, model, optimizer, scheduler, emit)
+            if step % args.save_every == 0 or step == args.steps:
+                handle = checkpointer.save(step, state)
+                emit("saved", step=step, stall=handle.stall)
+                threading.Thread(target=_watch, args=(handle, step, emit), name=f"watch-{step}").start()
+        quarantined = [{"key": q.key, "reason": q.reason} for q in loader.quarantine]
+    emit("end", weights=_digest(model), quarantined=quarantined, seconds=time.perf_counter() - started)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _set_up_torch(seed: int) -> str:
+    """Make torch repeatable, join the process group if torchrun started us, and name the device."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _endless(loader: VideoLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _one_step(
+    step: int,
+    batches: Iterator[Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    emit: Emit,
+) -> None:
+    begun = time.perf_counter()
+    batch = next(batches)
+    got = time.perf_counter()
+    optimizer.zero_grad(set_to_none=True)
+    loss = model(batch["video"])
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    value = float(loss.detach())
+    emit(
+        "step",
+        step=step,
+        ids=[int(i) for i in batch["id"]],
+        keys=list(batch["key"]),
+        loss=value.hex(),
+        wait=got - begun,
+        compute=time.perf_counter() - got,
+    )
+
+
+def _watch(handle: Any, step: int, emit: Emit) -> None:
+    try:
+        handle.staged(_WAIT_SECONDS)
+        emit("staged", step=step)
+        result = handle.result(_WAIT_SECONDS)
+    except MillraceError as error:
+        emit("save-failed", step=step, code=error.code, message=str(error))
+        return
+    emit(
+        "committed",
+        step=step,
+        bytes_state=result.bytes_state,
+        bytes_written=result.bytes_written,
+        bytes_deduplicated=result.bytes_deduplicated,
+    )
+
+
+def _digest(model: nn.Module) -> str:
+    """BLAKE3 over the bytes of all parameters and buffers, by name."""
+    hasher = blake3.blake3()
+    for name, tensor in sorted(model.state_dict().items()):
+        hasher.update(name.removeprefix("module.").encode())
+        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
