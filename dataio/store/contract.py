@@ -130,9 +130,11 @@ class Store(abc.ABC):
 
 
 def check_key(key: str) -> str:
-    """`key` itself when it is well formed: relative, `/`-separated, no empty, `.` or `..` segment, no control character."""
+    """`key` itself when well formed: relative, valid UTF-8, no empty, `.` or `..` segment, no control character."""
     segments = key.split("/")
-    bad = any(s in ("", ".", "..") for s in segments) or any(c < " " or c in "\x7f\\" for c in key)
+    bad = any(s in ("", ".", "..") for s in segments) or any(
+        c < " " or c in "\x7f\\" or "\ud800" <= c <= "\udfff" for c in key
+    )
     if bad or len(key.encode(errors="surrogatepass")) > limits.OBJECT_KEY_BYTES:
         raise UsageError(f"{key!r} is not a valid object key", hint="keys are relative paths without '..' or '//'")
     return key

@@ -1,0 +1,70 @@
+"""From a URL to a store.
+
+Invariant: the back-end is chosen by the URL's scheme alone, imported only then, and wrapped in the one retry policy.
+Failure behaviour: an unknown scheme raises `UnsupportedError` naming the known ones. Opening makes no request, so a missing
+bucket or wrong credentials show at the first operation (or in `millrace doctor URL`).
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+
+from dataio.core.errors import UnsupportedError, UsageError
+from dataio.core.redact import has_secrets
+from dataio.store.contract import Location, Store
+
+_SUPPORTED = "a path, file:///path, or s3://bucket/prefix"
+
+
+def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
+    """The store at `url`: a path, `file:///path` or `s3://bucket/prefix`.
+
+    `storage_options` are for S3 (see `dataio.store.s3config`): s3fs's own names, and `endpoint_url`, `region`,
+    `path_style`. What is not given comes from the AWS variables and profiles.
+    """
+    text = os.fspath(url)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return _posix(text, storage_options)
+    if scheme.lower() == "file":
+        return _posix(_path_of(rest, text), storage_options)
+    if scheme.lower() == "s3":
+        return _s3(text, storage_options)
+    raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {_SUPPORTED}")
+
+
+def open_location(location: Location) -> Store:
+    """The store at `location`, with this process's own credentials."""
+    if not location.shareable or has_secrets(location.options):
+        raise UsageError(
+            f"{location.url} was opened with secrets in its options, which another process does not get",
+            hint="put the credentials into the AWS variables or a profile of both processes",
+        )
+    return open_store(location.url, **location.options)
+
+
+def _posix(path: str, options: dict[str, object]) -> Store:
+    from dataio.store.posix import PosixStore
+    from dataio.store.retry import Retry
+
+    if options:
+        raise UsageError(f"a directory takes no storage options, and got {', '.join(sorted(options))}")
+    if not path or "\0" in path:
+        raise UsageError("a store needs a path", hint=f"give {_SUPPORTED}")
+    return Retry(PosixStore(path))
+
+
+def _path_of(rest: str, url: str) -> str:
+    host, _, path = rest.partition("/")
+    if host not in ("", "localhost"):
+        raise UsageError(f"{url!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
+    return "/" + urllib.parse.unquote(path)
+
+
+def _s3(url: str, options: dict[str, object]) -> Store:
+    from dataio.store.retry import Retry
+    from dataio.store.s3 import S3Store
+    from dataio.store.s3config import parse
+
+    return Retry(S3Store(parse(url, options)))

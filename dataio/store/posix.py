@@ -1,0 +1,333 @@
+"""The storage contract on a directory: a local file system, NFS, or any other that has `link` and `fsync`.
+
+Invariants: bytes are first written to a hidden file under `<root>/.millrace-tmp`, fsynced, and only then named by `rename`
+(`put`, `put_multipart`) or `link` (`put_if_absent`); then the directories from the object's own up to the root are fsynced,
+whoever made them. So a killed writer leaves at most a hidden file, which a later writer removes when it is a day old.
+Below the root no symbolic link is followed, neither to read nor to write nor to list.
+
+Failure behaviour: an errno becomes the error of its remedy (`dataio.store.oserrors`). `link` answering EEXIST, or failing in
+a way that leaves the outcome open (an NFS reply that was lost), is settled by reading the object back, as the contract says.
+A delete is not fsynced: after a crash of the machine a deleted object may be there again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import secrets
+import stat as st
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dataio.core import limits
+from dataio.core.crashpoints import declare
+from dataio.core.errors import AmbiguousWriteError, CapacityError, NotFoundError, TransientError, UnsupportedError
+from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
+from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from dataio.store.oserrors import AMBIGUOUS, translated
+
+TEMPORARY = ".millrace-tmp"
+_STALE_SECONDS = 24 * 3600.0
+_STALE_SCAN = 1024
+_PUBLISH_TRIES = 16
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK}
+
+_written = declare("store.posix.written", "the bytes are durable under a hidden name; the object is as it was before")
+_named = declare("store.posix.named", "the object has its new content; its directory entry may not be durable yet")
+
+
+class PosixStore(Store):
+    """Objects as files under `root`, which is made on the first write."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.path.realpath(os.fspath(root))
+        self._swept = False
+
+    @property
+    def location(self) -> Location:
+        return Location("file://" + urllib.parse.quote(self._root), {}, shareable=True)
+
+    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
+        with self._reading(key) as file:
+            if file.size > max_bytes:
+                raise too_large(self._name(key), file.size, max_bytes)
+            data = bytearray(file.size)
+            file.fill(0, memoryview(data))
+            return bytes(data)
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.get_ranges_into(key, [(offset, buffer)])
+
+    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        with self._reading(key) as file:
+            for offset, buffer in ranges:
+                check_range(self._name(key), offset, len(target := writable_bytes(buffer)), file.size)
+                file.fill(offset, target)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.put_multipart(key, [data])
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        path = self._path(key)
+        with translated(f"writing {self._name(key)}"), self._written_aside(parts) as aside:
+            self._publish(path, lambda: os.replace(aside.path, path))
+            return aside.size
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        path = self._path(key)
+        check_conditional_size(self._name(key), data)
+        with translated(f"writing {self._name(key)}"), self._written_aside([data]) as aside:
+            try:
+                self._publish(path, lambda: os.link(aside.path, path, follow_symlinks=False))
+                return True
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise _no_hard_links(self._root) from error
+                if error.errno not in AMBIGUOUS:
+                    raise
+                return self._won(key, path, data, error)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        if check_prefix(prefix):
+            with translated(f"listing {self._root}"):
+                folder = prefix.rpartition("/")[0]
+                yield from self._walk(folder, prefix)
+
+    def stat(self, key: str) -> ObjectInfo:
+        with self._reading(key) as file:
+            return ObjectInfo(key, file.size, file.modified)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            with translated(f"deleting {self._name(key)}"):
+                if self._is_plain(path) and not os.path.isdir(path):
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                        os.unlink(path)
+                        self._prune(os.path.dirname(path))
+
+    # paths
+
+    def _name(self, key: str) -> str:
+        return os.path.join(self._root, key)
+
+    def _path(self, key: str) -> str:
+        first = check_key(key).partition("/")[0]
+        if first == TEMPORARY:
+            raise UnsupportedError(f"{key!r} lies in {TEMPORARY}, which is the store's own", hint="choose another key")
+        return self._name(key)
+
+    def _is_plain(self, path: str) -> bool:
+        """Whether no component of `path` below the root is a symbolic link."""
+        return os.path.realpath(path) == path
+
+    def _refuse_links(self, path: str) -> None:
+        if not self._is_plain(path):
+            raise UnsupportedError(
+                f"{path!r} leads through a symbolic link, and none is followed below {self._root}",
+                hint="open the store at the link's target, or mount it there",
+            )
+
+    # reading
+
+    @contextlib.contextmanager
+    def _reading(self, key: str) -> Iterator[_OpenFile]:
+        path = self._path(key)
+        with translated(f"reading {path}"):
+            try:
+                if not os.path.lexists(path):
+                    raise FileNotFoundError(path)
+                self._refuse_links(path)
+                file = _OpenFile.open(path)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                raise NotFoundError(f"{path!r} does not exist", hint="check the path and the key") from None
+            try:
+                yield file
+            finally:
+                os.close(file.fd)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects under `folder` whose key starts with `prefix`, by key; one directory's names are held at a time."""
+        path = os.path.join(self._root, folder) if folder else self._root
+        base = folder + "/" if folder else ""
+        for name, is_folder in _sorted_names(path) if self._is_plain(path) else ():
+            key = base + name
+            if key == TEMPORARY or not (key + "/" if is_folder else key).startswith(prefix[: len(key) + is_folder]):
+                continue
+            if is_folder:
+                yield from self._walk(key, prefix)
+            elif key.startswith(prefix):
+                with contextlib.suppress(FileNotFoundError):
+                    found = os.stat(self._name(key), follow_symlinks=False)
+                    yield ObjectInfo(key, found.st_size, found.st_mtime)
+
+    # writing
+
+    @contextlib.contextmanager
+    def _written_aside(self, parts: Iterable[Buffer]) -> Iterator[_Aside]:
+        """A hidden file that holds `parts`, fsynced; whatever happens, it is gone at the end."""
+        path = os.path.join(self._temporary_folder(), f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(8)}")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                size = sum(_write_all(fd, part) for part in parts)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            _written()
+            yield _Aside(path, size)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def _temporary_folder(self) -> str:
+        folder = os.path.join(self._root, TEMPORARY)
+        if not os.path.isdir(folder):
+            _make_folders(folder)
+        if not self._swept:
+            self._swept = True
+            _remove_stale(folder)
+        return folder
+
+    def _publish(self, path: str, name_it: Callable[[], None]) -> None:
+        """Name the new content; a concurrent delete may take the emptied folder away, so try a few times."""
+        folder = os.path.dirname(path)
+        for _ in range(_PUBLISH_TRIES):
+            _make_folders(folder)
+            self._refuse_links(path)
+            try:
+                name_it()
+            except FileNotFoundError:
+                continue
+            _named()
+            self._sync_up(folder)
+            return
+        raise TransientError(f"{folder!r} was removed {_PUBLISH_TRIES} times while it was being written to")
+
+    def _sync_up(self, folder: str) -> None:
+        """fsync `folder` and its parents up to the root, since another process may have made them a moment ago."""
+        while True:
+            _sync_folder(folder)
+            if folder == self._root:
+                return
+            folder = os.path.dirname(folder)
+
+    def _won(self, key: str, path: str, data: Buffer, cause: OSError) -> bool:
+        try:
+            present = self.get(key, max_bytes=limits.JSON_DOCUMENT_BYTES)
+        except CapacityError:
+            return False
+        except NotFoundError:
+            if os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, "is a folder", path) from cause
+            raise AmbiguousWriteError(
+                f"could not tell whether {path!r} was written: {cause}", hint="try again; the write is idempotent"
+            ) from cause
+        self._sync_up(os.path.dirname(path))
+        return present == bytes(data)
+
+    def _prune(self, folder: str) -> None:
+        """Remove folders that became empty, so that prefixes vanish with their last object as they do in S3."""
+        while folder != self._root:
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return
+            folder = os.path.dirname(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    path: str
+    fd: int
+    size: int
+    modified: float
+
+    @classmethod
+    def open(cls, path: str) -> _OpenFile:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        found = os.fstat(fd)
+        if not st.S_ISREG(found.st_mode):
+            os.close(fd)
+            raise FileNotFoundError(path)
+        return cls(path, fd, found.st_size, found.st_mtime)
+
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            n = os.preadv(self.fd, [buffer[done:]], offset + done)
+            if n == 0:
+                raise TransientError(f"{self.path!r} ended at byte {offset + done} of {self.size} while it was read")
+            done += n
+
+
+def _sorted_names(path: str) -> list[tuple[str, bool]]:
+    """(name, is a folder) of files and folders in `path` in the order of the keys below them; links are left out."""
+    try:
+        with os.scandir(path) as entries:
+            kinds = [(e.name, e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)) for e in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(name, is_folder) for name, is_folder, is_file in kinds if is_folder or is_file]
+    return sorted(found, key=lambda entry: entry[0] + "/" * entry[1])
+
+
+def _write_all(fd: int, data: Buffer) -> int:
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done:])
+    return done
+
+
+def _sync_folder(folder: str) -> None:
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:  # deleted with its last object by someone else, after this write took effect
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _make_folders(folder: str) -> None:
+    """Make `folder` and its parents; the parent of every folder made is fsynced."""
+    missing = list(itertools.takewhile(lambda f: not os.path.isdir(f), _ancestors(folder)))
+    for new in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(new)
+            _sync_folder(os.path.dirname(new))
+
+
+def _ancestors(folder: str) -> Iterator[str]:
+    while True:
+        yield folder
+        folder = os.path.dirname(folder)
+
+
+def _remove_stale(folder: str) -> None:
+    """Remove what writers killed more than a day ago left; a bounded number each time a store begins to write."""
+    oldest = time.time() - _STALE_SECONDS
+    with os.scandir(folder) as entries:
+        for entry in itertools.islice(entries, _STALE_SCAN):
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                    os.unlink(entry.path)
+
+
+def _no_hard_links(root: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the file system of {root} has no hard links, so no write can be made conditional there",
+        hint="use a local file system, NFS or S3 for anything that has several writers",
+    )

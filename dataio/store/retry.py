@@ -1,0 +1,132 @@
+"""The one place for retries: exponential back-off with full jitter, bounded in attempts and in time.
+
+Invariants: only `TransientError` and its kind are tried again, since every operation of the contract is idempotent; an
+`AmbiguousWriteError` too, because the next try reads back before it decides. Back-ends turn the retries of their own
+client libraries off, so that tries are never multiplied.
+Failure behaviour: when attempts or time are used up the last error is raised, of its own class, saying how many
+attempts were made in how many seconds. `put_multipart` passes through: its parts cannot be asked for twice, so a back-end
+that sends parts retries each of them with `call`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dataio.core import limits
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.errors import TransientError
+from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How often and how long to try. Seconds, all of them.
+
+    The pause before try n+1 is drawn evenly from 0 to `min(longest, first * 2**(n-1))`. No try begins after `budget`,
+    but for the second one: a single request may use the whole budget before it times out.
+    """
+
+    attempts: int = 6
+    first: float = 0.2
+    longest: float = 4.0
+    budget: float = 15.0
+
+    def pause(self, tries: int, draw: float) -> float:
+        """Seconds to wait after `tries` failed tries; `draw` is in [0, 1)."""
+        return draw * min(self.longest, self.first * 2.0 ** (tries - 1))
+
+    def again(self, tries: int, elapsed: float, pause: float) -> bool:
+        """Whether another try may follow `tries` failed ones."""
+        return tries < self.attempts and (tries == 1 or elapsed + pause <= self.budget)
+
+
+def call(
+    function: Callable[[], T],
+    policy: Policy,
+    clock: Clock = SYSTEM_CLOCK,
+    draw: Callable[[], float] = random.random,
+) -> T:
+    """The result of `function`, tried again on `TransientError` as `policy` allows."""
+    began, tries = clock.monotonic(), 0
+    while True:
+        try:
+            return function()
+        except TransientError as error:
+            tries += 1
+            elapsed, pause = clock.monotonic() - began, policy.pause(tries, draw())
+            if not policy.again(tries, elapsed, pause):
+                raise _given_up(error, tries, elapsed) from error
+        clock.sleep(pause)
+
+
+def _given_up(error: TransientError, tries: int, elapsed: float) -> TransientError:
+    text = f"{error.message} [gave up after {tries} {'attempt' if tries == 1 else 'attempts'} in {elapsed:.1f} s]"
+    return type(error)(text, hint=error.hint)
+
+
+class Retry(Store):
+    """`inner`, with every operation but `put_multipart` retried by `policy`."""
+
+    def __init__(self, inner: Store, policy: Policy | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.inner = inner
+        self._policy, self._clock = policy or Policy(), clock
+
+    def _call(self, function: Callable[[], T]) -> T:
+        return call(function, self._policy, self._clock)
+
+    @property
+    def location(self) -> Location:
+        return self.inner.location
+
+    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
+        return self._call(lambda: self.inner.get(key, max_bytes=max_bytes))
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self._call(lambda: self.inner.get_into(key, offset, buffer))
+
+    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self._call(lambda: self.inner.get_ranges_into(key, ranges))
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._call(lambda: self.inner.put(key, data))
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        return self._call(lambda: self.inner.put_if_absent(key, data))
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        return self.inner.put_multipart(key, parts)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Goes on after the last key that was delivered when a page fails."""
+        last = ""
+        pages = self.inner.list(prefix)
+
+        def advance() -> ObjectInfo | None:
+            nonlocal pages
+            try:
+                return next((info for info in pages if info.key > last), None)
+            except TransientError:
+                pages = self.inner.list(prefix)  # a generator that raised is over
+                raise
+
+        while (info := self._call(advance)) is not None:
+            last = info.key
+            yield info
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._call(lambda: self.inner.stat(key))
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        doomed = list(keys)
+        self._call(lambda: self.inner.delete_many(doomed))
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
