@@ -1,0 +1,82 @@
+"""The demo's page, as text and in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from bench.demo.journey import Journey
+from bench.demo.page import page
+from bench.demo.proof import compare
+from bench.demo.settings import Settings
+from tests.bench.test_proof import STEPS, run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *QUIET)
+
+
+def journey(*, damaged: bool = False) -> Journey:
+    reference, killed, resumed = run(1, STEPS), run(1, 4, end=False), run(3, STEPS)
+    if damaged:
+        resumed[1]["loss"] = (9.0).hex()
+    return Journey(
+        settings=Settings(steps=STEPS, save_every=2, kill_at=2),
+        clips="clips",
+        samples=3,
+        skipped=(),
+        reference=tuple(reference),
+        killed=tuple(killed),
+        resumed=tuple(resumed),
+        resume_seconds=1.0,
+        sidecar={},
+        proof=compare(reference, killed, resumed, STEPS),
+    )
+
+
+def test_both_runs_are_drawn_and_equal_losses_lie_on_equal_points() -> None:
+    text = page(journey(), [])
+    points = {
+        name: drawn.split() for name, drawn in re.findall(r'class="(whole|killed|resumed)" points="([^"]*)"', text)
+    }
+    assert len(points["whole"]) == STEPS
+    assert points["killed"] == points["whole"][:4]
+    assert points["resumed"] == points["whole"][2:]
+
+
+def test_a_failed_proof_is_shown_as_one() -> None:
+    text = page(journey(damaged=True), [])
+    assert 'class="verdict bad"' in text
+    assert "the loss of step 3" in text
+
+
+def test_names_from_outside_are_escaped() -> None:
+    assert "<script>" not in page(journey(), [("quarantined", "<script>alert(1)</script>")])
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    assert not re.search(r"https?://|<script|<link|@import|url\(", page(journey(), []))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package: chromium)")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_real_browser_draws_all_three_curves(tmp_path: Path, width: int) -> None:
+    (tmp_path / "index.html").write_text(page(journey(), [("a", "b")]))
+    shot = tmp_path / "shot.png"
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"]
+    subprocess.run(
+        [*command, f"--screenshot={shot}", (tmp_path / "index.html").as_uri()],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    with av.open(str(shot)) as image:
+        picture = next(image.decode(video=0)).to_ndarray(format="rgb24")
+    for colour in ((0x9C, 0xC4, 0xE4), (0x0B, 0x53, 0x94), (0xC2, 0x41, 0x0C)):
+        assert np.all(picture == np.array(colour), axis=-1).sum() > 20, f"no pixel of colour {colour}"
