@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec.asyn
 import pytest
+
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+from dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
 
 _MEDIA = Path(__file__).resolve().parents[2] / "shared" / "media"
 
@@ -15,3 +23,60 @@ def media() -> Path:
     if not _MEDIA.is_dir():
         pytest.skip("no folder of real clips beside this checkout (../shared/media)")
     return _MEDIA
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A SeaweedFS of this test process, with the bucket `millrace`; started by the first test that needs it."""
+    with start_seaweedfs() as server:
+        server.create_bucket("millrace")
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone_server() -> Iterator[S3Server]:
+    """An S3 server that ignores preconditions, with the bucket `millrace`."""
+    with start_rclone() as server:
+        server.create_bucket("millrace")
+        yield server
+
+
+@pytest.fixture
+def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty place of its own on the S3 server, with the AWS variables set for it, also for child processes."""
+    use_s3_server(s3_server, monkeypatch)
+    yield f"s3://millrace/{uuid.uuid4().hex}"
+    forget_s3fs_instances()
+
+
+@pytest.fixture(params=["posix", pytest.param("s3", marks=pytest.mark.s3)])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty store: a directory, then a bucket."""
+    return request.getfixturevalue("s3_url") if request.param == "s3" else f"file://{tmp_path / 'store'}"
+
+
+@pytest.fixture
+def store(store_url: str) -> Iterator[Store]:
+    """An empty store, opened: a directory, then a bucket."""
+    with open_store(store_url) as opened:
+        yield opened
+
+
+def use_s3_server(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point the AWS variables at `server` for the rest of the test."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def forget_s3fs_instances() -> None:
+    """Close the s3fs clients that a test left in fsspec's instance cache; the next test has other credentials."""
+    s3fs = sys.modules.get("s3fs")
+    if s3fs is None:
+        return
+    for fs in list(s3fs.S3FileSystem._cache.values()):
+        if fs._s3 is not None and not fs.asynchronous:
+            fsspec.asyn.sync(fs.loop, fs._s3.__aexit__, None, None, None)
+            fs._s3 = None
+    s3fs.S3FileSystem.clear_instance_cache()

