@@ -29,7 +29,7 @@ from bench.demo.settings import Settings
 from dataio import pack
 from dataio.core.errors import DeadlineError, MillraceError
 from dataio.sidecar.client import Sidecar
-from dataio.testing.s3server import S3Server
+from dataio.testing.s3server import start_seaweedfs
 
 Tell = Callable[[str, float], None]
 """Told the name of the part at work and the share of it that is done, 0.0 to 1.0."""
@@ -65,7 +65,7 @@ def travel(settings: Settings, media: Path | None, tell: Tell) -> Journey:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-demo-")))
         tell("S3 server", 0.0)
-        server = stack.enter_context(S3Server(scratch / "s3"))
+        server = stack.enter_context(start_seaweedfs())
         server.create_bucket("demo")
         tell("S3 server", 1.0)
         environment = {**os.environ, **server.environment()}

@@ -38,6 +38,7 @@ def find_clips(given: Path | None, scratch: Path) -> tuple[list[Path], str]:
 def make_clip(folder: Path, number: int, *, seconds: int = 4, width: int = 192, height: int = 128) -> Path:
     """Write one clip of moving shapes; container and codec go by the number."""
     suffix, codec = _KINDS[number % len(_KINDS)]
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"made_{number:02d}.{suffix}"
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=_FPS)

@@ -1,0 +1,86 @@
+"""The whole main job, as `make demo` runs it: real clips, a real S3 server, a real SIGKILL, and the proof."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.demo.media import make_clip
+from dataio import pack
+
+STEPS, SAVE_EVERY, KILL_AT = 16, 4, 8
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dataio.cli", "demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=170)
+
+
+@pytest.mark.s3
+def test_a_killed_and_restarted_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    done = demo("--json", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--out", str(tmp_path))
+    assert done.returncode in (0, 1), done.stderr
+    told = json.loads(done.stdout)
+    assert told["equal"], told["differences"]
+    assert told["killed_after_staging_step"] == KILL_AT
+    assert told["figures"]["resumed_from"] == KILL_AT, "the sidecar did not finish the save of the dead trainer"
+    assert told["steps_done_twice"], "the killed trainer had done nothing since its last save"
+    assert told["samples_compared"] == STEPS * 8
+    assert told["figures"]["last_loss"] < told["figures"]["first_loss"]
+    assert done.returncode == 0
+    assert "polyline" in (tmp_path / "index.html").read_text()
+
+
+def test_too_few_steps_for_a_kill_are_refused_with_the_next_step() -> None:
+    done = demo("--steps", "5", "--save-every", "4")
+    assert done.returncode == 2
+    assert "--steps at least twice --save-every" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    clips = tmp_path_factory.mktemp("clips")
+    for number in range(4):
+        make_clip(clips, number, seconds=1)
+    url = str(tmp_path_factory.mktemp("data") / "set")
+    pack([str(clips)], url)
+    return url
+
+
+def train(dataset: str, repository: Path, run: str, ranks: int, steps: int) -> list[list[dict[str, Any]]]:
+    """Events of every rank of a training run of the demo's trainer."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={repository}-log"]
+    launch += ["--redirects=1", "-m"]
+    arguments = ["--data", dataset, "--checkpoints", str(repository), "--run", run, "--steps", str(steps)]
+    arguments += ["--save-every", "3", "--clips-per-video", "4"]
+    command = [sys.executable, *launch, "bench.demo.trainer", *arguments]
+    environment = {**os.environ, "MILLRACE_SIDECAR": "off", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = sorted(Path(f"{repository}-log").rglob("stdout.log"))
+    assert len(logs) == ranks
+    return [[json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")] for log in logs]
+
+
+def global_batches(events: list[list[dict[str, Any]]]) -> list[list[int]]:
+    """Sample ids of every step, ranks in their order."""
+    by_rank = [[event["ids"] for event in rank if event["event"] == "step"] for rank in events]
+    return [[id for part in parts for id in part] for parts in zip(*by_rank, strict=True)]
+
+
+def test_two_ranks_train_on_the_same_global_batches_as_one_and_share_one_checkpoint(
+    dataset: str, tmp_path: Path
+) -> None:
+    alone = global_batches(train(dataset, tmp_path / "one", "a", ranks=1, steps=6))
+    first = global_batches(train(dataset, tmp_path / "two", "a", ranks=2, steps=3))
+    assert first == alone[:3]
+    on_one = train(dataset, tmp_path / "two", "a", ranks=1, steps=6)
+    assert on_one[0][0]["resumed_from"] == 3
+    assert global_batches(on_one) == alone[3:]

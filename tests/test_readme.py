@@ -1,0 +1,36 @@
+"""What the README shows is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.demo.media import make_clip
+from dataio import open_store, pack
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def training_loop() -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return next(block for block in blocks if "checkpointer.save" in block)
+
+
+def test_the_training_loop_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_SIDECAR", "off")
+    for number in range(4):
+        make_clip(tmp_path / "media", number, seconds=2)
+    pack([str(tmp_path / "media")], str(tmp_path / "clips"))
+    loop = training_loop().replace("s3://bucket", str(tmp_path)).replace("step % 100", "step % 1")
+    loop = loop.replace("batch_size=8", "batch_size=2")
+    exec(compile(loop, "README.md", "exec"), {})
+    scope: dict[str, object] = {}
+    exec(compile(loop, "README.md", "exec"), scope)
+    assert scope["step"] == 4, "two epochs of two batches, the second one in a process that resumed"
+    assert any("COMMIT" in info.key for info in open_store(str(tmp_path / "checkpoints")).list())
+
+
+def test_the_training_loop_is_as_short_as_promised() -> None:
+    assert len([line for line in training_loop().splitlines() if line.strip()]) <= 15
