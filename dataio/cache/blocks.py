@@ -1,0 +1,93 @@
+"""The cache's disk: one sparse file per cached object, without a name.
+
+Purpose: somewhere to put blocks that can be mapped, handed to another process and dropped at any moment.
+Invariant: a file is unlinked as soon as it is open, so its bytes live exactly as long as somebody holds a descriptor or a
+mapping: dropping it never changes what a holder sees, and a killed process leaves nothing behind. Descriptors handed
+out are read-only. No file is ever truncated or punched.
+Failure behaviour: `OSError` (no space, directory gone) goes to the caller, who continues without the cache.
+`private_directory` refuses a directory that belongs to somebody else, or that others may enter, with `AccessDeniedError`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from dataio.core.errors import AccessDeniedError
+
+
+class Descriptor:
+    """An open file descriptor that closes when its last reference goes: safe to share between threads and messages."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+class BlockFile:
+    """A sparse file of `size` bytes. `reader` is open read-only."""
+
+    __slots__ = ("_writer", "reader", "size")
+
+    def __init__(self, writer: Descriptor, reader: Descriptor, size: int) -> None:
+        self._writer, self.reader, self.size = writer, reader, size
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at `offset`. By `pwrite` and not through a mapping: a full disk is then an error and no SIGBUS."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._writer.fileno(), data[done:], offset + done)
+
+
+class BlockDirectory:
+    """Where cache files are made. It may be a shared one such as /tmp: a file has a name for microseconds, mode 0400."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def create(self, size: int) -> BlockFile:
+        """A new empty file of `size` bytes; nothing is allocated yet."""
+        path = self.path / f"millrace-{secrets.token_hex(8)}.blocks"
+        writer = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400))
+        try:
+            reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            os.ftruncate(writer.fileno(), size)
+        finally:
+            os.unlink(path)
+        return BlockFile(writer, reader, size)
+
+
+def private_directory(path: Path) -> Path:
+    """`path` as a directory that only this user may enter, made when absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise AccessDeniedError(
+            f"{path} is not a private directory: owner {found.st_uid}, mode {stat.filemode(found.st_mode)}",
+            hint=f"name another directory, or make it yours alone: chmod 700 {path}",
+        )
+    return path
+
+
+class MappedFile(mmap.mmap):
+    """A read-only mapping of a cache file. Views keep it alive; `lease` goes with it."""
+
+    lease: object = None
+
+
+def map_file(fd: int, size: int, lease: object) -> MappedFile:
+    """Map all `size` (> 0) bytes read-only; `lease` lives as long as the mapping or any view of it."""
+    mapped = MappedFile(fd, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+    mapped.lease = lease
+    return mapped
