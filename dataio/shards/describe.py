@@ -1,0 +1,174 @@
+"""Everything an index row says about one sample's files, found by reading them.
+
+Purpose: the work of one probe worker: hash each file, probe the media among them, take text and fields.
+Invariants: the loaders' video stream is the largest of the sample's media files; its sound comes from the same file where that
+has any, else from the first other member that has. `<key>.txt` is the text. The fields are those top-level values of
+`<key>.json` that are numbers, booleans, null or short strings; everything else stays in the JSON member alone.
+Failure behaviour: `Failure` names the file and why; one bad member refuses the whole sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from dataio.shards.contract import AudioInfo, VideoInfo
+from dataio.shards.probe import MEDIA_EXTENSIONS, Probe, probe
+
+TEXT_BYTES = 1 * limits.MIB
+PROMOTED_STRING = 1024
+"""The most characters that a string in a sample's JSON may have to become a field of the index."""
+_READ = 1 * limits.MIB
+
+
+class FileFact(msgspec.Struct, frozen=True):
+    """One file as it was read: the packer checks that it still is."""
+
+    ext: str
+    path: str
+    size: int
+    modified_ns: int
+    xxh3: int
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
+    """The facts of a sample. `fields` is a JSON object as text."""
+
+    files: tuple[FileFact, ...]
+    duration: float
+    video: VideoInfo | None
+    audio: AudioInfo | None
+    text: str | None
+    fields: str
+    notes: tuple[str, ...]
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """Why a sample cannot be packed; `code` is that of a Millrace error."""
+
+    path: str
+    code: str
+    reason: str
+
+
+Request = list[tuple[str, str]]
+"""(extension, path) of the files of one sample."""
+Answer = Described | Failure
+
+
+def describe(files: Request) -> Answer:
+    """Read the files of one sample."""
+    at = ""
+    facts, probes = [], list[Probe]()
+    text, fields = None, dict[str, Any]()
+    try:
+        for ext, at in files:
+            facts.append(_fact(ext, at))
+            if ext in MEDIA_EXTENSIONS:
+                probes.append(probe(at, ext=ext))
+            elif ext == "txt":
+                text = _text(at)
+            elif ext == "json":
+                fields = _fields(at)
+    except MillraceError as error:
+        return Failure(at, error.code, error.message)
+    except OSError as error:
+        return Failure(at, CorruptionError.code, f"cannot be read: {error.strerror or error}")
+    video, audio, duration = _choose(probes)
+    return Described(
+        files=tuple(facts),
+        duration=duration,
+        video=video,
+        audio=audio,
+        text=text,
+        fields=json.dumps(fields, ensure_ascii=False),
+        notes=tuple(note for p in probes for note in p.notes),
+    )
+
+
+def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, float]:
+    def area(p: Probe) -> int:
+        return p.video.width * p.video.height if p.video else 0
+
+    best = max(probes, key=area)
+    audio = best.audio or next((p.audio for p in probes if p.audio), None)
+    return best.video, audio, best.duration
+
+
+def _fact(ext: str, path: str) -> FileFact:
+    hasher = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        info = os.fstat(file.fileno())
+        while chunk := file.read(_READ):
+            hasher.update(chunk)
+    return FileFact(ext, path, info.st_size, info.st_mtime_ns, hasher.intdigest())
+
+
+def _small(path: str, most: int) -> str:
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise UnsupportedError(f"larger than {limits.format_bytes(most)}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorruptionError("not UTF-8 text") from error
+
+
+def _text(path: str) -> str:
+    return _small(path, TEXT_BYTES).strip()
+
+
+def _fields(path: str) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        found = json.loads(_small(path, limits.JSON_DOCUMENT_BYTES), parse_constant=refuse)
+        promoted = {name: v for name, v in found.items() if _is_promoted(v)} if isinstance(found, dict) else None
+        json.dumps(promoted, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"not JSON: {error}") from error
+    if promoted is None:
+        raise UnsupportedError("the JSON of a sample must be an object")
+    return promoted
+
+
+def _is_promoted(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= PROMOTED_STRING
+    return value is None or isinstance(value, bool | int | float)
+
+
+# --- between the worker and its pool: msgpack, since what reads untrusted media must not be trusted with pickles
+
+
+def _encode_other(value: object) -> str:
+    if isinstance(value, Fraction):
+        return f"{value.numerator}/{value.denominator}"
+    raise NotImplementedError(type(value))
+
+
+def _decode_other(kind: type, value: Any) -> Fraction:
+    if kind is Fraction:
+        return Fraction(value)
+    raise NotImplementedError(kind)
+
+
+encode_request = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+encode_answer = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
+decode_answer = msgspec.msgpack.Decoder(Answer, dec_hook=_decode_other).decode
+
+
+def as_request(files: tuple[tuple[str, Path], ...]) -> Request:
+    """What is sent for a group's files."""
+    return [(ext, str(path)) for ext, path in files]

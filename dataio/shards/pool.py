@@ -1,0 +1,188 @@
+"""Probing in worker processes: a file on which libav hangs or crashes costs that file and nothing else.
+
+Invariants: at most `workers` processes; at most `_AHEAD` samples per worker are in flight, and answers come in the order asked.
+Every request has a time limit; a worker that passes it is killed and replaced. Workers die with this process.
+Failure behaviour: a hang is a `Failure` with code "deadline", a crash one with code "corruption". A worker that cannot even start
+raises `UnsupportedError`, since then no file is to blame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+import dataio
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
+from dataio.shards.describe import Answer, Failure, as_request, decode_answer, encode_request
+from dataio.shards.probe_worker import HELLO, write_frame
+from dataio.shards.sources import Group
+
+_AHEAD = 4
+_START_SECONDS = 120.0
+_ANSWER_BYTES = 256 * limits.MIB
+_COMMAND = (sys.executable, "-P", "-m", "dataio.shards.probe_worker")
+
+
+def seconds_for(group: Group) -> float:
+    """The time limit for a sample: a minute, and more for large files, at 4 MiB/s."""
+    return 60.0 + group.bytes / (4 * limits.MIB)
+
+
+class ProbePool:
+    """Use as a context manager. `command` starts one worker."""
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        seconds: Callable[[Group], float] = seconds_for,
+        command: Sequence[str] = _COMMAND,
+    ) -> None:
+        self._workers = workers or os.cpu_count() or 1
+        self._seconds, self._command = seconds, command
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._all: set[_Worker] = set()
+        self._closing = False
+        for _ in range(self._workers):
+            self._idle.put(None)
+        self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="probe")
+
+    def describe(self, groups: Iterable[Group]) -> Iterator[tuple[Group, Answer]]:
+        """Every group with its answer, in order."""
+        flying: deque[tuple[Group, Future[Answer]]] = deque()
+        for group in groups:
+            flying.append((group, self._threads.submit(self._one, group)))
+            if len(flying) >= _AHEAD * self._workers:
+                yield _landed(flying)
+        while flying:
+            yield _landed(flying)
+
+    def _one(self, group: Group) -> Answer:
+        worker = self._idle.get()
+        try:
+            if worker is None:
+                worker = _Worker(self._command)
+                self._all.add(worker)
+                if self._closing:  # checked after adding: either `close` sees the worker, or this sees `close`
+                    worker.kill()
+                worker.start()
+            return worker.ask(group, self._seconds(group))
+        finally:
+            if worker is not None and worker.is_dead():
+                self._all.discard(worker)
+                worker = None
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """Kill the workers, whatever they are doing."""
+        self._closing = True
+        for worker in list(self._all):
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _landed(flying: deque[tuple[Group, Future[Answer]]]) -> tuple[Group, Answer]:
+    group, future = flying.popleft()
+    return group, future.result()
+
+
+class _Worker:
+    """One process and the pipes to it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        home = str(Path(dataio.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+
+    def start(self) -> None:
+        """Wait for the worker's first word."""
+        try:
+            if self._read_frame(time.monotonic() + _START_SECONDS) == HELLO:
+                return
+        except (EOFError, TimeoutError):
+            pass
+        self.kill()
+        raise UnsupportedError(
+            "the probe's worker process does not start", hint="`python -m dataio.shards.probe_worker` shows why"
+        )
+
+    def ask(self, group: Group, seconds: float) -> Answer:
+        """Send a request and wait for the answer for at most `seconds`."""
+        first = str(group.files[0][1])
+        assert self._process.stdin is not None
+        try:
+            write_frame(self._process.stdin, encode_request(as_request(group.files)))
+            answer: Answer = decode_answer(self._read_frame(time.monotonic() + seconds))
+            return answer
+        except TimeoutError:
+            self.kill()
+            return Failure(first, DeadlineError.code, f"reading it took longer than {seconds:.0f} s and was given up")
+        except (EOFError, BrokenPipeError, msgspec.MsgspecError):
+            self.kill()
+            return Failure(first, CorruptionError.code, f"reading it crashed the decoder ({self._end()})")
+
+    def _end(self) -> str:
+        code = self._process.wait()
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+        return f"exit code {code}"
+
+    def _read_frame(self, deadline: float) -> bytes:
+        length = int(struct.unpack(">I", self._read(4, deadline))[0])
+        if length > _ANSWER_BYTES:
+            raise EOFError
+        return self._read(length, deadline)
+
+    def _read(self, length: int, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        data = bytearray()
+        while len(data) < length:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                raise TimeoutError
+            chunk = os.read(fd, length - len(data))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return bytes(data)
+
+    def is_dead(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process and close the pipes; a second call does nothing."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,255 @@
+"""Tar shards: written byte for byte the same for the same input, read without trusting them.
+
+Purpose: WebDataset's layout, in which member `<key>.<ext>` belongs to the sample `<key>` and the members of a sample follow
+each other. Any tar program, `webdataset` and DALI read what is written here; shards made elsewhere are read in place.
+
+Invariants: the layout of a shard follows from names and lengths alone, so every payload's offset is known before the first
+byte is sent, and memory is bounded by one block. Headers carry no time, owner or other trace of the machine. What `scan`
+yields lies inside the archive and has a name that is a key: relative, without `..`, of a regular file.
+
+Failure behaviour: writing raises `TransientError` when a payload is not as long as laid out. Reading raises
+`CorruptionError` for an archive that is damaged or ends early and `UnsupportedError` for kinds of members that a shard may
+not hold, both with the shard's name and the offset of the header.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, TransientError, UnsupportedError
+
+BLOCK = 512
+END = bytes(2 * BLOCK)
+_WINDOW = 64 * limits.KIB
+_NAME = re.compile(r"(?P<key>(?:.*/)?[^/.]+)\.(?P<ext>[^/]+)", re.DOTALL)
+_SIZE_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One member in a laid-out shard: its header bytes, and where its payload will lie."""
+
+    name: str
+    header: bytes
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One regular file found in a shard. `header` is the offset of its first header, `offset` that of its payload."""
+
+    name: str
+    key: str
+    ext: str
+    header: int
+    offset: int
+    length: int
+
+
+# --- writing
+
+
+def header_for(name: str, length: int) -> bytes:
+    """The header of a regular file: ustar, preceded by a pax header where name or length need one."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime = length, 0o644, 0
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
+
+
+def padded(length: int) -> int:
+    """`length` rounded up to whole blocks."""
+    return -(-length // BLOCK) * BLOCK
+
+
+def member_bytes(name: str, length: int) -> int:
+    """What a member occupies in a shard, header and padding included."""
+    return len(header_for(name, length)) + padded(length)
+
+
+def layout(members: Iterable[tuple[str, int]]) -> tuple[list[Placed], int]:
+    """Place (name, length) members one after the other; also the size of the whole archive."""
+    placed, position = [], 0
+    for name, length in members:
+        header = header_for(name, length)
+        placed.append(Placed(name, header, position + len(header), length))
+        position += len(header) + padded(length)
+    return placed, position + len(END)
+
+
+def stream(placed: Sequence[Placed], payloads: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """The archive's bytes as parts; `payloads` gives the parts of each member in turn."""
+    for member, parts in zip(placed, payloads, strict=True):
+        yield member.header
+        length = 0
+        for part in parts:
+            length += len(part)
+            if length > member.length:
+                break
+            yield part
+        if length != member.length:
+            raise TransientError(
+                f"{member.name} changed while it was being packed: {length} bytes instead of {member.length}",
+                hint="pack again when nothing writes to the input",
+            )
+        yield bytes(padded(length) - length)
+    yield END
+
+
+# --- reading
+
+ReadAt = Callable[[int, int], bytes]
+"""(offset, length) → exactly these bytes; never asked for bytes behind the archive's size."""
+
+
+def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[Entry]:
+    """The members of the archive of `size` bytes behind `read_at`, in order. `shard` names it in errors.
+
+    Members whose name has no key and extension (no dot, or a leading dot) and directories are passed over, as WebDataset does.
+    """
+    window = _Window(read_at, size)
+    position = 0
+    while True:
+        start, extended, extended_bytes = position, dict[str, str](), 0
+        while True:
+            block = _header_at(window, position, size, shard)
+            if block is None:
+                if position != start:
+                    raise CorruptionError(f"{shard}: the archive ends after an extended header at offset {start}")
+                return
+            kind = block[156:157]
+            if kind not in (b"x", b"g", b"L"):
+                break
+            length = _number(block[124:136], shard, position)
+            extended_bytes += length
+            if extended_bytes > limits.TAR_HEADER_BYTES:
+                raise UnsupportedError(f"{shard}: extended header at offset {position} is larger than a shard may hold")
+            _check_inside(position + BLOCK, length, size, shard, position)
+            extended |= _extended(kind, window.read(position + BLOCK, length), shard, position)
+            position += BLOCK + padded(length)
+        name, length = _name_and_length(block, extended, shard, position)
+        _check_kind(kind, name, shard, position)
+        _check_inside(position + BLOCK, length, size, shard, position)
+        match = _NAME.fullmatch(name)
+        if kind != b"5" and match is not None:
+            yield Entry(name, match["key"], match["ext"].lower(), start, position + BLOCK, length)
+        position += BLOCK + padded(length)
+
+
+class _Window:
+    """Reads ahead by one window, so that small members cost one read for many headers."""
+
+    def __init__(self, read_at: ReadAt, size: int) -> None:
+        self._read_at, self._size = read_at, size
+        self._start, self._bytes = 0, b""
+
+    def read(self, offset: int, length: int) -> bytes:
+        if not self._start <= offset <= offset + length <= self._start + len(self._bytes):
+            ahead = min(max(length, _WINDOW), self._size - offset)
+            self._start, self._bytes = offset, self._read_at(offset, ahead)
+        at = offset - self._start
+        return self._bytes[at : at + length]
+
+
+def _header_at(window: _Window, position: int, size: int, shard: str) -> bytes | None:
+    """The header block at `position`, or None at the end-of-archive mark."""
+    if position + BLOCK > size:
+        raise CorruptionError(f"{shard}: truncated: no end-of-archive mark at offset {position}, the size is {size}")
+    block = window.read(position, BLOCK)
+    if not any(block):
+        if position + 2 * BLOCK > size or any(window.read(position + BLOCK, BLOCK)):
+            raise CorruptionError(f"{shard}: truncated or damaged end-of-archive mark at offset {position}")
+        return None
+    blanked = block[:148] + b" " * 8 + block[156:]
+    sums = sum(blanked), sum(b - 256 if b > 127 else b for b in blanked)  # old tars summed signed bytes
+    if _number(block[148:156], shard, position) not in sums:
+        raise CorruptionError(f"{shard}: damaged header at offset {position}: its checksum does not match")
+    return block
+
+
+def _number(field: bytes, shard: str, position: int) -> int:
+    if field[0] & 0x80:  # base 256; the next bit is the sign
+        value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+        if field[0] & 0x40 or value > _SIZE_LIMIT:
+            raise CorruptionError(f"{shard}: header at offset {position} holds an impossible number")
+        return value
+    text = field.rstrip(b"\0 ").lstrip(b" ")
+    if not re.fullmatch(rb"[0-7]*", text):
+        raise CorruptionError(f"{shard}: header at offset {position} holds {text!r} where a number belongs")
+    return int(text or b"0", 8)
+
+
+def _extended(kind: bytes, data: bytes, shard: str, position: int) -> dict[str, str]:
+    try:
+        if kind == b"L":
+            return {"path": data.split(b"\0", 1)[0].decode()}
+        records = dict(_pax_records(data))
+    except ValueError as error:
+        raise CorruptionError(f"{shard}: damaged extended header at offset {position}: {error}") from error
+    if any(key.startswith("GNU.sparse") for key in records):
+        raise UnsupportedError(f"{shard}: sparse member at offset {position}")
+    if kind == b"g" and records.keys() & {"path", "size", "linkpath"}:
+        raise UnsupportedError(f"{shard}: global header at offset {position} sets a path or a size")
+    return records if kind == b"x" else {}
+
+
+def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
+    at = 0
+    while at < len(data):
+        digits = re.compile(rb"([1-9][0-9]{0,8}) ").match(data, at)
+        end = at + int(digits[1]) if digits else 0
+        if digits is None or not digits.end() < end <= len(data) or data[end - 1 : end] != b"\n":
+            raise ValueError("malformed pax record")
+        key, equals, value = data[digits.end() : end - 1].partition(b"=")
+        if not equals:
+            raise ValueError("pax record without a value")
+        yield key.decode(), value.decode() if key in (b"path", b"size") else ""
+        at = end
+
+
+def _name_and_length(block: bytes, extended: dict[str, str], shard: str, position: int) -> tuple[str, int]:
+    size_text = extended.get("size")
+    if size_text is None:
+        length = _number(block[124:136], shard, position)
+    elif size_text.isascii() and size_text.isdigit() and len(size_text) < 20:
+        length = int(size_text)
+    else:
+        raise CorruptionError(
+            f"{shard}: extended header before offset {position} gives the impossible size {size_text!r}"
+        )
+    if "path" in extended:
+        return extended["path"], length
+    raw = block[:100].split(b"\0", 1)[0]
+    prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
+    try:
+        return (prefix + b"/" + raw if prefix else raw).decode(), length
+    except UnicodeDecodeError as error:
+        raise UnsupportedError(f"{shard}: name at offset {position} is not UTF-8") from error
+
+
+def _check_kind(kind: bytes, name: str, shard: str, position: int) -> None:
+    kinds = {
+        b"1": "hard link",
+        b"2": "symbolic link",
+        b"3": "device",
+        b"4": "device",
+        b"6": "pipe",
+        b"S": "sparse file",
+    }
+    if kind not in (b"0", b"\0", b"5"):
+        what = kinds.get(kind, f"member of kind {kind!r}")
+        raise UnsupportedError(f"{shard}: {name!r} at offset {position} is a {what}; a shard holds only regular files")
+    segments = name.rstrip("/").split("/")
+    if not name or name.startswith("/") or ".." in segments or "\0" in name or "\\" in name:
+        raise UnsupportedError(f"{shard}: the name {name!r} at offset {position} could leave its folder")
+
+
+def _check_inside(start: int, length: int, size: int, shard: str, position: int) -> None:
+    if start + length > size:
+        raise CorruptionError(
+            f"{shard}: truncated: the member at offset {position} ends at {start + length}, the archive at {size}"
+        )
