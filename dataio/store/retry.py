@@ -10,8 +10,9 @@ that sends parts retries each of them with `call`.
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,6 +63,25 @@ def call(
             if not policy.again(tries, elapsed, pause):
                 raise _given_up(error, tries, elapsed) from error
         clock.sleep(pause)
+
+
+async def call_async(
+    function: Callable[[], Awaitable[T]],
+    policy: Policy,
+    clock: Clock = SYSTEM_CLOCK,
+    draw: Callable[[], float] = random.random,
+) -> T:
+    """As `call`, for a coroutine function; the pauses leave the event loop free."""
+    began, tries = clock.monotonic(), 0
+    while True:
+        try:
+            return await function()
+        except TransientError as error:
+            tries += 1
+            elapsed, pause = clock.monotonic() - began, policy.pause(tries, draw())
+            if not policy.again(tries, elapsed, pause):
+                raise _given_up(error, tries, elapsed) from error
+        await asyncio.sleep(pause)
 
 
 def _given_up(error: TransientError, tries: int, elapsed: float) -> TransientError:

@@ -34,6 +34,7 @@ _STARTS = 5
 _PORTS = 10
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below the ports that the kernel hands to clients
 _REGION = "us-east-1"
+_OWNER = "millrace-owner"
 # exec'd in front of the server: die with the parent, and at once if the parent is gone already
 _LEASH = """\
 import ctypes, os, sys
@@ -52,7 +53,10 @@ class Keys:
 
 
 class S3Server:
-    """A running server. A context manager; `stop` may be called twice."""
+    """A running server, whose `keys` may read, write and list, but not make buckets.
+
+    A context manager; `stop` may be called twice.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, port: int, keys: Keys) -> None:
         self.endpoint = f"http://127.0.0.1:{port}"
@@ -77,7 +81,7 @@ class S3Server:
 
     def create_bucket(self, name: str) -> str:
         """Make the bucket `name` and return its URL."""
-        with _client(self.endpoint, self.keys) as client:
+        with _client(self.endpoint, self.keys, owner=True) as client:
             client.create_bucket(Bucket=name)
         return f"s3://{name}"
 
@@ -171,12 +175,14 @@ def _is_free(port: int) -> bool:
 
 
 def _weed_command(weed: str, folder: Path, port: int, keys: Keys) -> list[str]:
-    identity = {
-        "name": "millrace",
-        "credentials": [{"accessKey": keys.access, "secretKey": keys.secret}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    # an administrator's PUT makes the bucket that is missing, so users of the server are not administrators
+    owner = {"name": "owner", "credentials": [_credential(_OWNER, keys)], "actions": ["Admin"]}
+    user = {
+        "name": "user",
+        "credentials": [_credential(keys.access, keys)],
+        "actions": ["Read", "Write", "List", "Tagging"],
     }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    (folder / "s3.json").write_text(json.dumps({"identities": [owner, user]}))
     (folder / "data").mkdir()
     ports = ["s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc"]
     ports += ["filer.port", "filer.port.grpc", "admin.port", "admin.port.grpc"]
@@ -193,9 +199,13 @@ def _weed_command(weed: str, folder: Path, port: int, keys: Keys) -> list[str]:
     ]
 
 
+def _credential(access: str, keys: Keys) -> dict[str, str]:
+    return {"accessKey": access, "secretKey": keys.secret}
+
+
 def _rclone_command(rclone: str, folder: Path, port: int, keys: Keys) -> list[str]:
     (folder / "data").mkdir()
-    auth = ["--auth-key", f"{keys.access},{keys.secret}"]
+    auth = [part for access in (keys.access, _OWNER) for part in ("--auth-key", f"{access},{keys.secret}")]
     return [rclone, "serve", "s3", "--addr", f"127.0.0.1:{port}", *auth, "--config", os.devnull, str(folder / "data")]
 
 
@@ -203,7 +213,7 @@ def _wait_ready(server: S3Server) -> None:
     """Ready means: a bucket can be made, and an object written and read."""
     deadline = time.monotonic() + _READY_SECONDS
     last: Exception | None = None
-    with _client(server.endpoint, server.keys) as client:
+    with _client(server.endpoint, server.keys, owner=True) as client:
         while time.monotonic() < deadline:
             if server.process.poll() is not None:
                 raise TransientError("the S3 server ended: " + _log_end(server))
@@ -233,7 +243,7 @@ def _log_end(server: S3Server) -> str:
 class _client:
     """A synchronous botocore client for the time of a `with` block, closed for good at its end."""
 
-    def __init__(self, endpoint: str, keys: Keys) -> None:
+    def __init__(self, endpoint: str, keys: Keys, *, owner: bool) -> None:
         import botocore.config
         import botocore.session
 
@@ -250,7 +260,7 @@ class _client:
             "s3",
             region_name=_REGION,
             endpoint_url=endpoint,
-            aws_access_key_id=keys.access,
+            aws_access_key_id=_OWNER if owner else keys.access,
             aws_secret_access_key=keys.secret,
             config=config,
         )

@@ -1,0 +1,182 @@
+"""Which bucket, where, and how to reach it: a frozen description made from a URL, options and the AWS variables.
+
+Invariants: `S3Config.public` holds no secret and is enough to open the same store with other credentials; secrets are only
+in `credentials`, which is left out of every repr. Options win over variables, and variables over profiles.
+Failure behaviour: `UsageError` for an option that is not known, a URL without a bucket, or secrets inside a URL.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dataio.core.errors import UsageError
+from dataio.core.redact import has_secrets, without_secrets
+from dataio.store.contract import check_key
+
+CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
+CONNECTIONS = 32
+_CREDENTIALS = ("key", "secret", "token")
+_PLAIN = ("anon", "profile", "use_ssl", "requester_pays", "client_kwargs", "config_kwargs")
+_OURS = ("endpoint_url", "region", "path_style")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Config:
+    """`prefix` is a key prefix without slashes at its ends, `""` for the bucket's root. `endpoint_url` None means AWS."""
+
+    bucket: str
+    prefix: str
+    endpoint_url: str | None
+    region: str | None
+    path_style: bool
+    options: Mapping[str, object]
+    """What s3fs is to be given besides, without secrets."""
+    shareable: bool
+    credentials: Mapping[str, object] = field(repr=False)
+    """The same, only what holds secrets."""
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}" if self.prefix else f"s3://{self.bucket}"
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint in words, for messages."""
+        return self.endpoint_url or f"AWS ({self.region or 'default region'})"
+
+    @property
+    def public(self) -> dict[str, object]:
+        """The options by which another process opens this store."""
+        ours = {"endpoint_url": self.endpoint_url, "region": self.region, "path_style": self.path_style}
+        return {name: value for name, value in ours.items() if value is not None} | dict(self.options)
+
+    def full_key(self, key: str) -> str:
+        """The key in the bucket for the store's key `key`."""
+        return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
+
+    def s3fs_arguments(self) -> dict[str, object]:
+        """Keyword arguments for `s3fs.S3FileSystem`: one attempt a request, no caches, time-outs, addressing style."""
+        arguments = _merged(dict(self.options), dict(self.credentials))
+        return arguments | {
+            "endpoint_url": self.endpoint_url,
+            "client_kwargs": _merged({"region_name": self.region}, _mapping(arguments, "client_kwargs")),
+            "config_kwargs": self._config_arguments(_mapping(arguments, "config_kwargs")),
+            "asynchronous": True,
+            "skip_instance_cache": True,
+            "use_listings_cache": False,
+        }
+
+    def _config_arguments(self, given: dict[str, object]) -> dict[str, object]:
+        style = "path" if self.path_style else "virtual" if self.endpoint_url else "auto"
+        defaults: dict[str, object] = {
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            "max_pool_connections": CONNECTIONS,
+            # digests of Millrace's own formats guard the content; servers differ in what else they accept
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            "s3": {"addressing_style": style, "payload_signing_enabled": False},
+        }
+        return _merged(defaults, given) | {"retries": {"total_max_attempts": 1}}
+
+
+def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> S3Config:
+    """The configuration for `s3://bucket/prefix` with the storage options of the caller."""
+    if unknown := sorted(set(options) - {*_CREDENTIALS, *_PLAIN, *_OURS}):
+        known = ", ".join((*_OURS, *_CREDENTIALS, *_PLAIN))
+        raise UsageError(f"unknown S3 storage option {', '.join(unknown)}", hint=f"known are {known}")
+    bucket, prefix = _bucket_and_prefix(url)
+    client = _mapping(options, "client_kwargs")
+    endpoint = _first(options.get("endpoint_url"), client.pop("endpoint_url", None), *_from(environ, _ENDPOINTS))
+    region = _first(options.get("region"), client.pop("region_name", None), *_from(environ, _REGIONS))
+    if endpoint is not None:
+        _check_endpoint(endpoint)
+    path_style = options.get("path_style", _style_of(options, endpoint))
+    rest = {name: value for name, value in options.items() if name not in _OURS} | {"client_kwargs": client}
+    public = without_secrets({name: value for name, value in rest.items() if value not in (None, {})})
+    return S3Config(
+        bucket=bucket,
+        prefix=prefix,
+        endpoint_url=endpoint,
+        region=region or ("us-east-1" if endpoint else None),
+        path_style=bool(path_style),
+        options=public,
+        shareable=not has_secrets({name: value for name, value in rest.items() if value is not None}),
+        credentials=_only_secrets(rest),
+    )
+
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+
+
+def _bucket_and_prefix(url: str) -> tuple[str, str]:
+    bucket, _, prefix = url.partition("://")[2].partition("/")
+    if "@" in bucket or ":" in bucket:
+        raise UsageError(
+            f"{url!r} holds more than a bucket", hint="put credentials into the AWS variables or a profile"
+        )
+    if not bucket:
+        raise UsageError(f"{url!r} names no bucket", hint="write s3://bucket/prefix")
+    prefix = prefix.strip("/")
+    return bucket, check_key(prefix) if prefix else ""
+
+
+def _check_endpoint(endpoint: str) -> None:
+    parts = urllib.parse.urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(
+            f"the endpoint {endpoint!r} is not a URL", hint="write for example https://storage.example:9000"
+        )
+    if parts.username or parts.password or parts.query:
+        raise UsageError("the endpoint URL holds credentials", hint="put them into the AWS variables or a profile")
+
+
+def _style_of(options: Mapping[str, object], endpoint: str | None) -> bool:
+    """Path style by default for every endpoint but Amazon's own: other servers seldom have a name for each bucket."""
+    style = _mapping(_mapping(options, "config_kwargs"), "s3").get("addressing_style", "auto")
+    return style == "path" or (style == "auto" and endpoint is not None and ".amazonaws.com" not in endpoint)
+
+
+def _from(environ: Mapping[str, str], names: tuple[str, ...]) -> list[str | None]:
+    return [environ.get(name) for name in names]
+
+
+def _first(*candidates: object) -> str | None:
+    return next((str(c) for c in candidates if c), None)
+
+
+def _mapping(options: Mapping[str, object], name: str) -> dict[str, object]:
+    value = options.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise UsageError(f"the storage option {name} must be a mapping, not {type(value).__name__}")
+    return dict(value)
+
+
+def _only_secrets(options: Mapping[str, object]) -> dict[str, object]:
+    """Nested `options` without what `without_secrets` keeps."""
+    public = without_secrets(options)
+    found: dict[str, object] = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name not in public:
+            found[name] = value
+        elif isinstance(value, Mapping) and has_secrets(value):
+            found[name] = _only_secrets(value)
+    return found
+
+
+def _merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """`base` with the entries of `over`, nested mappings merged."""
+    merged = dict(base)
+    for name, value in over.items():
+        below = merged.get(name)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            merged[name] = _merged(below, value)
+        else:
+            merged[name] = value
+    return merged

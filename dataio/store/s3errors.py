@@ -1,0 +1,129 @@
+"""From what botocore and aiohttp raise to the error of its remedy.
+
+Invariant: every error inside `translated_s3` leaves it as one of `dataio.core.errors` that names the object or bucket, the
+endpoint and the server's own code. Time-outs, resets, cut bodies, 429 and 5xx are `TransientError`; a server that cannot
+be reached at all is `UnreachableError`, which tells a write that its request was never sent.
+Failure behaviour: an unknown answer of the server becomes a plain `MillraceError` with its code and words; anything that
+is neither botocore's nor aiohttp's passes through as the bug it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import botocore.exceptions as boto
+
+from dataio.core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    ConflictError,
+    MillraceError,
+    NotFoundError,
+    TransientError,
+    UnsupportedError,
+    UsageError,
+)
+from dataio.store.s3config import S3Config
+
+
+class UnreachableError(TransientError):
+    """No connection to the endpoint came about, so no request was sent."""
+
+
+class PreconditionError(ConflictError):
+    """The server answered that a precondition of the request does not hold, or that another request is in its way."""
+
+
+class RangeError(UsageError):
+    """The server answered that the range lies outside the object."""
+
+
+class NoSuchUploadError(NotFoundError):
+    """The multipart upload is over: completed, aborted, or expired."""
+
+
+_CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the profile, and what they may do with this bucket"
+_BY_CODE: dict[str, tuple[type[MillraceError], str]] = {
+    "NoSuchUpload": (NoSuchUploadError, "start the upload again"),
+    "InvalidRange": (RangeError, "ask for a range inside the object"),
+    "PreconditionFailed": (PreconditionError, ""),
+    "ConditionalRequestConflict": (PreconditionError, ""),
+    "RequestTimeTooSkewed": (AccessDeniedError, "set this machine's clock"),
+    "ExpiredToken": (AccessDeniedError, "renew the temporary credentials"),
+    "EntityTooLarge": (CapacityError, "use put_multipart"),
+    "QuotaExceeded": (CapacityError, "free space or raise the quota"),
+    "XMinioStorageFull": (CapacityError, "free space on the server"),
+    "RequestTimeout": (TransientError, ""),
+    "XAmzContentSHA256Mismatch": (TransientError, "the body was changed on its way"),
+    "BadDigest": (TransientError, "the body was changed on its way"),
+    "AuthorizationHeaderMalformed": (UsageError, "set AWS_REGION to the bucket's region"),
+    "PermanentRedirect": (UsageError, "set AWS_REGION or the endpoint to the bucket's own"),
+    "InvalidBucketName": (UsageError, "check the URL"),
+    "NotImplemented": (UnsupportedError, "this server lacks the operation; `millrace doctor URL` says what it can do"),
+}
+_BY_STATUS: dict[int, tuple[type[MillraceError], str]] = {
+    401: (AccessDeniedError, _CHECK_KEYS),
+    403: (AccessDeniedError, _CHECK_KEYS),
+    404: (NotFoundError, "check the URL and the key"),
+    409: (PreconditionError, ""),
+    412: (PreconditionError, ""),
+    416: (RangeError, "ask for a range inside the object"),
+    429: (TransientError, "send less, or ask the operator of the store for more"),
+    501: (UnsupportedError, "this server lacks the operation; `millrace doctor URL` says what it can do"),
+    507: (CapacityError, "free space on the server"),
+}
+
+
+@contextlib.contextmanager
+def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
+    """Turn the errors of the client library into Millrace's; `doing` is for example `reading s3://bucket/key`."""
+    try:
+        yield
+    except boto.ClientError as error:
+        raise _from_answer(error, config, doing) from error
+    except (TimeoutError, boto.BotoCoreError, aiohttp.ClientError, OSError) as error:
+        raise _from_transport(error, config, doing) from error
+
+
+def _from_answer(error: Any, config: S3Config, doing: str) -> MillraceError:
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    words = str(error.response.get("Error", {}).get("Message", ""))
+    if code == "NoSuchBucket":
+        return NotFoundError(
+            f"the bucket {config.bucket!r} does not exist at {config.endpoint}",
+            hint="check the URL, or create the bucket",
+        )
+    text = f"{doing}: {config.endpoint} answered {status} {code}" + (f" ({words})" if words else "")
+    if code in ("NoSuchKey", "404", "NotFound"):
+        return NotFoundError(f"{doing}: it does not exist at {config.endpoint}", hint="check the URL and the key")
+    kind, hint = _BY_CODE.get(code) or _BY_STATUS.get(status) or (MillraceError, "")
+    if kind is MillraceError and (status >= 500 or "SlowDown" in code or "Throttl" in code):
+        kind, hint = TransientError, "the server is overloaded or in trouble; see its log"
+    return kind(text, hint=hint)
+
+
+def _from_transport(error: Exception, config: S3Config, doing: str) -> MillraceError:
+    text = f"{doing}: {config.endpoint}: {_words(error)}"
+    match error:
+        case boto.NoCredentialsError() | boto.PartialCredentialsError() | boto.CredentialRetrievalError():
+            return AccessDeniedError(f"{doing}: no credentials were found for {config.endpoint}", hint=_CHECK_KEYS)
+        case boto.ProfileNotFound() | boto.ParamValidationError() | boto.NoRegionError() | boto.InvalidRegionError():
+            return UsageError(text, hint="check the URL, the profile and the region")
+        case boto.SSLError() | aiohttp.ClientSSLError():
+            return UsageError(text, hint="check the endpoint's certificate, or set AWS_CA_BUNDLE")
+        case boto.EndpointConnectionError() | boto.ConnectTimeoutError() | boto.ProxyConnectionError():
+            return UnreachableError(text, hint="check that the server runs, AWS_ENDPOINT_URL, and the network")
+        case boto.HTTPClientError() | aiohttp.ClientError() | asyncio.TimeoutError() | OSError():
+            return TransientError(text, hint="check the server and the network")
+        case boto.IncompleteReadError() | boto.ResponseStreamingError():
+            return TransientError(text, hint="check the server and the network")
+    return MillraceError(text)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,123 @@
+"""Ranged reads from S3 into the caller's buffers: plan spans, fetch them side by side, fill.
+
+Invariants: neighbouring ranges up to `GAP_BYTES` apart travel in one request of at most `SPAN_BYTES`; larger ranges are cut
+into spans; at most `PARALLEL` spans are in flight for a call, each holding a few hundred KiB of its own. All spans of one call
+come from the same version of the object.
+Failure behaviour: a range past the end is a `UsageError` that names the object's size; a server that ignores ranges is an
+`UnsupportedError`; a body that ends early, or an object replaced during the call, is a `TransientError`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataio.core.errors import TransientError, UnsupportedError
+from dataio.store.checks import check_range, writable_bytes
+from dataio.store.s3errors import RangeError
+from dataio.store.s3session import S3Session, each
+
+GAP_BYTES = 64 << 10
+SPAN_BYTES = 8 << 20
+PARALLEL = 8
+_CHUNK = 256 << 10
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+Range = tuple[int, memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request: bytes [start, stop) of the object, and where they go; None stands for a gap that is dropped."""
+
+    start: int
+    stop: int
+    segments: tuple[tuple[int, memoryview | None], ...]
+
+
+def plan(ranges: Sequence[Range]) -> list[Span]:
+    """The spans that fetch `ranges` (offset, non-empty buffer), which may come in any order and overlap."""
+    spans: list[Span] = []
+    for offset, buffer in sorted(_cut(ranges), key=lambda r: r[0]):
+        last = spans[-1] if spans else None
+        if last and last.stop <= offset <= last.stop + GAP_BYTES and offset + len(buffer) - last.start <= SPAN_BYTES:
+            gap = ((offset - last.stop, None),) if offset > last.stop else ()
+            spans[-1] = Span(last.start, offset + len(buffer), (*last.segments, *gap, (len(buffer), buffer)))
+        else:
+            spans.append(Span(offset, offset + len(buffer), ((len(buffer), buffer),)))
+    return spans
+
+
+def _cut(ranges: Sequence[Range]) -> Iterator[Range]:
+    for offset, buffer in ranges:
+        for at in range(0, len(buffer), SPAN_BYTES):
+            yield offset + at, buffer[at : at + SPAN_BYTES]
+
+
+async def fill(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> None:
+    """Fill every buffer of `ranges` from the object `key`, called `name` in errors."""
+    targets = [(offset, writable_bytes(buffer)) for offset, buffer in ranges]
+    for offset, buffer in targets:
+        check_range(name, offset, len(buffer))
+    if any(not len(buffer) for _, buffer in targets):
+        await _check_inside(session, key, name, targets)
+    versions: set[str | None] = set()
+
+    async def fetch(span: Span) -> None:
+        try:
+            versions.add(await _fetch(session, key, name, span))
+        except RangeError:
+            await _check_inside(session, key, name, targets)
+            raise
+
+    spans = plan(targets)
+    await each(spans, fetch, min(PARALLEL, len(spans)))
+    if len(versions) > 1:
+        raise TransientError(f"{name} was replaced while it was read", hint="read it again")
+
+
+async def _check_inside(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> None:
+    size = (await session.call("head_object", f"reading {name}", Key=key))["ContentLength"]
+    for offset, buffer in ranges:
+        check_range(name, offset, len(buffer), size)
+
+
+async def _fetch(session: S3Session, key: str, name: str, span: Span) -> str | None:
+    wanted = f"bytes={span.start}-{span.stop - 1}"
+    async with session.body(f"reading {name}", Key=key, Range=wanted) as (answer, body):
+        _check_answer(answer, name, span)
+        await pour(body, name, span.start, span.segments)
+        version: str | None = answer.get("ETag")
+        return version
+
+
+def _check_answer(answer: dict[str, Any], name: str, span: Span) -> None:
+    status, length = answer["ResponseMetadata"]["HTTPStatusCode"], answer["ContentLength"]
+    found = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
+    if status == 206 and found and int(found[1]) == span.start:
+        if int(found[2]) + 1 == span.stop:
+            return
+        raise RangeError(f"{name} has only {found[3]} bytes")
+    if status == 200 and span.start == 0 and length == span.stop:
+        return
+    raise UnsupportedError(
+        f"{name}: the server answered a request for bytes {span.start} to {span.stop} with status {status} and {length} bytes",
+        hint="Millrace needs a server that supports ranged reads; see `millrace doctor URL`",
+    )
+
+
+async def pour(body: Any, name: str, start: int, segments: Iterable[tuple[int, memoryview | None]]) -> None:
+    """Fill `segments` one after the other from a body that begins at byte `start` of the object."""
+    pending = memoryview(b"")
+    for length, target in segments:
+        done = 0
+        while done < length:
+            if not pending and not (pending := memoryview(await body.read(_CHUNK))):
+                raise TransientError(f"{name}: the body ended at byte {start + done}", hint="check the network")
+            n = min(len(pending), length - done)
+            if target is not None:
+                target[done : done + n] = pending[:n]
+            pending, done = pending[n:], done + n
+        start += length

@@ -1,0 +1,170 @@
+"""One s3fs client with its own event loop in its own thread, and a synchronous door to it.
+
+Why an own loop: callers may run a loop of their own, come from many threads, and want the connections closed when they
+say so; fsspec's shared loop gives none of this.
+Invariants: the client is used in its loop only; one call makes one request (the client's own retries are off); `run` returns
+or raises only after its coroutine has ended, so nobody writes into a caller's buffer any more.
+Failure behaviour: errors are those of `s3errors`. Use after `close`, or in a forked child, raises `UsageError` instead of
+waiting for a thread that is not there. A session that is dropped without `close` is closed by the garbage collector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import s3fs
+
+from dataio.core.errors import AccessDeniedError, UsageError
+from dataio.store.s3config import S3Config
+from dataio.store.s3errors import translated_s3
+
+T = TypeVar("T")
+_STOP_SECONDS = 5.0
+
+
+class S3Session:
+    """The way to one bucket; made without a request, connected by the first."""
+
+    def __init__(self, config: S3Config) -> None:
+        self.config = config
+        self._worker = _Worker(config)
+        self._closer = weakref.finalize(self, self._worker.stop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, run in the session's loop, from any thread but that loop's own."""
+        if not self._closer.alive or not self._worker.is_here():
+            work.close()
+            raise UsageError(
+                f"the store {self.config.url} was closed, or opened before a fork", hint="open it again in this process"
+            )
+        return self._worker.run(work)
+
+    async def call(self, operation: str, doing: str, **parameters: object) -> dict[str, Any]:
+        """One request on the bucket: `operation` is botocore's name of it, for example `put_object`."""
+        try:
+            return await self._request(operation, doing, parameters)
+        except AccessDeniedError:
+            # some servers deny a write to a bucket that is not there; a listing tells the two apart
+            await self._request("list_objects_v2", doing, {"MaxKeys": 1})
+            raise
+
+    async def _request(self, operation: str, doing: str, parameters: Mapping[str, object]) -> dict[str, Any]:
+        with translated_s3(self.config, doing):
+            client = await self._worker.client()
+            answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.config.bucket, **parameters)
+            return answer
+
+    @contextlib.asynccontextmanager
+    async def body(self, doing: str, **parameters: object) -> AsyncIterator[tuple[dict[str, Any], Any]]:
+        """A `get_object` answer and its body; the connection is dropped unless the body was read to its end."""
+        answer = await self.call("get_object", doing, **parameters)
+        try:
+            with translated_s3(self.config, doing):
+                yield answer, answer["Body"]
+        finally:
+            answer["Body"].close()
+
+    def close(self) -> None:
+        """Close connections, loop and thread; may be called twice."""
+        self._closer()
+
+
+class _Worker:
+    """The loop's thread and the client. Knows nothing of the session, so that the session can be collected."""
+
+    def __init__(self, config: S3Config) -> None:
+        self._config = config
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._client: Any = None
+        self._connecting = threading.Lock()
+        self._client_lock: asyncio.Lock | None = None
+
+    def is_here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._started())
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():  # an interrupt of the waiting thread
+                future.cancel()
+                concurrent.futures.wait([future], timeout=_STOP_SECONDS)
+            raise
+
+    async def client(self) -> Any:
+        if self._client is None:
+            assert self._client_lock is not None
+            async with self._client_lock:
+                if self._client is None:
+                    fs = s3fs.S3FileSystem(loop=asyncio.get_running_loop(), **self._config.s3fs_arguments())
+                    self._client = await fs.set_session()
+        return self._client
+
+    def stop(self) -> None:
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None or not self.is_here():
+            return
+        if threading.current_thread() is thread:  # collected by the loop's own thread
+            loop.create_task(self._disconnect()).add_done_callback(lambda _: loop.stop())
+            return
+        asyncio.run_coroutine_threadsafe(self._disconnect(), loop).add_done_callback(
+            lambda _: loop.call_soon_threadsafe(loop.stop)
+        )
+        thread.join(_STOP_SECONDS)
+
+    async def _disconnect(self) -> None:
+        mine = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._client is not None:
+            await self._client.__aexit__(None, None, None)
+            await asyncio.sleep(0)  # let the transports close
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._connecting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._client_lock = asyncio.Lock()
+                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="millrace-s3", daemon=True)
+                self._thread.start()
+            return self._loop
+
+    @staticmethod
+    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+async def each(items: Any, work: Any, width: int) -> None:
+    """`await work(item)` for all `items`, `width` at a time; the first error cancels and awaits the others."""
+    todo = iter(items)
+
+    async def worker() -> None:
+        for item in todo:
+            await work(item)
+
+    tasks = [asyncio.create_task(worker()) for _ in range(width)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
