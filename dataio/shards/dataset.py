@@ -4,7 +4,7 @@ Purpose: `Dataset` answers "what is sample i" from the index; it reads no media.
 Invariants: everything about one version is fixed, so `digest` stands for all of it. Samples are numbered 0 … N-1 in the order
 (shard, offset of the first member). Memory is that of the index's columns; `Sample` objects are made when asked for.
 Failure behaviour: opening raises `NotFoundError`, `AccessDeniedError` or `CorruptionError` naming the object; a dataset that
-opened answers without I/O and without errors, but for numbers and keys that do not exist.
+opened answers without I/O and without errors, but for numbers and keys that do not exist; only `read` goes to the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError, NotFoundError, UsageError
-from dataio.shards import index, versions
+from dataio.shards import index, members, versions
 from dataio.shards.contract import Sample
 from dataio.shards.report import PackReport
 from dataio.store.contract import Store
@@ -108,6 +108,10 @@ class Dataset:
         if number < 0:
             raise NotFoundError(f"{self.url} has no sample {key!r}", hint="`millrace ls` lists the keys")
         return self.sample(number)
+
+    def read(self, sample: Sample, ext: str) -> bytes:
+        """The bytes of one member, straight from the store, their checksum verified."""
+        return members.read(self.store, sample, ext)
 
     def close(self) -> None:
         """Close the store if this dataset opened it."""

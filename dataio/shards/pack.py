@@ -113,6 +113,7 @@ def _pack(
                 tally.skip(Skipped(answer.path, answer.code, answer.reason))
             else:
                 writer.add(group.key, answer, captions.get(group.key))
+                tally.files += len(answer.files)
                 tally.notes += [f"{group.key}: {note}" for note in answer.notes]
             tally.step(group.bytes)
     writer.finish()
@@ -145,6 +146,7 @@ class _Tally:
     progress: Callable[[Progress], None] | None
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    files: int = 0
     samples: int = 0
     bytes: int = 0
 
@@ -174,7 +176,7 @@ class _Tally:
 
     def report(self, document: versions.VersionDocument, seconds: float) -> PackReport:
         return PackReport(
-            files=sum(len(group.files) for group in self.gathered.groups),
+            files=self.files,
             samples=document.samples,
             shards=len(document.shards),
             bytes=sum(shard.size for shard in document.shards),

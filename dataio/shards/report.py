@@ -1,6 +1,7 @@
 """What came of packing: for the program, the summary on the terminal and the exit code.
 
-Invariant: every file that was given is counted in exactly one of samples' files, skipped samples or `ignored`.
+Invariant: a file that was given is packed (and counted in `files`), belongs to a sample that `skipped` accounts for, or is
+`ignored`.
 Failure behaviour: none; these are descriptions.
 """
 

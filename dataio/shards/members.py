@@ -1,0 +1,55 @@
+"""Reading one member of a sample straight from the store, checked.
+
+Purpose: for tools and tests; training reads through a `ShardReader`, which shares and caches.
+Invariant: `read` returns the bytes that were packed, or raises.
+Failure behaviour: `CorruptionError` names the sample, the member and the shard: a missing or short shard counts as damage, since
+the dataset version says that it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import xxhash
+
+from dataio.core import limits
+from dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UsageError
+from dataio.shards.contract import Member, Sample
+from dataio.store.contract import Store
+
+_CHUNK = 8 * limits.MIB
+
+
+def find_member(sample: Sample, ext: str) -> Member:
+    """The member of this extension, or `NotFoundError` naming those that there are."""
+    try:
+        return sample.member(ext)
+    except KeyError:
+        have = ", ".join(member.ext for member in sample.members)
+        raise NotFoundError(f"sample {sample.key!r} has no member {ext!r}", hint=f"it has {have}") from None
+
+
+def read(store: Store, sample: Sample, ext: str, *, max_bytes: int = limits.GIB) -> bytes:
+    """The whole member, its checksum verified; `CapacityError` when it is larger than `max_bytes`."""
+    member = find_member(sample, ext)
+    if member.length > max_bytes:
+        raise CapacityError(
+            f"{sample.key}.{ext} has {limits.format_bytes(member.length)}, above the limit of this call"
+        )
+    return b"".join(chunks(store, sample, member))
+
+
+def chunks(store: Store, sample: Sample, member: Member) -> Iterator[bytes]:
+    """The member's bytes piece by piece. They are known to be right only when the last piece came without an error."""
+    name = f"{sample.key}.{member.ext} in {store.location.url}: {sample.shard}"
+    hasher = xxhash.xxh3_64()
+    for start in range(0, member.length, _CHUNK):
+        piece = bytearray(min(_CHUNK, member.length - start))
+        try:
+            store.get_into(sample.shard, member.offset + start, memoryview(piece))
+        except (NotFoundError, UsageError) as error:
+            raise CorruptionError(f"{name}: {error.message}", hint="the shard is not what was packed") from error
+        hasher.update(piece)
+        yield bytes(piece)
+    if hasher.intdigest() != member.xxh3:
+        raise CorruptionError(f"{name}: the checksum does not match", hint="restore the shard from a copy")

@@ -1,0 +1,47 @@
+"""What a dataset holds, in numbers, from its index alone.
+
+Invariant: every figure is a sum or a count over the index's columns. Failure behaviour: none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataio.shards.dataset import Dataset
+
+
+def summary(dataset: Dataset) -> dict[str, Any]:
+    """Figures for people and scripts: seconds, bytes, codecs and sizes with their counts, most frequent first."""
+    table = dataset.table
+    lengths = pc.list_flatten(table["members"]).combine_chunks()
+    members = lengths.field("length") if len(lengths) else pa.array([], pa.int64())
+    video = pc.is_valid(table["video_codec"])
+    return {
+        "url": dataset.url,
+        "name": dataset.name,
+        "version": dataset.version,
+        "digest": dataset.digest,
+        "created": dataset.document.created,
+        "samples": len(dataset),
+        "shards": len(dataset.document.shards),
+        "bytes": dataset.total_bytes,
+        "member_bytes": pc.sum(members, min_count=0).as_py(),
+        "seconds": pc.sum(table["duration"], min_count=0).as_py(),
+        "video_seconds": pc.sum(table["duration"].filter(video), min_count=0).as_py(),
+        "video_frames": pc.sum(table["frames"], min_count=0).as_py(),
+        "with_text": table.num_rows - table["text"].null_count,
+        "video_codecs": _counts(table, ["video_codec"]),
+        "audio_codecs": _counts(table, ["audio_codec"]),
+        "sizes": _counts(table, ["width", "height"]),
+        "sample_rates": _counts(table, ["sample_rate"]),
+    }
+
+
+def _counts(table: Any, columns: list[str]) -> dict[str, int]:
+    there = table.select(columns).filter(pc.is_valid(table[columns[0]]))
+    grouped = there.group_by(columns).aggregate([([], "count_all")]).to_pylist()
+    rows = [("x".join(str(row[c]) for c in columns), int(row["count_all"])) for row in grouped]
+    return dict(sorted(rows, key=lambda row: (-row[1], row[0])))
