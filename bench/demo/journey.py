@@ -28,6 +28,7 @@ from bench.demo.proof import Event, Proof, compare
 from bench.demo.settings import Settings
 from dataio import pack
 from dataio.core.errors import DeadlineError, MillraceError
+from dataio.shards.report import Progress
 from dataio.sidecar.client import Sidecar
 from dataio.testing.s3server import start_seaweedfs
 
@@ -97,8 +98,8 @@ def travel(settings: Settings, media: Path | None, tell: Tell) -> Journey:
         )
 
 
-def _share(name: str, tell: Tell) -> Callable[[int, int], None]:
-    return lambda done, total: tell(name, done / max(total, 1))
+def _share(name: str, tell: Tell) -> Callable[[Progress], None]:
+    return lambda progress: tell(name, progress.bytes / max(progress.bytes_total, 1))
 
 
 @contextmanager
