@@ -1,0 +1,172 @@
+"""`millrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints?
+
+Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check. With --json exactly
+one JSON object goes to standard output.
+Failure behaviour: a store that cannot be used raises its error (exit codes of `dataio.cli`); one that works, but not for
+several writers, gets its report and the exit code of `UnsupportedError`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+from dataio.store.probe import certify, probe_preconditions
+
+_MULTIPART_BYTES = 9 << 20  # more than one part
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    ok: bool
+    seconds: float
+    detail: str = ""
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Run `millrace doctor` with these arguments; the exit code."""
+    options = _parser().parse_args(argv)
+    with open_store(options.url) as store:
+        checks = _examine(store, options.rounds if options.certify else 0, options.writers)
+        _print(store, checks, options)
+    return 0 if all(check.ok for check in checks) else UnsupportedError.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="millrace doctor",
+        description="Say whether a store gives what datasets and shared checkpoints need.",
+        epilog="exit codes: 0 good for everything · 2 wrong use, no access, or not for several writers · 3 unreachable",
+    )
+    parser.add_argument("url", help="a path, file:///path or s3://bucket/prefix")
+    parser.add_argument("--certify", action="store_true", help="also let many writers race for one key, several times")
+    parser.add_argument("--writers", type=_positive, default=50, help="writers in a race (default: 50)")
+    parser.add_argument("--rounds", type=_positive, default=5, help="races (default: 5)")
+    parser.add_argument("--json", action="store_true", help="report as one JSON object")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 1000")
+    return int(text)
+
+
+def _examine(store: Store, rounds: int, writers: int) -> list[Check]:
+    scratch = f"millrace-doctor-{uuid.uuid4().hex}"
+    try:
+        checks = [_timed(name, functools.partial(step, store, scratch)) for name, step in _STEPS]
+        if rounds and all(check.ok for check in checks):
+            checks.append(_timed(f"{writers} writers racing", lambda: _raced(store, scratch, writers, rounds)))
+        return checks
+    finally:
+        _clear(store, scratch)
+
+
+def _timed(name: str, step: Callable[[], tuple[bool, str]]) -> Check:
+    began = time.monotonic()
+    ok, detail = step()
+    return Check(name, ok, time.monotonic() - began, detail)
+
+
+def _write_and_read(store: Store, scratch: str) -> tuple[bool, str]:
+    body = os.urandom(4096)
+    store.put(f"{scratch}/object", body)
+    if store.get(f"{scratch}/object") != body:
+        raise CorruptionError(
+            f"{store.location.url}: what was read is not what was written", hint="do not use this store"
+        )
+    return True, ""
+
+
+def _ranges(store: Store, scratch: str) -> tuple[bool, str]:
+    body, part = os.urandom(4096), bytearray(100)
+    store.put(f"{scratch}/ranges", body)
+    try:
+        store.get_into(f"{scratch}/ranges", 1001, memoryview(part))
+    except UnsupportedError as error:
+        return False, error.message
+    return part == body[1001:1101], "the bytes of a range are wrong" if part != body[1001:1101] else ""
+
+
+def _multipart(store: Store, scratch: str) -> tuple[bool, str]:
+    key, body = f"{scratch}/multipart", os.urandom(_MULTIPART_BYTES)
+    store.put_multipart(key, [body[:100], body[100:]])
+    ok = store.get(key) == body
+    return ok, "" if ok else "what was read is not what was written in parts"
+
+
+def _list_and_delete(store: Store, scratch: str) -> tuple[bool, str]:
+    before = [info.key for info in store.list(scratch)]
+    store.delete_many(before)
+    after = [info.key for info in store.list(scratch)]
+    ok = bool(before) and before == sorted(before) and not after
+    return ok, "" if ok else f"the listing showed {len(before)} objects before and {len(after)} after deleting them"
+
+
+def _preconditions(store: Store, scratch: str) -> tuple[bool, str]:
+    result = probe_preconditions(store, scratch)
+    return result.supported, result.reason
+
+
+_STEPS: list[tuple[str, Callable[[Store, str], tuple[bool, str]]]] = [
+    ("write and read", _write_and_read),
+    ("ranged read", _ranges),
+    ("multipart upload", _multipart),
+    ("list and delete", _list_and_delete),
+    ("conditional write", _preconditions),
+]
+
+
+def _raced(store: Store, scratch: str, writers: int, rounds: int) -> tuple[bool, str]:
+    races = list(certify(store, scratch, writers, rounds))
+    unfair = [race.winners for race in races if not race.fair]
+    if unfair:
+        return False, f"{len(unfair)} of {rounds} races had another number of winners than one: {unfair}"
+    return True, f"exactly one winner in each of {rounds} races"
+
+
+def _clear(store: Store, scratch: str) -> None:
+    """Delete what a failed check left; the check's own error matters more than one of the clearing."""
+    try:
+        store.delete_many([info.key for info in store.list(scratch)])
+    except MillraceError:
+        return
+
+
+def _verdict(checks: Sequence[Check]) -> str:
+    failed = [check.name for check in checks if not check.ok]
+    if not failed:
+        return "good for datasets and for checkpoints with several writers"
+    if failed == ["conditional write"]:
+        return "good for reading and for a single writer; several writers would overwrite each other"
+    return "not good for Millrace: " + ", ".join(failed) + " failed"
+
+
+def _print(store: Store, checks: Sequence[Check], options: argparse.Namespace) -> None:
+    ok = all(check.ok for check in checks)
+    if options.json:
+        print(
+            json.dumps(
+                {"url": store.location.url, "ok": ok, "verdict": _verdict(checks), "checks": [*map(asdict, checks)]}
+            )
+        )
+        return
+    print(store.location.url, *filter(None, [store.location.options.get("endpoint_url")]))
+    for check in checks:
+        print(f"  {'ok    ' if check.ok else 'FAILED'} {check.name:24} {check.seconds * 1000:8.0f} ms  {check.detail}")
+    print(f"verdict: {_verdict(checks)}")
+    if ok and not options.certify:
+        print("  next: --certify also lets 50 writers race for one key")

@@ -1,0 +1,100 @@
+"""Does this store keep preconditions? Asked once per repository, before several writers share it.
+
+Invariants: the probe looks at what the server does, not at what it says it is: it violates preconditions on purpose, and an
+accepted violation means unsupported. It writes a few small objects below `prefix`, with random names, and deletes them.
+Failure behaviour: `probe_preconditions` returns the verdict and raises only when the store cannot be reached or used at all;
+`require_preconditions` raises `UnsupportedError` with the reason and the next step. A sequential probe proves no atomicity:
+`certify` does what it can about that, with many writers at once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dataio.core.errors import UnsupportedError
+from dataio.store.contract import Store
+
+_HINT = "give one writer its own repository, or use a store that keeps If-None-Match (`millrace doctor URL` tells)"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Whether `put_if_absent` can be relied on; `reason` in plain words when not."""
+
+    supported: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """One race: how many writers were told that they won, and how many of those the object belongs to."""
+
+    winners: int
+    holds_a_winner: bool
+
+    @property
+    def fair(self) -> bool:
+        return self.winners == 1 and self.holds_a_winner
+
+
+def probe_preconditions(store: Store, prefix: str = "") -> ProbeResult:
+    """Write one key twice with different bodies, conditionally; a second success is a violated precondition."""
+    with _scratch(store, prefix) as key:
+        try:
+            first = store.put_if_absent(key, _body())
+            second = store.put_if_absent(key, _body())
+        except UnsupportedError as error:
+            return ProbeResult(False, f"the store refuses conditional writes: {error.message}")
+        if not first:
+            return ProbeResult(False, "a conditional write to a new key was refused")
+        if second:
+            return ProbeResult(
+                False, "a conditional write to a key that exists was accepted: the precondition is ignored"
+            )
+        return ProbeResult(True)
+
+
+def require_preconditions(store: Store, prefix: str = "") -> None:
+    """Raise `UnsupportedError` unless `probe_preconditions` is satisfied."""
+    result = probe_preconditions(store, prefix)
+    if not result.supported:
+        raise UnsupportedError(f"{store.location.url} cannot be shared by writers: {result.reason}", hint=_HINT)
+
+
+def certify(store: Store, prefix: str, writers: int, rounds: int) -> Iterator[Race]:
+    """Let `writers` threads race for one key, `rounds` times; each round has a key of its own."""
+    with concurrent.futures.ThreadPoolExecutor(writers) as pool:
+        for _ in range(rounds):
+            with _scratch(store, prefix) as key:
+                yield _race(store, key, writers, pool)
+
+
+def _race(store: Store, key: str, writers: int, pool: concurrent.futures.Executor) -> Race:
+    bodies, together = [_body() for _ in range(writers)], threading.Barrier(writers)
+
+    def write(body: bytes) -> bool:
+        together.wait(timeout=60)
+        return store.put_if_absent(key, body)
+
+    won = list(pool.map(write, bodies))
+    held = store.get(key)
+    return Race(sum(won), any(told and body == held for told, body in zip(won, bodies, strict=True)))
+
+
+@contextmanager
+def _scratch(store: Store, prefix: str) -> Iterator[str]:
+    base = prefix.strip("/") + "/" if prefix.strip("/") else ""
+    key = f"{base}millrace-probe-{uuid.uuid4().hex}"
+    try:
+        yield key
+    finally:
+        store.delete_many([key])
+
+
+def _body() -> bytes:
+    return b"millrace probe " + uuid.uuid4().hex.encode()
