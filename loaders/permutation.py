@@ -86,8 +86,9 @@ def _feistel(x: U64, left: U64, right: U64, key: U64, rounds: range) -> U64:
 
 def _bit_length(values: U64) -> U64:
     """Bits needed for each value, exactly: 0 for 0."""
-    length = np.zeros(values.shape, np.uint64)
+    length: U64 = np.zeros(values.shape, np.uint64)
     for shift in (32, 16, 8, 4, 2, 1):
         big = values >> (length + np.uint64(shift)) != 0
-        length = length + np.where(big, np.uint64(shift), np.uint64(0))
-    return length + (values != 0).astype(np.uint64)
+        length += np.where(big, np.uint64(shift), np.uint64(0))
+    length += (values != 0).astype(np.uint64)
+    return length

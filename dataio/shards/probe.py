@@ -200,7 +200,7 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
         first = first or next(_decode(packet), None)
         if packet.size:
             codec = video.codec_context.codec.canonical_name
-            shown = not packet.is_discard and _is_shown(codec, memoryview(packet))
+            shown = not packet.is_discard and is_shown(codec, memoryview(packet))
             packets.append(_Packet(packet.pts, packet.duration or 0, packet.is_keyframe, shown))
     return packets, first, sound
 
@@ -212,7 +212,7 @@ def _decode(packet: Any) -> Iterator[VideoFrame]:
         return  # damage inside is the loader's to judge; that nothing decodes is judged by the caller
 
 
-def _is_shown(codec: str, data: memoryview) -> bool:
+def is_shown(codec: str, data: memoryview) -> bool:
     """False for the alternate reference frames that VP8 and VP9 may store in packets of their own."""
     if codec == "vp8":
         return bool(data[0] & 0x10)

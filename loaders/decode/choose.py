@@ -1,0 +1,86 @@
+"""Which decoder a clip gets: one rule, printed once, the same for every rank.
+
+Purpose: hide the back-ends behind one `Decoder`.
+Invariants: DALI only gets what it decodes to PyAV's pixels: 8-bit streams without transparency whose packets are frames. What
+DALI refuses, for any reason, PyAV judges, so whether a sample counts as damaged does not depend on what is installed.
+Failure behaviour: that of the contract; without DALI or without a GPU the rule simply names PyAV, and says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+from dataio.core.errors import MillraceError
+from dataio.core.log import get_logger
+from dataio.shards.contract import VideoInfo
+from loaders.decode.contract import Decoded, Decoder, Request
+from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
+from loaders.decode.pyav import PyAVDecoder
+
+Kind = Literal["pyav", "dali_cpu", "dali_gpu"]
+
+CPU_CODECS = frozenset(["vp8", "vp9", "mjpeg"])
+GPU_CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
+CPU_FORMATS = frozenset(["yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p"])
+GPU_FORMATS = frozenset(["yuv420p"])
+RULE = (
+    "video decoders: on device='cuda' with a GPU, DALI (NVDEC) for 8-bit 4:2:0 "
+    + "/".join(sorted(GPU_CODECS))
+    + "; else DALI on the CPU for 8-bit "
+    + "/".join(sorted(CPU_CODECS))
+    + "; else, and for whatever DALI refuses, PyAV"
+)
+
+_log = get_logger(__name__)
+
+
+def choose(info: VideoInfo, *, gpu: bool) -> Kind:
+    """The decoder for a stream, if it is there: a pure function of what the index says."""
+    if gpu and info.codec in GPU_CODECS and info.pixel_format in GPU_FORMATS and info.ext != "avi":
+        return "dali_gpu"
+    if info.codec in CPU_CODECS and info.pixel_format in CPU_FORMATS:
+        return "dali_cpu"
+    return "pyav"
+
+
+class AutoDecoder:
+    """Decodes each request by the rule. DALI is imported when the first clip needs it."""
+
+    name = "auto"
+
+    def __init__(self, device: str = "cpu", device_id: int = 0) -> None:
+        self._gpu = device == "cuda" and gpu_count() > device_id
+        self._device_id = device_id
+        self._pyav = PyAVDecoder()
+        self._dali: dict[Kind, Decoder] = {}
+        self._lock = threading.Lock()
+
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+        results: list[Decoded | MillraceError | None] = [None] * len(requests)
+        kinds = [self._kind(request.info) for request in requests]
+        for kind in sorted(set(kinds) - {"pyav"}):
+            numbers = [number for number, other in enumerate(kinds) if other == kind]
+            for number, result in zip(numbers, self._of(kind).decode([requests[n] for n in numbers]), strict=True):
+                results[number] = None if isinstance(result, MillraceError) else result
+        return [result or self._pyav.decode([requests[n]])[0] for n, result in enumerate(results)]
+
+    def kind(self, info: VideoInfo) -> Kind:
+        """The decoder that a clip of this stream gets here."""
+        return self._kind(info)
+
+    def close(self) -> None:
+        for decoder in self._dali.values():
+            decoder.close()
+
+    def _kind(self, info: VideoInfo) -> Kind:
+        kind = choose(info, gpu=self._gpu)
+        return kind if kind == "pyav" or dali_installed() else "pyav"
+
+    def _of(self, kind: Kind) -> Decoder:
+        with self._lock:
+            if kind not in self._dali:
+                _log.info(RULE)
+                self._dali[kind] = DaliDecoder(self._device_id if kind == "dali_gpu" else None)
+            return self._dali[kind]

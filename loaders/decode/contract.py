@@ -1,0 +1,63 @@
+"""The decode contract: what every back-end promises. Read this first.
+
+Purpose: (compressed bytes, what the index says of them, which frames) -> pixels, whoever decodes.
+
+Invariants, for every back-end:
+
+* *Same pixels.* uint8 RGB, converted by BT.601 whatever the stream's tags say, full resolution, rotation metadata ignored
+  (`resize.rotate` turns the frames afterwards). CPU back-ends agree bit for bit; a GPU is expected within 1.
+* *All or nothing.* A request gives exactly the frames it asked for, or an error: never zeros, stale frames of another
+  request, or a neighbour in place of a frame that is missing.
+* *One by one.* A bad request never harms the others of the same call.
+
+Failure behaviour: `decode` returns, at the place of each bad request, the error that names what is wrong with it:
+`CorruptionError` for damaged bytes, `UnsupportedError` for what this back-end cannot do, `CapacityError` for a clip above
+`MAX_CLIP_BYTES`. It raises only when the back-end itself fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dataio.core.errors import MillraceError
+from dataio.core.limits import GIB
+from dataio.shards.contract import VideoInfo
+from loaders.clip import Wanted
+
+MAX_CLIP_BYTES = 4 * GIB
+"""The most that one decoded clip may take before it is resized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One clip to decode. `data` is the whole member of the shard; it must stay valid until `decode` returns."""
+
+    data: memoryview
+    info: VideoInfo
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """`frames`: uint8 (T, H, W, 3) on the back-end's device. `pts`: the T time stamps, in the stream's time base."""
+
+    frames: torch.Tensor
+    pts: tuple[int, ...]
+
+
+class Decoder(Protocol):
+    """Safe to share between threads."""
+
+    name: str
+
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+        """The clip of every request, or what is wrong with it, in the same order."""
+        ...
+
+    def close(self) -> None:
+        """Release what the decoder holds; it is not used afterwards."""
+        ...

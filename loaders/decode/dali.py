@@ -1,0 +1,179 @@
+"""Decoding with NVIDIA DALI: VP8, VP9 and MJPEG on the CPU; H.264, HEVC, VP9 and AV1 on a GPU.
+
+Purpose: the fast paths, under the same contract as PyAV's.
+Invariants: DALI never sees a whole file, only the packets that `trim` selected and checked, so it cannot run dry in the
+middle and pad with zeros. Every request carries a number through the graph, which must come out beside its frames. After
+any error the pipeline is thrown away (building one takes milliseconds) and the requests are run again one by one in new
+ones, so that the culprit is named and the others are decoded.
+Failure behaviour: as the contract says. `UnsupportedError` at construction where DALI is not installed, or no GPU is there.
+
+DALI keeps buffers by reference (`no_copy`); they live here until the outputs were copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from loaders.decode.contract import Decoded, Request
+from loaders.decode.trim import Window, mux, open_window
+
+GPU_BATCH = 16
+"""Clips that one run of the GPU pipeline decodes together."""
+_Feed = tuple[bytes, tuple[int, ...]]
+
+
+def _module(name: str) -> Any:
+    """A module of DALI, whose types are incomplete; imported late, since it takes most of a second."""
+    return importlib.import_module(name)
+
+
+@functools.cache
+def dali_installed() -> bool:
+    """Whether DALI can be imported; it exists for Linux only."""
+    try:
+        _module("nvidia.dali")
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def gpu_count() -> int:
+    """The GPUs that DALI's driver interface sees; 0 without DALI or without a driver."""
+    if not dali_installed():
+        return 0
+    return int(_module("nvidia.dali.backend_impl").GetCUDADeviceCount())
+
+
+class DaliDecoder:
+    """One decoder for `device_id=None` (CPU) or a GPU's number. Pipelines are lent to one thread at a time."""
+
+    def __init__(self, device_id: int | None = None) -> None:
+        if not dali_installed():
+            raise UnsupportedError("DALI is not installed", hint="pip install nvidia-dali-cuda130 (Linux only)")
+        if device_id is not None and device_id >= gpu_count():
+            raise UnsupportedError(f"DALI sees no GPU number {device_id}", hint="use device='cpu'")
+        self.name = "dali_cpu" if device_id is None else "dali_gpu"
+        self._device_id = device_id
+        self._batch = 1 if device_id is None else GPU_BATCH
+        self._idle: list[_Pipeline] = []
+        self._lock = threading.Lock()
+
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+        results: list[Decoded | MillraceError] = []
+        for start in range(0, len(requests), self._batch):
+            results += self._decode_some(requests[start : start + self._batch])
+        return results
+
+    def close(self) -> None:
+        with self._lock:
+            self._idle.clear()
+
+    def _decode_some(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+        prepared = [self._prepare(request) for request in requests]
+        good = [(number, feed) for number, (feed, _) in enumerate(prepared) if not isinstance(feed, MillraceError)]
+        frames: dict[int, torch.Tensor | MillraceError] = {}
+        if good:
+            decoded = self._run_safely([feed for _, feed in good])
+            frames = dict(zip((number for number, _ in good), decoded, strict=True))
+        results = []
+        for number, (feed, pts) in enumerate(prepared):
+            outcome = feed if isinstance(feed, MillraceError) else frames[number]
+            results.append(outcome if isinstance(outcome, MillraceError) else _checked(outcome, pts, requests[number]))
+        return results
+
+    def _prepare(self, request: Request) -> tuple[_Feed | MillraceError, tuple[int, ...]]:
+        try:
+            with open_window(request) as window:
+                if self._device_id is not None:
+                    _check_clean_start(window, request)
+                picks, pts = window.picks, window.pts
+                return (mux(window), picks), pts
+        except MillraceError as error:
+            return error, ()
+
+    def _run_safely(self, feeds: list[_Feed]) -> list[torch.Tensor | MillraceError]:
+        try:
+            return list(self._run(feeds))
+        except RuntimeError as error:
+            if len(feeds) == 1:
+                return [CorruptionError(f"DALI cannot decode it: {_first_line(error)}")]
+            return [result for feed in feeds for result in self._run_safely([feed])]
+
+    def _run(self, feeds: list[_Feed]) -> list[torch.Tensor]:
+        with self._lock:
+            pipeline = self._idle.pop() if self._idle else None
+        pipeline = pipeline or _Pipeline(self._device_id, self._batch)
+        frames = pipeline.run(feeds)  # when it raises, the pipeline is not used again
+        with self._lock:
+            self._idle.append(pipeline)
+        return frames
+
+
+class _Pipeline:
+    """A built DALI pipeline; one thread at a time."""
+
+    def __init__(self, device_id: int | None, batch: int) -> None:
+        fn, types = _module("nvidia.dali.fn"), _module("nvidia.dali.types")
+
+        @_module("nvidia.dali").pipeline_def(  # type: ignore[untyped-decorator]
+            batch_size=batch, num_threads=1, device_id=device_id, exec_dynamic=True, prefetch_queue_depth=1
+        )
+        def clips() -> tuple[Any, Any]:
+            encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
+            picks = fn.external_source(name="picks", dtype=types.INT32, ndim=1)
+            uid = fn.external_source(name="uid", dtype=types.INT64, ndim=1)
+            device = "cpu" if device_id is None else "mixed"
+            return fn.decoders.video(encoded, device=device, frames=picks, affine=False), uid
+
+        self._pipe = clips()
+        self._pipe.build()
+        self._uids = itertools.count()
+
+    def run(self, feeds: list[_Feed]) -> list[torch.Tensor]:
+        uids = list(itertools.islice(self._uids, len(feeds)))
+        self._pipe.feed_input("encoded", [np.frombuffer(data, np.uint8) for data, _ in feeds])
+        self._pipe.feed_input("picks", [np.array(picks, np.int32) for _, picks in feeds])
+        self._pipe.feed_input("uid", [np.array([uid], np.int64) for uid in uids])
+        frames, came = self._pipe.run()
+        if [int(np.asarray(came[i])[0]) for i in range(len(came))] != uids:
+            raise RuntimeError("DALI returned the frames of another request")
+        return [torch.from_dlpack(frames[i]).clone() for i in range(len(frames))]
+
+
+def _checked(frames: torch.Tensor, pts: tuple[int, ...], request: Request) -> Decoded | MillraceError:
+    expected = (len(pts), request.info.height, request.info.width, 3)
+    if tuple(frames.shape) != expected:
+        return CorruptionError(f"DALI decoded frames of shape {tuple(frames.shape)}, the index says {expected}")
+    return Decoded(frames, pts)
+
+
+def _check_clean_start(window: Window, request: Request) -> None:
+    """Refuse what NVDEC would show undecoded remains of: H.264 that recovers gradually instead of by a key picture.
+
+    libav marks such recovery points as key frames too. Packets are length-prefixed in MP4 and Matroska.
+    """
+    if request.info.codec != "h264":
+        return
+    data, at = bytes(window.packets[0]), 0
+    while at + 5 <= len(data):
+        if data[at + 4] & 0x1F == 5:
+            return
+        at += 4 + int.from_bytes(data[at : at + 4], "big")
+    raise UnsupportedError("the clip starts at a picture that is not an instantaneous refresh")
+
+
+def _first_line(error: Exception) -> str:
+    """DALI's messages carry native stack traces; the reason stands behind the last colon before them."""
+    text = str(error).split("Stacktrace")[0].split("C++ context")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]

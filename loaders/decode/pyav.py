@@ -1,0 +1,138 @@
+"""Decoding with FFmpeg through PyAV: every codec, on the CPU, with DALI's pixels.
+
+Purpose: the back-end that is always there.
+Invariants: colour conversion is the filter graph that was found bit-exact with DALI's CPU decoder. A decoded frame is told by
+its time stamp and its rank; each frame from the key frame to the last wanted one must come out, undamaged, in order.
+Failure behaviour: as the contract says. One codec context a clip and one thread each: clips are what runs in parallel.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from av.filter import Graph
+from av.video.frame import VideoFrame
+
+from dataio.core.errors import CorruptionError, MillraceError
+from loaders.decode.contract import Decoded, Request
+from loaders.decode.trim import Window, open_window
+
+_FLAGS = "bilinear+full_chroma_int+accurate_rnd"
+
+
+class PyAVDecoder:
+    """Stateless; safe to share between threads, since FFmpeg runs without the interpreter's lock."""
+
+    name = "pyav"
+
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+        return [self._decode(request) for request in requests]
+
+    def close(self) -> None:
+        pass
+
+    def _decode(self, request: Request) -> Decoded | MillraceError:
+        """From the key frame before the clip; where that fails, from the ones before: a key frame may be only a point from
+        which the picture recovers gradually."""
+        error: MillraceError | None = None
+        for earlier in _starts(request):
+            try:
+                with open_window(earlier) as window:
+                    return Decoded(_clip(window, earlier), window.pts)
+            except CorruptionError as reason:
+                error = error or reason
+            except MillraceError as reason:
+                return error or reason
+        assert error is not None
+        return error
+
+
+def _starts(request: Request) -> Iterator[Request]:
+    """The request as it is, then started one key frame earlier, then at the first one."""
+    keys = request.info.key_frames
+    at = keys.index(request.wanted.key) if request.wanted.key in keys else 0
+    for number in sorted({at, max(0, at - 1), 0}, reverse=True):
+        yield replace(request, wanted=replace(request.wanted, key=keys[number]))
+
+
+def _clip(window: Window, request: Request) -> torch.Tensor:
+    """(T, H, W, 3) uint8: only wanted frames are converted, and a frame that is held is converted once."""
+    clip = np.empty((len(window.picks), request.info.height, request.info.width, 3), np.uint8)
+    convert = _Converter()
+    filled = 0
+    for rank, frame in _ranked(window):
+        if window.picks[filled] < rank:
+            break
+        _check(frame, request)
+        while filled < len(clip) and window.picks[filled] == rank:
+            held = filled and window.picks[filled - 1] == rank
+            clip[filled] = clip[filled - 1] if held else convert(frame)
+            filled += 1
+        if filled == len(clip):
+            return torch.from_numpy(clip)
+    raise CorruptionError(f"only {filled} of the clip's {len(clip)} frames could be decoded")
+
+
+def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
+    """Decoded frames with their place among the window's frames, which must follow each other without a gap.
+
+    Only at the beginning some may lack: a stream that refreshes gradually shows nothing before it has recovered.
+    """
+    rank = -1
+    for frame in _frames(window):
+        if rank < 0 and window.stamped and frame.pts is not None:
+            rank = bisect_left(window.times, frame.pts)
+        else:
+            rank += 1
+        if window.stamped and (rank >= len(window.times) or frame.pts != window.times[rank]):
+            raise CorruptionError(f"a frame is missing: the one at time stamp {frame.pts} came in its place")
+        yield rank, frame
+
+
+def _frames(window: Window) -> Iterator[VideoFrame]:
+    context = window.stream.codec_context
+    context.thread_count = 1
+    for packet in [*window.packets, None]:
+        yield from context.decode(packet)
+
+
+def _check(frame: VideoFrame, request: Request) -> None:
+    if frame.is_corrupt:
+        raise CorruptionError(f"the frame at time stamp {frame.pts} is damaged")
+    if (frame.width, frame.height) != (request.info.width, request.info.height):
+        raise CorruptionError(
+            f"a frame of {frame.width}x{frame.height} in a video of {request.info.width}x{request.info.height}"
+        )
+
+
+class _Converter:
+    """Frames to RGB arrays by one filter graph, made anew when the kind of frames changes."""
+
+    def __init__(self) -> None:
+        self._kind: tuple[object, ...] | None = None
+        self._graph = Graph()
+
+    def __call__(self, frame: VideoFrame) -> np.ndarray:
+        kind = (frame.width, frame.height, frame.format.name, frame.colorspace, frame.color_range)
+        if kind != self._kind:
+            self._kind, self._graph = kind, _rgb_graph(frame)
+        frame.pts = None
+        self._graph.vpush(frame)
+        return self._graph.vpull().to_ndarray()
+
+
+def _rgb_graph(frame: VideoFrame) -> Graph:
+    graph = Graph()
+    source = graph.add(
+        "buffer",
+        f"video_size={frame.width}x{frame.height}:pix_fmt={frame.format.name}:time_base=1/1"
+        f":colorspace={int(frame.colorspace)}:range={int(frame.color_range)}",
+    )
+    scale = graph.add("scale", f"flags={_FLAGS}:in_color_matrix=bt601")
+    graph.link_nodes(source, scale, graph.add("format", "pix_fmts=rgb24"), graph.add("buffersink"))
+    graph.configure()
+    return graph

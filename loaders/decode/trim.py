@@ -1,0 +1,225 @@
+"""From a whole file to the packets that one clip needs, and which of their frames make the clip.
+
+Purpose: no decoder here seeks; each gets the compressed packets from the key frame before the clip to the clip's end, so that
+cost does not grow with the clip's place in a long video. Also the one place where wanted frames become time stamps.
+
+Invariants: the packets of a `Window` start with a key frame, in decode order, and hold everything that any frame up to the
+last wanted one refers to. Pictures that are shown before that key frame but stored after it (open GOP) are left out, since
+what they refer to is not there; frames from the key frame on never refer to them. `times` are the presentation stamps of
+the window's frames, ascending; `picks` says which of them make the clip.
+Streams where packets are not frames (AVI, packed MPEG-4) are read whole and their frames counted from the first.
+Failure behaviour: `CorruptionError` for what cannot be demultiplexed, a packet marked damaged, a file that ends before its
+container or its index says; `UnsupportedError` for a stream without time stamps. Only the listed demuxers may open a file,
+so that a playlist in a dataset can name no other files.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import BinaryIO, TypeAlias, cast
+
+import av
+import av.container
+from av.packet import Packet
+from av.video.stream import VideoStream
+
+from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
+from dataio.shards.container import check_complete
+from dataio.shards.contract import KeyFrame
+from dataio.shards.probe import is_shown
+from loaders.clip import Wanted
+from loaders.decode.contract import MAX_CLIP_BYTES, Request
+
+_DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
+_READ_BYTES = 1 << 18
+_ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
+
+Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What `open_window` yields; valid inside its `with` block only, and its packets can be decoded or muxed once.
+
+    `stamped` is False where frames are told apart by counting alone.
+    """
+
+    stream: VideoStream
+    packets: list[Packet[VideoStream]]
+    times: list[int]
+    picks: tuple[int, ...]
+    stamped: bool
+
+    @property
+    def pts(self) -> tuple[int, ...]:
+        """The time stamps of the clip's frames."""
+        return tuple(self.times[min(pick, len(self.times) - 1)] for pick in self.picks)
+
+
+class ViewFile(io.RawIOBase):
+    """A file over a memoryview, without a copy of the whole."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        end = len(self._data) if size < 0 else self._at + size
+        chunk = bytes(self._data[self._at : end])
+        self._at += len(chunk)
+        return chunk
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = (0, self._at, len(self._data))[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+@contextmanager
+def open_media(data: memoryview) -> Iterator[av.container.InputContainer]:
+    """The container of `data`, complete and of a kind that cannot name other files; errors of libav become ours."""
+    check_complete(cast(BinaryIO, ViewFile(data)), len(data))
+    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": ""}
+    try:
+        with av.open(ViewFile(data), "r", buffer_size=_READ_BYTES, container_options=options) as container:
+            yield container
+    except (av.FFmpegError, OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CorruptionError(f"cannot be decoded: {reason}", hint="look at the file with ffmpeg -v error") from error
+
+
+@contextmanager
+def open_window(request: Request) -> Iterator[Window]:
+    """The packets and frames of `request`; libav's errors inside the block become ours too."""
+    if request.info.width * request.info.height * 3 * len(request.wanted.values) > MAX_CLIP_BYTES:
+        raise CapacityError("the decoded clip would be too large", hint="ask for fewer frames a clip")
+    with open_media(request.data) as container:
+        yield _read(container, request)
+
+
+def _read(container: av.container.InputContainer, request: Request) -> Window:
+    info, wanted = request.info, request.wanted
+    stream = container.streams[info.stream] if info.stream < len(container.streams) else None
+    if not isinstance(stream, VideoStream):
+        raise CorruptionError(f"stream {info.stream} is not the video stream that the index lists")
+    if _is_counted(container, info.codec):
+        return _whole(container, stream, wanted, info.frames)
+    packets, times, ended = _collect(_from_key(container, stream, wanted), wanted)
+    if ended and wanted.key.index + len(times) != info.frames:
+        raise CorruptionError(
+            f"{len(times)} frames follow frame {wanted.key.index}, but the index lists {info.frames} in all"
+        )
+    return Window(stream, packets, times, _picks(wanted, times), all(p.pts is not None for p in packets))
+
+
+def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
+    """Whether packets are not frames, or carry their neighbours' stamps: packed B-frames, AVI."""
+    return codec not in _ONE_PACKET_ONE_FRAME or ("avi" in container.format.name and codec != "mjpeg")
+
+
+def _whole(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted, frames: int) -> Window:
+    """Every packet: the index counted the frames by decoding from the start, so that is what has to be done again."""
+    packets = [packet for packet in container.demux(stream) if packet.size]
+    times = sorted(_stamp(packet) for packet in packets)[:frames]
+    if wanted.by == "index" and times:
+        return Window(stream, packets, times, wanted.values, stamped=False)
+    return Window(stream, packets, times, _picks(replace(wanted, key=KeyFrame(0, 0)), times), stamped=False)
+
+
+def _from_key(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted) -> Packets:
+    """Packets in decode order, beginning with the wanted key frame, wherever the container's own index leads."""
+    if wanted.key.index:
+        container.seek(wanted.key.pts, stream=stream, backward=True)
+    packets = _skip_to(container, stream, wanted.key.pts)
+    first = next(packets, None)
+    if first is None:  # the seek led past it, or nowhere: look from the beginning
+        container.seek(container.start_time or 0, backward=True)
+        packets = _skip_to(container, stream, wanted.key.pts)
+        first = next(packets, None)
+    if first is None:
+        raise CorruptionError(f"the key frame at time stamp {wanted.key.pts}, which the index lists, is not there")
+    yield first
+    yield from packets
+
+
+def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: int) -> Packets:
+    """Packets from the key frame at `pts` on; none when a later key frame comes first."""
+    found = False
+    for packet in container.demux(stream):
+        if packet.size == 0:
+            return  # the end: what follows is only meant for flushing
+        if packet.is_keyframe and not found:
+            found = _stamp(packet) == pts
+            if _stamp(packet) > pts:
+                return
+        if found:
+            yield packet
+
+
+def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]], list[int], bool]:
+    """Packets up to the clip's end without leading pictures of the first key frame, the stamps of their frames in order,
+    and whether the stream ended first."""
+    packets: list[Packet[VideoStream]] = []
+    times: list[int] = []
+    for packet in source:
+        if packet.is_corrupt:
+            raise CorruptionError(f"the packet at time stamp {_stamp(packet)} is damaged")
+        if _stamp(packet) < wanted.key.pts:
+            continue
+        if packet.dts is not None and _is_over(packet.dts, wanted, times):
+            return packets, times, False
+        packets.append(packet)
+        if not packet.is_discard and is_shown(packet.stream.codec.canonical_name, memoryview(packet)):
+            insort(times, _stamp(packet))
+    return packets, times, True
+
+
+def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:
+    """Whether all frames up to the last wanted one are in `times`: what is decoded from `dts` on is shown after it."""
+    if wanted.by == "pts":
+        return dts > wanted.values[-1]
+    needed = wanted.values[-1] - wanted.key.index
+    return len(times) > needed and times[needed] < dts
+
+
+def _picks(wanted: Wanted, times: list[int]) -> tuple[int, ...]:
+    if wanted.by == "index":
+        picks = tuple(value - wanted.key.index for value in wanted.values)
+    else:
+        picks = tuple(max(0, bisect_right(times, value) - 1) for value in wanted.values)
+    if not times or not 0 <= picks[0] <= picks[-1] < len(times):
+        raise CorruptionError(f"frame {wanted.values[-1]} is missing: only {len(times)} follow the key frame")
+    return picks
+
+
+def _stamp(packet: Packet[VideoStream]) -> int:
+    stamp = packet.pts if packet.pts is not None else packet.dts
+    if stamp is None:
+        raise UnsupportedError("the stream carries no time stamps", hint="remux it into MP4, Matroska or WebM")
+    return stamp
+
+
+def mux(window: Window, container: str = "matroska") -> bytes:
+    """The window's packets as a file of their own, in memory: nothing is decoded or encoded."""
+    target = io.BytesIO()
+    try:
+        with av.open(target, "w", format=container) as output:
+            copy = output.add_stream_from_template(window.stream)
+            for packet in window.packets:
+                packet.stream = copy
+                output.mux(packet)
+    except av.FFmpegError as error:
+        raise UnsupportedError(f"these packets do not fit into {container}: {error}") from error
+    return target.getvalue()
