@@ -176,9 +176,10 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
     try:
         table = pq.read_table(pa.BufferReader(data), use_threads=False)
         table.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
+        fits = table.schema.equals(SCHEMA)
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise CorruptionError(f"{name}: not a readable Parquet file: {error}") from error
-    if not table.schema.equals(SCHEMA):
+    if not fits:
         raise CorruptionError(
             f"{name}: its columns are not those of a sample index", hint="was it written by Millrace?"
         )
