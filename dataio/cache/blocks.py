@@ -75,7 +75,7 @@ def private_directory(path: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise AccessDeniedError(
             f"{path} is not a private directory: owner {found.st_uid}, mode {stat.filemode(found.st_mode)}",
-            hint=f"name another directory, or make it yours alone: chmod 700 {path}",
+            hint="name a directory of your own with mode 0700",
         )
     return path
 

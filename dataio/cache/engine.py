@@ -113,6 +113,12 @@ class Engine:
             budget -= length
         self._submit(lambda _: self._announce(stream, store, cut))
 
+    def withdraw(self, stream: int) -> None:
+        """Forget what `stream` announced."""
+        with self._lock:
+            later = self._execute(self._plan.announce(stream, []))
+        _finish(later)
+
     def subscribe(self, dropped: Callable[[int], None]) -> Callable[[], None]:
         """Call `dropped(file)`, from any thread, when the cache drops a file; returns what ends that."""
         with self._lock:

@@ -88,7 +88,7 @@ class CachedReader:
     def close(self) -> None:
         """Let go of all mappings; views stay valid."""
         self._unsubscribe()
-        self._engine.announce(id(self), self._store, [])
+        self._engine.withdraw(id(self))
         self._maps.clear()
 
     def _mapped(self, lease: Lease) -> MappedFile | None:

@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import os
-
 from dataio.cache.contract import ShardReader
 from dataio.cache.reader import PrivateReader
+from dataio.core.log import get_logger, warn_once
+from dataio.sidecar.connection import Sidecar, SidecarName, Staged
+from dataio.sidecar.reader import SidecarReader
 from dataio.store.contract import Store
 
 __all__ = ["Sidecar", "Staged", "open_reader"]
 
-
-def open_reader(store: Store, sidecar: str | os.PathLike[str] | None = "auto") -> ShardReader:
-    """A reader of `store`'s objects: the node's sidecar where one answers, else a cache inside this process."""
-    return PrivateReader(store)
+_log = get_logger(__name__)
 
 
-class Staged:
-    """A checkpoint that the daemon owns."""
+def open_reader(store: Store, sidecar: SidecarName = "auto") -> ShardReader:
+    """A reader of `store`'s objects: through the node's sidecar while one answers, else by a cache inside this process.
 
-    token: str
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Bytes done and in all."""
-        return (0, 0)
-
-    def wait_released(self, timeout: float | None = None) -> None:
-        """Until the arena may be written again."""
-
-    def result(self, timeout: float | None = None) -> dict[str, object]:
-        """What the job reported when it was done, or its error."""
-        return {}
-
-
-class Sidecar:
-    """One connection to the node's daemon."""
-
-    @classmethod
-    def find(cls, sidecar: str | os.PathLike[str] | None = "auto") -> Sidecar | None:
-        """A connection, or None when no daemon answers."""
-        return None
-
-    def stage(self, kind: str, arena_fd: int, plan: bytes) -> Staged:
-        """Hand an arena and its plan to the daemon; returns once it owns both."""
-        return Staged()
-
-    def status(self) -> dict[str, object]:
-        """What the daemon says of itself."""
-        return {}
-
-    def close(self) -> None:
-        """End the connection; staged jobs go on."""
+    `sidecar` is "auto" (the default socket), a socket's path, or None for never. Which it is, and why, is logged once. A
+    sidecar that dies is done without, and used again when it is back; the bytes are the same.
+    """
+    if sidecar is None:
+        return PrivateReader(store)
+    if not store.location.shareable:
+        why = "it was opened with secrets in its options, which never leave this process"
+        warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}")
+        return PrivateReader(store)
+    return SidecarReader(store, sidecar)

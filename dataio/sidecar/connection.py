@@ -1,0 +1,373 @@
+"""A process's connection to the sidecar: requests and answers, and the events of staged jobs.
+
+Purpose: one socket shared by all threads of the process. A thread of its own receives; whoever asks waits for its answer.
+Invariants: every wait has a deadline; descriptors that come are closed unless somebody waits for them. Not to be carried
+through `fork`: the child opens its own.
+Failure behaviour: when the connection breaks, every wait, now and later, raises `TransientError`: whether a staged job goes
+on cannot be known from here (as a rule it does), so its arena must not be written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+from dataio.core.errors import ConflictError, DeadlineError, MillraceError, TransientError
+from dataio.core.log import get_logger
+from dataio.sidecar import messages as m
+from dataio.sidecar import paths, wire
+from dataio.sidecar.memfd import sealed
+
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 30.0
+TICK_SECONDS = 1.0
+"""How often the receiving thread looks after what is to be told to the daemon without an answer."""
+WAIT_SECONDS = 24 * 3600.0
+"""The bound of a wait for which its caller names none."""
+BATCH = 1024
+
+_log = get_logger(__name__)
+SidecarName = str | os.PathLike[str] | None
+Answer = m.Opened | m.Bypassed | m.Staged | m.Status
+_ANSWERS = (m.Opened, m.Bypassed, m.Staged, m.Status, m.Failed)
+
+
+class _Slot:
+    """Where one request waits for its answer."""
+
+    __slots__ = ("answer", "descriptors", "event")
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.answer: m.FromDaemon | None = None
+        self.descriptors: tuple[int, ...] = ()
+
+
+class Staged:
+    """A checkpoint that the daemon owns: it is carried out whatever becomes of this process."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self._changed = threading.Condition()
+        self._progress = (0, 0)
+        self._released = False
+        self._outcome: m.Done | m.JobFailed | None = None
+        self._broken: TransientError | None = None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(done, in all) in the job's own unit, bytes as a rule; (0, 0) until it says so."""
+        return self._progress
+
+    def wait_released(self, timeout: float | None = None) -> None:
+        """Until the arena may be written again: the job has read it, or is over. `DeadlineError` after `timeout` seconds,
+        `TransientError` when the connection broke and so nobody knows."""
+        self._wait(lambda: self._released or self._outcome is not None, timeout, "to release its arena")
+
+    def result(self, timeout: float | None = None) -> dict[str, object]:
+        """What the job reported when it was done. Raises the job's own error; `DeadlineError` after `timeout` seconds,
+        `TransientError` when the connection broke before its end: ask a new one for `Sidecar.follow(token)`."""
+        self._wait(lambda: self._outcome is not None, timeout, "to end")
+        if isinstance(self._outcome, m.JobFailed):
+            raise m.error_of(self._outcome.code, self._outcome.message, self._outcome.hint)
+        result: dict[str, object] = json.loads(self._outcome.result) if self._outcome else {}
+        return result
+
+    def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
+        limit = WAIT_SECONDS if timeout is None else timeout
+        with self._changed:
+            self._changed.wait_for(lambda: reached() or self._broken, limit)
+            if reached():
+                return
+            if self._broken:
+                raise self._broken
+        raise DeadlineError(
+            f"waited {limit:g} s for job {self.token} {what}", hint="it goes on; see: millrace sidecar status"
+        )
+
+    def heard(self, event: m.JobEvent) -> None:
+        """For the connection: an event of this job came."""
+        with self._changed:
+            if isinstance(event, m.Progress):
+                self._progress = (event.done, event.total)
+            elif isinstance(event, m.Released):
+                self._released = True
+            else:
+                self._outcome = event
+            self._changed.notify_all()
+
+    def broke(self, error: TransientError) -> None:
+        """For the connection: nothing more will come."""
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()
+
+
+class Sidecar:
+    """One connection to the node's daemon. Safe to share between threads."""
+
+    def __init__(self, sock: socket.socket, path: Path, daemon_pid: int) -> None:
+        self._sock, self.path, self.daemon_pid = sock, path, daemon_pid
+        self._pid, self._framer = os.getpid(), wire.Framer()
+        self._ids = itertools.count(1)
+        self._slots: dict[int, _Slot] = {}
+        self._jobs: dict[str, Staged] = {}
+        self._early: deque[m.JobEvent] = deque(maxlen=BATCH)
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._broken: TransientError | None = None
+        self.closed_files: deque[int] = deque()
+        """Files to give back to the daemon; appended to by finalizers, so anywhere and at any time."""
+        self.touched_files: set[int] = set()
+        self.forgotten: Callable[[int], None] = lambda _file: None
+        self._thread = threading.Thread(target=self._receive, name="millrace-sidecar", daemon=True)
+
+    @classmethod
+    def find(cls, sidecar: SidecarName = "auto") -> Sidecar | None:
+        """A connection to the daemon at this socket ("auto": the default one), or None when none answers."""
+        if sidecar is None:
+            return None
+        path = paths.default_socket() if sidecar == "auto" else Path(sidecar)
+        try:
+            return cls._connect(path)
+        except (OSError, MillraceError) as error:
+            _log.debug("no sidecar on %s: %s", path, error)
+            return None
+
+    @classmethod
+    def _connect(cls, path: Path) -> Sidecar:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(CONNECT_SECONDS)
+            sock.connect(os.fspath(path))
+            pid, uid = wire.peer(sock)
+            if uid != os.geteuid():
+                raise ConflictError(f"the sidecar on {path} belongs to user {uid}")
+            _send_all(sock, wire.frame(m.encode(m.Hello(m.VERSION, os.getpid()))), (), CONNECT_SECONDS)
+            found = cls(sock, path, pid)
+            found._handshake()
+        except BaseException:
+            sock.close()
+            raise
+        found._thread.start()
+        return found
+
+    def _handshake(self) -> None:
+        until = time.monotonic() + CONNECT_SECONDS
+        while time.monotonic() < until:
+            data, descriptors = wire.receive(self._sock)
+            if not data:
+                break
+            for frame in self._framer.feed(data, descriptors):
+                answer = m.decode_from_daemon(frame.payload)
+                if isinstance(answer, m.Welcome):
+                    return
+                if isinstance(answer, m.Refused):
+                    raise m.error_of(answer.code, answer.message, "")
+        raise TransientError(f"the sidecar on {self.path} did not answer")
+
+    # what it can do
+
+    def stage(self, kind: str, arena_fd: int, plan: bytes) -> Staged:
+        """Hand over an arena (a memory file sealed against shrinking) and its plan; returns once the daemon owns both.
+
+        The caller keeps its own descriptor, and must not write to the arena before `Staged.wait_released` returns.
+        """
+        plan_fd = sealed("millrace-plan", plan)
+        try:
+            answer, _ = self.call(lambda id: m.Stage(id, kind), (arena_fd, plan_fd))
+        finally:
+            os.close(plan_fd)
+        return self._staged(answer)
+
+    def follow(self, token: str) -> Staged:
+        """A job staged earlier, perhaps through another connection. `NotFoundError` when the daemon does not know it."""
+        answer, _ = self.call(lambda id: m.Follow(id, token))
+        return self._staged(answer)
+
+    def status(self) -> dict[str, object]:
+        """What the daemon says of itself."""
+        answer, _ = self.call(m.AskStatus)
+        if not isinstance(answer, m.Status):
+            raise TransientError("the sidecar answered another question")
+        status: dict[str, object] = json.loads(answer.status)
+        return status
+
+    @property
+    def broken(self) -> bool:
+        """Whether the connection has ended, or belongs to the process that this one was forked from."""
+        return self._broken is not None or os.getpid() != self._pid
+
+    def close(self) -> None:
+        """End the connection; staged jobs go on."""
+        self._break("it was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Sidecar({os.fspath(self.path)!r}, process {self.daemon_pid})"
+
+    # asking
+
+    def call(
+        self, build: Callable[[int], m.FromClient], descriptors: Sequence[int] = (), timeout: float = ANSWER_SECONDS
+    ) -> tuple[Answer, tuple[int, ...]]:
+        """Send the message that `build` makes of a new id; returns its answer, and descriptors that are now the caller's."""
+        id, slot = next(self._ids), _Slot()
+        with self._lock:
+            self._raise_if_broken()
+            self._slots[id] = slot
+        try:
+            self._send(build(id), descriptors, timeout)
+            slot.event.wait(timeout)
+        finally:
+            with self._lock:
+                self._slots.pop(id, None)
+        answer = slot.answer
+        if answer is None:
+            self._raise_if_broken()
+            raise DeadlineError(f"the sidecar on {self.path} did not answer within {timeout:g} s")
+        if isinstance(answer, m.Failed):
+            raise m.error_of(answer.code, answer.message, answer.hint)
+        if not isinstance(answer, Answer):
+            raise TransientError("the sidecar answered another question")
+        return answer, slot.descriptors
+
+    def tell(self, message: m.FromClient) -> None:
+        """Send a message that has no answer."""
+        self._raise_if_broken()
+        self._send(message, (), ANSWER_SECONDS)
+
+    def _staged(self, answer: Answer) -> Staged:
+        if not isinstance(answer, m.Staged):
+            raise TransientError("the sidecar answered another question")
+        staged = Staged(answer.token)
+        with self._lock:
+            self._jobs[answer.token] = staged
+            early = [event for event in self._early if event.token == answer.token]
+            broken = self._broken
+            if any(isinstance(event, m.Done | m.JobFailed) for event in early):
+                del self._jobs[answer.token]
+        for event in early:
+            staged.heard(event)
+        if broken is not None:
+            staged.broke(broken)
+        return staged
+
+    def _send(self, message: m.FromClient, descriptors: Sequence[int], timeout: float) -> None:
+        data = wire.frame(m.encode(message), len(descriptors))
+        try:
+            with self._sending:
+                _send_all(self._sock, data, descriptors, timeout)
+        except (OSError, DeadlineError) as error:
+            self._break(str(error))  # half a frame may have gone out
+            self._raise_if_broken()
+
+    def _raise_if_broken(self) -> None:
+        if os.getpid() != self._pid:
+            raise TransientError("a connection to the sidecar does not survive fork", hint="open one in the child")
+        if self._broken is not None:
+            raise TransientError(self._broken.message, hint=self._broken.hint)
+
+    # receiving
+
+    def _receive(self) -> None:
+        poll, reason = select.poll(), "the daemon ended it"
+        tick = time.monotonic() + TICK_SECONDS
+        try:
+            poll.register(self._sock, select.POLLIN)
+            while not self.broken:
+                if poll.poll(TICK_SECONDS * 1000):
+                    data, descriptors = wire.receive(self._sock)
+                    if not data:
+                        break
+                    for frame in self._framer.feed(data, descriptors):
+                        self._got(frame)
+                if time.monotonic() >= tick:
+                    tick = time.monotonic() + TICK_SECONDS
+                    self._housekeeping()
+        except (OSError, ValueError, MillraceError) as error:
+            reason = str(error)
+        self._break(reason)
+        self._sock.close()
+        self._framer.close()
+
+    def _got(self, frame: wire.Frame) -> None:
+        message = m.decode_from_daemon(frame.payload)
+        if isinstance(message, m.JobEvent):
+            self._job_event(message)
+        elif isinstance(message, m.Forget):
+            self.forgotten(message.file)
+            self._housekeeping()
+        elif isinstance(message, _ANSWERS):
+            with self._lock:
+                slot = self._slots.pop(message.id, None)
+                if slot is not None:
+                    slot.answer, slot.descriptors = message, frame.descriptors
+            if slot is not None:
+                slot.event.set()
+                return
+            if isinstance(message, m.Opened) and frame.descriptors:  # it came too late: give it back
+                self.closed_files.append(message.file)
+        wire.close_all(frame.descriptors)
+
+    def _job_event(self, event: m.JobEvent) -> None:
+        with self._lock:
+            staged = self._jobs.get(event.token)
+            if staged is None:
+                self._early.append(event)  # it may overtake the thread that waits for `Staged`
+            elif isinstance(event, m.Done | m.JobFailed):
+                del self._jobs[event.token]
+        if staged is not None:
+            staged.heard(event)
+
+    def _housekeeping(self) -> None:
+        """Tell the daemon which files were let go of, and which were read."""
+        with contextlib.suppress(TransientError):
+            while closed := [self.closed_files.popleft() for _ in range(min(BATCH, len(self.closed_files)))]:
+                self.tell(m.Closed(closed))
+            touched, self.touched_files = self.touched_files, set()
+            if touched:
+                self.tell(m.Touched(sorted(touched)[:BATCH]))
+
+    def _break(self, reason: str) -> None:
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = TransientError(
+                f"the connection to the sidecar on {self.path} ended: {reason}",
+                hint="what was staged goes on, or is found complete by the next save; do not write to its arena",
+            )
+            slots, self._slots = list(self._slots.values()), {}
+            jobs, self._jobs = list(self._jobs.values()), {}
+        if os.getpid() == self._pid:  # or it would end the connection of the process that this one was forked from
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the receiving thread, which closes it
+        for slot in slots:
+            slot.event.set()
+        for job in jobs:
+            job.broke(self._broken)
+
+
+def _send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], timeout: float) -> None:
+    view, until = memoryview(data), time.monotonic() + timeout
+    while view:
+        try:
+            view, descriptors = view[wire.send(sock, view, descriptors) :], ()
+        except TimeoutError:
+            if time.monotonic() > until:
+                raise DeadlineError(f"the sidecar took nothing for {timeout:g} s") from None

@@ -1,0 +1,243 @@
+"""One connection of the daemon as a state machine. Sans-I/O: events in, instructions out.
+
+States: *new* (only `Hello` is understood), *ready*, *over*. Events are what the client sent and what became of what it
+asked for; instructions are carried out by the server's shell, in order.
+
+Invariants: descriptors that a message brought are either in one instruction or in `Discard`; every request of a ready
+connection is answered once; a file that was sent is held until the client closes it as often as it was sent, or the
+connection ends. At most `OPENS` opens are in progress and `HELD` files held; above it the answer is a capacity error.
+Failure behaviour: a message that does not fit the state, or brings descriptors it should not, ends this connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dataio.core.errors import CapacityError, DeadlineError, UsageError
+from dataio.sidecar import messages as m
+
+OPENS = 64
+HELD = 1024
+
+
+class Holdable(Protocol):
+    """What the machine keeps of a lease: while it refers to it, the cache counts the file as held."""
+
+    @property
+    def file(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def present(self) -> Sequence[tuple[int, int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the message; with `lease`, its read-only descriptor goes along."""
+
+    message: m.FromDaemon
+    lease: Holdable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartOpen:
+    """Get the ranges into the cache; answer with `opened`."""
+
+    request: m.Open
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    request: m.Announce
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    files: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob:
+    """Check and queue a staged checkpoint, taking over both descriptors; answer with `staged` or `refused`."""
+
+    id: int
+    kind: str
+    arena: int
+    plan: int
+
+
+@dataclass(frozen=True, slots=True)
+class FollowJob:
+    """Answer with `staged` or `refused`, then send the job's events."""
+
+    id: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Send the daemon's status."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Close these descriptors."""
+
+    descriptors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """End the connection, once what was sent before has gone out."""
+
+    reason: str
+
+
+Instruction = Send | StartOpen | Prefetch | Touch | StartJob | FollowJob | Report | Discard | HangUp
+
+
+class Session:
+    """The state of one connection."""
+
+    def __init__(self, daemon_pid: int) -> None:
+        self._daemon_pid = daemon_pid
+        self.state = "new"
+        self.client_pid = 0
+        self._opens: dict[int, int] = {}  # request -> the file that the client has
+        self._held: dict[int, list[Holdable]] = {}
+        self._holds = 0
+
+    # what the client sent
+
+    def received(self, message: m.FromClient, descriptors: tuple[int, ...]) -> list[Instruction]:
+        """A message came, with these descriptors."""
+        if self.state == "over":
+            return [Discard(descriptors)] if descriptors else []
+        if descriptors and not isinstance(message, m.Stage):
+            return [Discard(descriptors), *self._end("descriptors with a message that takes none")]
+        match message:
+            case m.Hello():
+                return self._hello(message)
+            case _ if self.state == "new":
+                return [*([Discard(descriptors)] if descriptors else []), *self._end("a message before hello")]
+            case m.Stage(id, kind):
+                return self._stage(id, kind, descriptors)
+            case m.Open():
+                return self._open(message)
+            case m.Announce():
+                return [Prefetch(message)]
+            case m.Touched(files):
+                return [Touch(files)]
+            case m.Closed(files):
+                return self._closed(files)
+            case m.Follow(id, token):
+                return [FollowJob(id, token)]
+            case m.AskStatus(id):
+                return [Report(id)]
+
+    def over(self) -> None:
+        """The connection has ended: everything held is let go."""
+        self.state = "over"
+        self._held.clear()
+        self._opens.clear()
+        self._holds = 0
+
+    # what became of it
+
+    def opened(self, request: int, lease: Holdable | None) -> list[Instruction]:
+        """The ranges of this open are in the cache, or, with None, the cache has no room for them."""
+        if request not in self._opens:
+            return []
+        have = self._opens.pop(request)
+        if lease is None:
+            return [Send(m.Bypassed(request))]
+        answer = m.Opened(request, lease.file, lease.size, list(lease.present))
+        if lease.file == have and lease.file in self._held:
+            return [Send(answer)]
+        if self._holds >= HELD:
+            return self._fail(request, CapacityError(f"this process holds {HELD} cached files; the most is {HELD}"))
+        self._held.setdefault(lease.file, []).append(lease)
+        self._holds += 1
+        return [Send(answer, lease)]
+
+    def open_failed(self, request: int, error: BaseException) -> list[Instruction]:
+        """An open failed at the store, or reached its deadline."""
+        if self._opens.pop(request, None) is None:
+            return []
+        return self._fail(request, error)
+
+    def late(self, request: int) -> list[Instruction]:
+        """An open's deadline has passed."""
+        return self.open_failed(request, DeadlineError("the bytes did not come within the deadline"))
+
+    def staged(self, request: int, token: str) -> list[Instruction]:
+        return [Send(m.Staged(request, token))]
+
+    def refused(self, request: int, error: BaseException) -> list[Instruction]:
+        return self._fail(request, error)
+
+    def job(self, event: m.JobEvent) -> list[Instruction]:
+        return [Send(event)] if self.state == "ready" else []
+
+    def dropped(self, file: int) -> list[Instruction]:
+        """The cache dropped a file."""
+        return [Send(m.Forget(file))] if file in self._held else []
+
+    @property
+    def held(self) -> int:
+        """Files that the client holds."""
+        return len(self._held)
+
+    @property
+    def opens(self) -> int:
+        """Opens in progress."""
+        return len(self._opens)
+
+    # inside
+
+    def _hello(self, hello: m.Hello) -> list[Instruction]:
+        if self.state != "new":
+            return self._end("a second hello")
+        if hello.version != m.VERSION:
+            text = (
+                f"the sidecar speaks version {m.VERSION} and the client version {hello.version}: update the older one"
+            )
+            return [Send(m.Refused("unsupported", text)), *self._end(text)]
+        self.state, self.client_pid = "ready", hello.pid
+        return [Send(m.Welcome(m.VERSION, self._daemon_pid))]
+
+    def _open(self, request: m.Open) -> list[Instruction]:
+        if request.id in self._opens:
+            return self._end("two requests with one id")
+        if len(self._opens) >= OPENS:
+            return self._fail(request.id, CapacityError(f"{OPENS} requests are in progress; the most is {OPENS}"))
+        self._opens[request.id] = request.have
+        return [StartOpen(request)]
+
+    def _stage(self, request: int, kind: str, descriptors: tuple[int, ...]) -> list[Instruction]:
+        if len(descriptors) != 2:
+            error = UsageError(f"{len(descriptors)} descriptors with a checkpoint; it takes the arena's and the plan's")
+            return [*([Discard(descriptors)] if descriptors else []), *self._fail(request, error)]
+        return [StartJob(request, kind, *descriptors)]
+
+    def _closed(self, files: list[int]) -> list[Instruction]:
+        for file in files:
+            leases = self._held.get(file)
+            if not leases:
+                return self._end(f"file {file} was closed more often than it was opened")
+            leases.pop()
+            self._holds -= 1
+            if not leases:
+                del self._held[file]
+        return []
+
+    def _fail(self, request: int, error: BaseException) -> list[Instruction]:
+        return [Send(m.Failed(request, *m.error_fields(error)))]
+
+    def _end(self, reason: str) -> list[Instruction]:
+        self.over()
+        return [HangUp(reason)]

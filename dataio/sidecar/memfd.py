@@ -1,0 +1,63 @@
+"""Sealed memory files: how an arena and a put plan pass from the trainer to the daemon.
+
+Invariant: what `check_arena` and `check_plan` accept cannot shrink, so reading its mapping cannot kill the reader (SIGBUS); a
+plan cannot change either.
+Failure behaviour: `UsageError` says what is wrong with a descriptor; it is only looked at, never read, before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from dataio.core import limits
+from dataio.core.errors import UsageError
+
+PLAN_BYTES = 256 * limits.MIB
+_FROZEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_HINT = "make it with memfd_create(MFD_ALLOW_SEALING), set its size, then add the seals"
+
+
+def sealed(name: str, data: bytes) -> int:
+    """A new memory file that holds `data` and can no longer change; its descriptor is the caller's to close."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FROZEN | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_arena(fd: int) -> int:
+    """The arena's size, when it is a memory file that cannot shrink."""
+    return _check(fd, "the arena", fcntl.F_SEAL_SHRINK)
+
+
+def check_plan(fd: int) -> int:
+    """The plan's size, when it is a memory file that cannot change and is not too large."""
+    size = _check(fd, "the plan", _FROZEN)
+    if size > PLAN_BYTES:
+        raise UsageError(f"the plan has {size} bytes; the most is {PLAN_BYTES}")
+    return size
+
+
+def _check(fd: int, what: str, wanted: int) -> int:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise UsageError(f"{what} is not a memory file", hint=_HINT) from None
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        raise UsageError(f"{what} cannot be read through this descriptor")
+    if seals & wanted != wanted:
+        names = {
+            fcntl.F_SEAL_SHRINK: "F_SEAL_SHRINK",
+            fcntl.F_SEAL_GROW: "F_SEAL_GROW",
+            fcntl.F_SEAL_WRITE: "F_SEAL_WRITE",
+        }
+        lacking = " and ".join(name for seal, name in names.items() if wanted & ~seals & seal)
+        raise UsageError(f"{what} lacks {lacking}", hint=_HINT)
+    return os.fstat(fd).st_size

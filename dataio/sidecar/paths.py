@@ -1,0 +1,52 @@
+"""Where the sidecar's socket is, and who holds it.
+
+Invariants: the socket lies in a directory that only its owner may enter; whoever holds the lock on `<socket>.lock` is the one
+daemon of that socket, and the kernel drops the lock when it dies, so a dead daemon's socket is taken over without guessing.
+Failure behaviour: `ConflictError` names the pid of the daemon that holds the socket; `AccessDeniedError` a directory that
+is not private.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from dataio.cache.blocks import private_directory
+from dataio.core.errors import ConflictError, UsageError
+
+SOCKET_PATH_BYTES = 107
+"""The most that a Unix socket's address holds on Linux."""
+
+
+def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
+    """`$MILLRACE_SIDECAR`, or `millrace/sidecar.sock` in `$XDG_RUNTIME_DIR`, or in a directory of this user's in /tmp."""
+    if named := environ.get("MILLRACE_SIDECAR"):
+        return Path(named)
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "millrace" / "sidecar.sock"
+    return Path(f"/tmp/millrace-{os.geteuid()}/sidecar.sock")
+
+
+def claim(socket: Path) -> int:
+    """Become the daemon of `socket`: returns the lock's descriptor, to be kept open until the daemon ends."""
+    if len(os.fsencode(socket)) > SOCKET_PATH_BYTES:
+        raise UsageError(
+            f"{socket} is too long for a socket: the most is {SOCKET_PATH_BYTES} bytes", hint="use --socket"
+        )
+    private_directory(socket.parent)
+    lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        raise ConflictError(
+            f"{socket} belongs to a sidecar that runs as process {holder}",
+            hint="use that one, stop it, or name another --socket",
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    socket.unlink(missing_ok=True)
+    return lock

@@ -1,0 +1,213 @@
+"""Reads shards through the node's daemon, and without it when it must.
+
+Purpose: the bytes come from a mapping of the daemon's cache file, so that a byte is fetched once a node and never copied.
+Invariants: the bytes are the same whoever serves them; a view stays valid while it is referenced, also when the daemon evicts
+the file or dies. What is known to be present is read without asking the daemon.
+Failure behaviour: whatever the daemon cannot do (it is gone, has no credentials, no room, or is too slow) this process
+does itself, said once; a daemon that is gone is looked for again every `RETRY_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dataio.cache.blocks import MappedFile, map_file
+from dataio.cache.reader import PrivateReader, Ranges, covered, views
+from dataio.core import limits, metrics
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.errors import MillraceError
+from dataio.core.log import get_logger, warn_once
+from dataio.sidecar import messages as m
+from dataio.sidecar.connection import Sidecar, SidecarName
+from dataio.sidecar.wire import close_all
+from dataio.store.contract import Store
+
+RETRY_SECONDS = 3.0
+OPEN_SECONDS = 60.0
+MAPPED_FILES = 128
+_ANNOUNCE_BYTES = limits.MESSAGE_BYTES - 16 * limits.KIB
+
+_log = get_logger(__name__)
+
+
+class _Hold:
+    """One descriptor that the daemon sent: tells it, some time after this goes, that the file was let go of."""
+
+    __slots__ = ("_connection", "_file")
+
+    def __init__(self, connection: Sidecar, file: int) -> None:
+        self._connection, self._file = connection, file
+
+    def __del__(self) -> None:
+        self._connection.closed_files.append(self._file)
+
+
+@dataclass(slots=True)
+class _Known:
+    file: int
+    mapped: MappedFile | None
+    present: Sequence[tuple[int, int]]
+
+
+class SidecarReader:
+    """A `ShardReader` of `store` by the daemon at `sidecar`, or by a cache of its own while there is none."""
+
+    def __init__(self, store: Store, sidecar: SidecarName, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._store, self._sidecar, self._clock = store, sidecar, clock
+        self._where = m.where(store.location)
+        self._lock = threading.Lock()
+        self._connection: Sidecar | None = None
+        self._next_try = clock.monotonic()
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped lately
+        self._private: PrivateReader | None = None
+        self._closed = False
+        self._connected()
+
+    def read(self, key: str, ranges: Ranges) -> list[memoryview]:
+        """A read-only view for every (offset, length) of the object `key`."""
+        connection = self._connected()
+        if connection is not None:
+            try:
+                found = self._read(connection, key, ranges)
+                if found is not None:
+                    return found
+            except (MillraceError, OSError) as error:
+                warn_once(_log, f"the sidecar could not serve {self._where.url}, so this process does: {error}")
+        return self._own().read(key, ranges)
+
+    def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
+        """Have the daemon prefetch what will be read next."""
+        connection = self._connected()
+        if connection is None:
+            self._own().announce(upcoming)
+            return
+        cut, left = list[tuple[str, int, int]](), _ANNOUNCE_BYTES
+        for key, offset, length in upcoming[: m.RANGES]:
+            left -= len(key.encode()) + 24
+            if left < 0:
+                break
+            cut.append((key, offset, length))
+        try:
+            connection.tell(m.Announce(self._where, cut))
+        except MillraceError as error:
+            _log.debug("not announced: %s", error)
+
+    def close(self) -> None:
+        """Let go of everything; views stay valid."""
+        with self._lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+            private, self._private = self._private, None
+            known, self._known = self._known, OrderedDict()
+        del known
+        if connection is not None:
+            connection.close()
+        if private is not None:
+            private.close()
+
+    # the daemon's way
+
+    def _read(self, connection: Sidecar, key: str, ranges: Ranges) -> list[memoryview] | None:
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+        if known is None or not covered(known.present, ranges):
+            known = self._open(connection, key, ranges, known)
+        else:
+            connection.touched_files.add(known.file)
+            metrics.cache_bytes.labels("cache").inc(sum(length for _, length in ranges))
+        return views(known.mapped, ranges) if known is not None else None
+
+    def _open(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> _Known | None:
+        """Ask the daemon for ranges, in as many messages as they need; None when its cache has no room."""
+        for first in range(0, max(1, len(ranges)), m.RANGES):
+            part = list(ranges[first : first + m.RANGES])
+            have = known.file if known else 0
+            message = m.Open(0, self._where, key, part, OPEN_SECONDS, have)
+            answer, descriptors = connection.call(
+                lambda id, message=message: _with_id(message, id),  # type: ignore[misc]  # the default binds it now
+                timeout=OPEN_SECONDS + 5,
+            )
+            try:
+                if not isinstance(answer, m.Opened):
+                    return None
+                before = known
+                known = self._learn(connection, key, answer, descriptors, known)
+                if first and before and known.file != before.file:
+                    return None  # evicted between two messages: the earlier ranges are not in this file
+            finally:
+                close_all(descriptors)
+        return known
+
+    def _learn(
+        self, connection: Sidecar, key: str, answer: m.Opened, descriptors: tuple[int, ...], known: _Known | None
+    ) -> _Known:
+        if not descriptors and known is not None and known.file == answer.file:
+            mapped = known.mapped
+        else:
+            hold = _Hold(connection, answer.file)
+            mapped = map_file(descriptors[0], answer.size, hold) if answer.size else None
+        learnt = _Known(answer.file, mapped, answer.present)
+        with self._lock:
+            gone = self._known.get(key)
+            if self._connection is connection and answer.file not in self._dropped:
+                self._known[key] = learnt
+                self._known.move_to_end(key)
+            oldest = self._known.popitem(last=False) if len(self._known) > MAPPED_FILES else None
+        del gone, oldest  # their holds end outside the lock
+        return learnt
+
+    def _forget(self, file: int) -> None:
+        with self._lock:
+            self._dropped.append(file)
+            gone = [self._known.pop(key) for key in [k for k, known in self._known.items() if known.file == file]]
+        del gone
+
+    # with and without
+
+    def _connected(self) -> Sidecar | None:
+        """The connection, tried anew when it is time to."""
+        connection = self._connection
+        if connection is not None and not connection.broken:
+            return connection
+        with self._lock:
+            if self._closed or self._clock.monotonic() < self._next_try:
+                return None
+            self._next_try = self._clock.monotonic() + RETRY_SECONDS
+            known, self._known = self._known, OrderedDict()
+            was, self._connection = self._connection, None
+        del known
+        found = Sidecar.find(self._sidecar)
+        if found is None:
+            self._say_alone(lost=was is not None)
+            return None
+        forget = weakref.WeakMethod(self._forget)  # the connection's thread must not keep this reader alive
+        found.forgotten = lambda file: (call := forget()) and call(file)
+        weakref.finalize(self, found.close)
+        with self._lock:
+            self._connection = found
+            self._dropped.clear()
+        _log.info("reading %s through the sidecar of process %d", self._where.url, found.daemon_pid)
+        return found
+
+    def _say_alone(self, *, lost: bool) -> None:
+        name = "its default socket" if self._sidecar == "auto" else os.fspath(self._sidecar or "")
+        what = "the sidecar is gone from" if lost else "no sidecar answers on"
+        warn_once(_log, f"{what} {name}: this process caches shards by itself (start one: millrace sidecar run)")
+
+    def _own(self) -> PrivateReader:
+        with self._lock:
+            if self._private is None:
+                self._private = PrivateReader(self._store)
+            return self._private
+
+
+def _with_id(message: m.Open, id: int) -> m.Open:
+    return m.Open(id, message.where, message.key, message.ranges, message.deadline, message.have)

@@ -1,0 +1,369 @@
+"""The daemon: carries out what the sessions' state machines decide, in one asyncio loop.
+
+Purpose: one process a node that holds the cache and the staged checkpoints.
+Invariants: all state but the cache engine's lives on the loop's thread; a client can cost no more than its bounds (opens,
+held files, outbox), and its end lets go of all it held. Jobs belong to the daemon: no client's end touches them.
+Failure behaviour: SIGTERM and SIGINT drain: no new clients or jobs, opens are answered with "read it yourself", and staged
+checkpoints are finished within `drain_seconds`; then `serve` returns True, or False when some were still running, which
+then go on by themselves. A client that misbehaves loses its connection and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from dataio.cache.blocks import private_directory
+from dataio.cache.engine import Engine, Lease
+from dataio.core import limits
+from dataio.core.errors import MillraceError, UsageError
+from dataio.core.log import get_logger
+from dataio.sidecar import machine, paths, wire
+from dataio.sidecar import messages as m
+from dataio.sidecar.jobs import Jobs
+from dataio.sidecar.peer import Peer
+from dataio.sidecar.status import StatusServer
+from dataio.sidecar.stores import Stores
+from dataio.store.contract import Location, Store
+
+HELLO_SECONDS = 10.0
+LISTED_CLIENTS = 64
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the daemon is told. Bytes and seconds; `http_port` None means no status endpoint, 0 any free port."""
+
+    socket: Path
+    cache_dir: Path
+    cache_bytes: int = 20 * limits.GIB
+    http_port: int | None = 0
+    clients: int = 1024
+    running_jobs: int = 2
+    queued_jobs: int = 16
+    drain_seconds: float = 300.0
+    fetch_threads: int = 16
+    commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    session: machine.Session
+    pid: int
+    peer: Peer | None = None
+    listener: Callable[[m.JobEvent], None] | None = None
+    streams: bool = False
+
+
+class Daemon:
+    """One daemon; `serve` runs it to its end."""
+
+    def __init__(self, config: Config, opener: Callable[[Location], Store]) -> None:
+        self._config = config
+        self._clients: dict[int, _Client] = {}
+        self._next = 1
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = time.time()
+        self._port: int | None = None
+        self._stopping = False
+        self._opener = opener
+
+    async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
+        """Run until SIGTERM or SIGINT; whether every staged checkpoint was finished."""
+        lock = paths.claim(self._config.socket)
+        try:
+            self._loop = asyncio.get_running_loop()
+            self._build()
+            await self._serve(ready)
+            return await self._drain()
+        finally:
+            os.close(lock)
+
+    def _build(self) -> None:
+        files = _raise_descriptor_limit() // 4
+        cache = private_directory(self._config.cache_dir)
+        self._engine = Engine(
+            cache, self._config.cache_bytes, threads=self._config.fetch_threads, max_files=max(16, min(8192, files))
+        )
+        self._engine.subscribe(lambda file: self._call(partial(self._dropped, file)))
+        self._stores = Stores(self._opener, self._engine.forget)
+        self._jobs = Jobs(
+            self._config.commands, self._call, running=self._config.running_jobs, queued=self._config.queued_jobs
+        )
+
+    async def _serve(self, ready: Callable[[], None]) -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, stop.set)
+        http = StatusServer(self.status, lambda: not self._stopping)
+        if self._config.http_port is not None:
+            try:
+                self._port = await http.start(self._config.http_port)
+            except OSError as error:
+                raise UsageError(
+                    f"port {self._config.http_port} cannot be used: {error.strerror}",
+                    hint="give another --http-port, or off",
+                ) from None
+        listening = _listen(self._config.socket)
+        self._loop.add_reader(listening.fileno(), self._accept, listening)
+        _log.info(
+            "ready on %s, cache of %s in %s, status on port %s",
+            self._config.socket,
+            limits.format_bytes(self._config.cache_bytes),
+            self._config.cache_dir,
+            self._port,
+        )
+        ready()
+        await stop.wait()
+        self._stopping = True
+        self._loop.remove_reader(listening.fileno())
+        listening.close()
+        self._config.socket.unlink(missing_ok=True)
+        self._http = http
+
+    async def _drain(self) -> bool:
+        self._jobs.accepting = False
+        until = self._loop.time() + self._config.drain_seconds
+        if self._jobs.busy:
+            _log.info("finishing %d staged checkpoints", self._jobs.busy)
+        while self._jobs.busy and self._loop.time() < until:
+            await asyncio.sleep(0.05)
+        if left := self._jobs.busy:
+            _log.error("stopping with %d staged checkpoints unfinished; those that run go on by themselves", left)
+        for client in list(self._clients.values()):
+            if client.peer is not None:
+                client.peer.close("")
+        for task in list(self._tasks):
+            task.cancel()
+        self._http.close()
+        self._engine.close()
+        return not left
+
+    # connections
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            sock, _ = listening.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            _log.error("cannot accept a client: %s", error.strerror)
+            return
+        pid, uid = wire.peer(sock)
+        if uid != os.geteuid():
+            _log.warning("refusing process %d of user %d", pid, uid)
+            sock.close()
+        elif len(self._clients) >= self._config.clients:
+            refusal = m.Refused(
+                "capacity", f"the sidecar has {len(self._clients)} clients; the most is {len(self._clients)}"
+            )
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                wire.send(sock, wire.frame(m.encode(refusal)))
+            sock.close()
+        else:
+            self._welcome(sock, pid)
+
+    def _welcome(self, sock: socket.socket, pid: int) -> None:
+        number, self._next = self._next, self._next + 1
+        client = _Client(machine.Session(os.getpid()), pid)
+        client.listener = lambda event: self._carry_out(client, client.session.job(event))
+        self._clients[number] = client
+        client.peer = Peer(
+            sock, self._loop, lambda payload, fds: self._received(client, payload, fds), lambda: self._ended(number)
+        )
+        self._loop.call_later(HELLO_SECONDS, self._expect_hello, number)
+
+    def _expect_hello(self, number: int) -> None:
+        client = self._clients.get(number)
+        if client is not None and client.peer is not None and client.session.state == "new":
+            client.peer.close("it did not say hello")
+
+    def _received(self, client: _Client, payload: bytes, descriptors: tuple[int, ...]) -> None:
+        try:
+            message = m.decode_from_client(payload)
+        except MillraceError as error:
+            wire.close_all(descriptors)
+            self._carry_out(client, [machine.HangUp(error.message)])
+            return
+        self._carry_out(client, client.session.received(message, descriptors))
+
+    def _ended(self, number: int) -> None:
+        client = self._clients.pop(number)
+        client.session.over()
+        if client.listener is not None:
+            self._jobs.leave(client.listener)
+        if client.streams:
+            self._engine.withdraw(id(client))
+
+    def _dropped(self, file: int) -> None:
+        for client in list(self._clients.values()):
+            self._carry_out(client, client.session.dropped(file))
+
+    # instructions
+
+    def _carry_out(self, client: _Client, instructions: list[machine.Instruction]) -> None:
+        peer = client.peer
+        if peer is None:
+            return
+        for instruction in instructions:
+            match instruction:
+                case machine.Send(message, lease):
+                    descriptor = lease.descriptor if isinstance(lease, Lease) else None
+                    peer.send(m.encode(message), descriptor)
+                case machine.StartOpen(request):
+                    self._open(client, request)
+                case machine.Prefetch(request):
+                    self._prefetch(client, request)
+                case machine.Touch(files):
+                    self._engine.touch(files)
+                case machine.StartJob():
+                    self._stage(client, instruction)
+                case machine.FollowJob(id, token):
+                    self._follow(client, id, token)
+                case machine.Report(id):
+                    peer.send(m.encode(m.Status(id, json.dumps(self.status()))))
+                case machine.Discard(descriptors):
+                    wire.close_all(descriptors)
+                case machine.HangUp(reason):
+                    peer.hang_up(reason)
+
+    def _open(self, client: _Client, request: m.Open) -> None:
+        if self._stopping:
+            self._carry_out(client, client.session.opened(request.id, None))
+            return
+        location = m.location(request.where)
+        try:
+            store = self._stores.acquire_open(location)
+            if store is not None:
+                future = self._engine.open(store, request.key, request.ranges)
+                if future.done():
+                    self._stores.release(location)
+                    self._opened(client, request.id, future)
+                    return
+        except Exception as error:  # whatever a location or a store does, this client alone hears of it
+            self._carry_out(client, client.session.open_failed(request.id, error))
+            return
+        self._spawn(self._finish_open(client, request, location, future if store is not None else None))
+
+    async def _finish_open(
+        self, client: _Client, request: m.Open, location: Location, future: Future[Lease | None] | None
+    ) -> None:
+        acquired = future is not None
+        timer = self._loop.call_later(
+            request.deadline, lambda: self._carry_out(client, client.session.late(request.id))
+        )
+        try:
+            if future is None:
+                store = await self._loop.run_in_executor(None, self._stores.acquire, location)
+                acquired = True
+                future = self._engine.open(store, request.key, request.ranges)
+            wrapped = asyncio.wrap_future(future)
+            await asyncio.wait([wrapped])
+            self._opened(client, request.id, wrapped)
+        except Exception as error:  # whatever a location or a store does, this client alone hears of it
+            self._carry_out(client, client.session.open_failed(request.id, error))
+        finally:
+            timer.cancel()
+            if acquired:
+                self._stores.release(location)
+
+    def _opened(
+        self, client: _Client, request: int, future: Future[Lease | None] | asyncio.Future[Lease | None]
+    ) -> None:
+        error = future.exception()
+        if error is not None:
+            self._carry_out(client, client.session.open_failed(request, error))
+        else:
+            self._carry_out(client, client.session.opened(request, future.result()))
+
+    def _prefetch(self, client: _Client, request: m.Announce) -> None:
+        store = None if self._stopping else self._stores.acquire_open(m.location(request.where))
+        if store is not None:  # a store that nobody has read from yet is not opened for a hint
+            client.streams = True
+            self._engine.announce(id(client), store, request.upcoming)
+            self._stores.release(m.location(request.where))
+
+    def _stage(self, client: _Client, request: machine.StartJob) -> None:
+        try:
+            job = self._jobs.submit(request.kind, request.arena, request.plan)
+        except MillraceError as error:
+            self._carry_out(client, client.session.refused(request.id, error))
+            return
+        self._carry_out(client, client.session.staged(request.id, job.token))
+        if client.listener is not None and client.session.state == "ready":
+            self._jobs.follow(job, client.listener)
+        self._jobs.start()
+
+    def _follow(self, client: _Client, request: int, token: str) -> None:
+        try:
+            job = self._jobs.find(token)
+        except MillraceError as error:
+            self._carry_out(client, client.session.refused(request, error))
+            return
+        self._carry_out(client, client.session.staged(request, token))
+        if client.listener is not None and client.session.state == "ready":
+            self._jobs.follow(job, client.listener)
+
+    # state
+
+    def status(self) -> dict[str, object]:
+        """The daemon's state, fit for JSON and bounded in size."""
+        clients = list(self._clients.values())
+        return {
+            "pid": os.getpid(),
+            "protocol": m.VERSION,
+            "socket": str(self._config.socket),
+            "http_port": self._port,
+            "draining": self._stopping,
+            "uptime_seconds": round(time.time() - self._started, 3),
+            "cache": {"directory": str(self._config.cache_dir), **self._engine.stats()},
+            "stores": len(self._stores),
+            "clients": len(clients),
+            "client_list": [
+                {"pid": c.pid, "held_files": c.session.held, "opens": c.session.opens} for c in clients[:LISTED_CLIENTS]
+            ],
+            "jobs": self._jobs.status(),
+        }
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        """Run `action` on the loop's thread, from any thread; nothing once the loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(action)
+
+
+def _listen(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.bind(os.fspath(path))
+    path.chmod(0o600)  # the directory is private already
+    sock.listen(256)
+    return sock
+
+
+def _raise_descriptor_limit() -> int:
+    """As many descriptors as this user may have; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

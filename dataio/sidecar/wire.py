@@ -1,0 +1,124 @@
+"""Frames on a Unix stream socket, with file descriptors alongside.
+
+A frame is a 4-byte little-endian length, one byte that counts its descriptors, and the payload. Descriptors travel by
+SCM_RIGHTS with the frame's first bytes, so they arrive no later than the frame's end; a frame takes its own from the queue
+of those that have come.
+
+Invariants: a payload has at most `limits.MESSAGE_BYTES` and is refused before it is buffered; at most `DESCRIPTORS` travel
+with one frame; a descriptor that came is owned by exactly one of the framer and the frame it was handed out with.
+Failure behaviour: `UsageError` for an oversize frame, a wrong count of descriptors, and descriptors without a frame; the
+stream cannot be used afterwards, and `Framer.close` closes what it still holds.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dataio.core import limits
+from dataio.core.errors import UsageError
+
+DESCRIPTORS = 2
+"""The most that one frame may carry."""
+_HEADER = struct.Struct("<IB")
+_ANCILLARY = socket.CMSG_SPACE((DESCRIPTORS + 2) * array.array("i").itemsize)
+CHUNK = 64 * limits.KIB
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message's bytes and the descriptors that came with it, now the receiver's to close."""
+
+    payload: bytes
+    descriptors: tuple[int, ...]
+
+
+class Framer:
+    """Puts received bytes and descriptors together into frames. Sans-I/O but for closing descriptors."""
+
+    def __init__(self) -> None:
+        self._data, self._descriptors = bytearray(), list[int]()
+
+    def feed(self, data: bytes, descriptors: Iterable[int] = ()) -> list[Frame]:
+        """The frames that `data` completes."""
+        self._data += data
+        self._descriptors += descriptors
+        frames: list[Frame] = []
+        try:
+            while (frame := self._next()) is not None:
+                frames.append(frame)
+            if self._descriptors and (not self._data or len(self._descriptors) > DESCRIPTORS):
+                raise UsageError(f"{len(self._descriptors)} file descriptors that no message asked for")
+        except UsageError:
+            close_all(fd for frame in frames for fd in frame.descriptors)
+            self.close()
+            raise
+        return frames
+
+    def close(self) -> None:
+        """Close the descriptors of incomplete frames."""
+        close_all(self._descriptors)
+        self._descriptors, self._data = [], bytearray()
+
+    def _next(self) -> Frame | None:
+        if len(self._data) < _HEADER.size:
+            return None
+        length, count = _HEADER.unpack_from(self._data)
+        if length > limits.MESSAGE_BYTES:
+            raise UsageError(f"a message of {length} bytes; the most is {limits.MESSAGE_BYTES}")
+        if count > DESCRIPTORS:
+            raise UsageError(f"a message with {count} file descriptors; the most is {DESCRIPTORS}")
+        end = _HEADER.size + length
+        if len(self._data) < end:
+            return None
+        if len(self._descriptors) < count:
+            raise UsageError(f"a message lacks {count - len(self._descriptors)} of its {count} file descriptors")
+        payload = bytes(self._data[_HEADER.size : end])
+        del self._data[:end]
+        taken, self._descriptors = tuple(self._descriptors[:count]), self._descriptors[count:]
+        return Frame(payload, taken)
+
+
+def frame(payload: bytes, descriptors: int = 0) -> bytes:
+    """`payload` with its header."""
+    if len(payload) > limits.MESSAGE_BYTES:
+        raise UsageError(
+            f"a message of {len(payload)} bytes; the most is {limits.MESSAGE_BYTES}",
+            hint="ask for fewer ranges at once",
+        )
+    return _HEADER.pack(len(payload), descriptors) + payload
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """What has come: (b"", []) at the end of the stream. More descriptors than fit are closed by the kernel and refused."""
+    data, ancillary, flags, _ = sock.recvmsg(CHUNK, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        close_all(descriptors)
+        raise UsageError("a message with a flood of file descriptors")
+    return data, list(descriptors)
+
+
+def send(sock: socket.socket, data: memoryview | bytes, descriptors: Iterable[int] = ()) -> int:
+    """Send as much of `data` as goes; the descriptors go with its first byte."""
+    rights = array.array("i", descriptors)
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+    return sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end, as the kernel recorded them."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)

@@ -1,0 +1,122 @@
+"""A real daemon in a process of its own, and stores to read from."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataio.core.limits import MIB
+from dataio.sidecar.client import Sidecar
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+
+HERE = Path(__file__).parent
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, f"waited {seconds} s in vain"
+        time.sleep(0.01)
+    return found
+
+
+@dataclass
+class RunningDaemon:
+    """A daemon that can be killed and started again on the same socket."""
+
+    folder: Path
+    log: Path
+    options: dict[str, object] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "s" / "sidecar.sock"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        config = {
+            "socket": str(self.socket),
+            "cache_dir": str(self.folder / "cache"),
+            "cache_bytes": 64 * MIB,
+            "http_port": 0,
+            "commands": {"test": [sys.executable, str(HERE / "job.py")]},
+            "drain_seconds": 30.0,
+            **self.options,
+        }
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "daemon_main.py"), json.dumps(config)], stderr=log, stdout=log
+            )
+        wait_for(self.answers)
+
+    def answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log.read_text()
+        found = Sidecar.find(self.socket)
+        if found is not None:
+            found.close()
+        return found is not None
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+
+    def status(self) -> dict[str, Any]:
+        with self.connect() as sidecar:
+            return sidecar.status()
+
+    def connect(self) -> Sidecar:
+        found = Sidecar.find(self.socket)
+        assert found is not None, self.log.read_text()
+        return found
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    """A daemon whose jobs are `job.py`. Its folder is short-named, since a socket's path must be."""
+    with tempfile.TemporaryDirectory(prefix="mr-") as folder:
+        running = RunningDaemon(Path(folder), tmp_path / "daemon.log")
+        running.start()
+        yield running
+        running.stop()
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Contents of three objects."""
+    return {f"shards/{n}.tar": random.Random(n).randbytes(9 * MIB + n * 1000) for n in range(3)}
+
+
+@pytest.fixture
+def store(tmp_path: Path, shards: dict[str, bytes]) -> Store:
+    made = open_store(tmp_path / "data")
+    for key, data in shards.items():
+        made.put(key, data)
+    return made

@@ -1,0 +1,256 @@
+"""Reading through a real daemon, and without it."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataio.cache.reader import PrivateReader
+from dataio.core.errors import NotFoundError
+from dataio.core.limits import MIB
+from dataio.sidecar import messages as m
+from dataio.sidecar import reader as reader_module
+from dataio.sidecar.client import Sidecar, open_reader
+from dataio.sidecar.reader import SidecarReader
+from dataio.store.contract import Store
+
+from .conftest import RunningDaemon, wait_for
+
+READ_ALL = """
+import hashlib, sys
+from dataio.sidecar.client import open_reader
+from dataio.store.open import open_store
+url, socket, *keys = sys.argv[1:]
+store = open_store(url)
+reader = open_reader(store, socket)
+digest = hashlib.sha256()
+for key in keys:
+    size = store.stat(key).size
+    for offset in range(0, size, 1 << 20):
+        (view,) = reader.read(key, [(offset, min(1 << 20, size - offset))])
+        digest.update(view)
+print(digest.hexdigest(), reader._private is None)
+"""
+
+
+def expected(shards: dict[str, bytes], key: str, ranges: list[tuple[int, int]]) -> list[bytes]:
+    return [shards[key][offset : offset + length] for offset, length in ranges]
+
+
+def test_the_bytes_are_those_of_the_object(daemon: RunningDaemon, store: Store, shards: dict[str, bytes]) -> None:
+    reader = open_reader(store, daemon.socket)
+    ranges = [(0, 10), (4 * MIB - 5, 10), (9 * MIB, 1000), (3, 0)]
+    for _ in range(2):
+        views = reader.read("shards/1.tar", ranges)
+        assert [bytes(v) for v in views] == expected(shards, "shards/1.tar", ranges)
+        assert all(v.readonly for v in views)
+    assert daemon.status()["cache"]["fetched_bytes"] == 9 * MIB + 1000
+    reader.close()
+
+
+def test_two_processes_that_read_the_same_cost_one_fetch(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes]
+) -> None:
+    command = [sys.executable, "-c", READ_ALL, store.location.url, str(daemon.socket), *sorted(shards)]
+    clients = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    outputs = [client.communicate(timeout=60)[0].decode().split() for client in clients]
+    assert outputs[0] == outputs[1]
+    assert outputs[0][1] == "True", "neither needed a cache of its own"
+    cache = daemon.status()["cache"]
+    assert cache["fetched_bytes"] == sum(map(len, shards.values()))
+    port = daemon.status()["http_port"]
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    assert "millrace_cache_bytes_total" in metrics
+
+
+def test_a_client_cannot_write_to_the_cache(daemon: RunningDaemon, store: Store) -> None:
+    with daemon.connect() as sidecar:
+        answer, descriptors = sidecar.call(
+            lambda id: m.Open(id, m.where(store.location), "shards/0.tar", [(0, 10)], 30.0)
+        )
+        assert isinstance(answer, m.Opened)
+        (fd,) = descriptors
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        with pytest.raises(OSError):
+            os.pwrite(fd, b"x", 0)
+        with pytest.raises(OSError):
+            os.ftruncate(fd, 0)
+        os.close(fd)
+
+
+def test_what_is_present_is_read_without_asking(daemon: RunningDaemon, store: Store, shards: dict[str, bytes]) -> None:
+    reader = open_reader(store, daemon.socket)
+    reader.read("shards/0.tar", [(0, 8 * MIB)])
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        (view,) = reader.read("shards/0.tar", [(5 * MIB, 100)])
+        assert bytes(view) == shards["shards/0.tar"][5 * MIB : 5 * MIB + 100]
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    reader.close()
+
+
+def test_more_ranges_than_one_message_holds(daemon: RunningDaemon, store: Store, shards: dict[str, bytes]) -> None:
+    reader = open_reader(store, daemon.socket)
+    ranges = [(n * 2000, 7) for n in range(2 * m.RANGES + 1)]
+    assert [bytes(v) for v in reader.read("shards/2.tar", ranges)] == expected(shards, "shards/2.tar", ranges)
+    reader.close()
+
+
+def test_eviction_keeps_the_views_of_clients_and_frees_the_rest(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes]
+) -> None:
+    daemon.stop()
+    daemon.options["cache_bytes"] = 14 * MIB  # holds one object and a half
+    daemon.start()
+    reader = open_reader(store, daemon.socket)
+    (view,) = reader.read("shards/0.tar", [(0, 9 * MIB)])
+    kept = shards["shards/0.tar"][: 9 * MIB]
+    for _ in range(3):
+        for key in ("shards/1.tar", "shards/2.tar"):
+            (other,) = reader.read(key, [(0, 5 * MIB)])
+            assert bytes(other) == shards[key][: 5 * MIB]
+            del other
+    assert bytes(view) == kept
+    assert daemon.status()["cache"]["used_bytes"] <= 14 * MIB
+    assert daemon.status()["cache"]["dropped_but_held_bytes"] == 9 * MIB
+    del view
+    gc.collect()
+    wait_for(lambda: daemon.status()["cache"]["dropped_but_held_bytes"] == 0)
+    reader.close()
+
+
+def test_a_killed_daemon_is_done_without_and_returned_to(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "RETRY_SECONDS", 0.2)
+    reader = open_reader(store, daemon.socket)
+    assert isinstance(reader, SidecarReader)
+    rng, errors, stop = random.Random(1), list[BaseException](), threading.Event()
+    held: list[tuple[memoryview, bytes]] = []
+    rounds = 0
+
+    def read_on() -> None:
+        nonlocal rounds
+        while not stop.is_set():
+            key = rng.choice(sorted(shards))
+            offset = rng.randrange(8 * MIB)
+            try:
+                (view,) = reader.read(key, [(offset, 5000)])
+                assert bytes(view) == shards[key][offset : offset + 5000]
+                held.append((view, shards[key][offset : offset + 5000]))
+                del held[:-50]
+            except BaseException as error:
+                errors.append(error)
+                return
+            rounds += 1
+
+    thread = threading.Thread(target=read_on)
+    thread.start()
+    try:
+        wait_for(lambda: rounds > 20)
+        daemon.kill()
+        before = rounds
+        wait_for(lambda: reader._private is not None and rounds > before + 20)
+        assert reader._connection is None or reader._connection.broken
+        daemon.start()
+        wait_for(lambda: daemon.status()["cache"]["fetched_bytes"] > 0)
+        assert reader._connection is not None
+        assert reader._connection.daemon_pid == daemon.pid
+    finally:
+        stop.set()
+        thread.join()
+    assert errors == []
+    assert all(bytes(view) == data for view, data in held)
+    reader.close()
+
+
+def test_without_a_daemon_the_process_reads_by_itself_and_says_so_once(
+    tmp_path: Path, store: Store, shards: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        reader = open_reader(store, tmp_path / "nobody.sock")
+        (view,) = reader.read("shards/0.tar", [(1, 10)])
+        assert bytes(view) == shards["shards/0.tar"][1:11]
+        reader.close()
+    assert sum("no sidecar answers" in record.message for record in caplog.records) == 1
+
+
+def test_without_a_name_no_daemon_is_asked(store: Store) -> None:
+    reader = open_reader(store, None)
+    assert isinstance(reader, PrivateReader)
+    assert Sidecar.find(None) is None
+    reader.close()
+
+
+def test_an_absent_object_is_not_found(daemon: RunningDaemon, store: Store) -> None:
+    reader = open_reader(store, daemon.socket)
+    with pytest.raises(NotFoundError):
+        reader.read("shards/none.tar", [(0, 1)])
+    reader.close()
+
+
+def test_what_is_announced_is_fetched_before_it_is_read(daemon: RunningDaemon, store: Store) -> None:
+    reader = open_reader(store, daemon.socket)
+    reader.read("shards/0.tar", [(0, 10)])
+    reader.announce([("shards/1.tar", 0, 10), ("shards/2.tar", 5 * MIB, 10)])
+    wait_for(lambda: daemon.status()["cache"]["fetched_bytes"] == 12 * MIB)
+    reader.close()
+
+
+def test_the_end_of_a_client_lets_go_of_all_it_held(daemon: RunningDaemon, store: Store) -> None:
+    code = READ_ALL + "print('here', flush=True); import time; time.sleep(60)"
+    command = [sys.executable, "-c", code, store.location.url, str(daemon.socket), "shards/0.tar"]
+    daemon.status()
+    before = daemon.descriptors()
+    client = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert client.stdout is not None
+    assert client.stdout.readline()
+    assert client.stdout.readline() == b"here\n"
+    assert [c["held_files"] for c in daemon.status()["client_list"] if c["pid"] == client.pid] == [1]
+    client.kill()
+    client.communicate()
+    wait_for(lambda: daemon.status()["clients"] == 1)
+    wait_for(lambda: daemon.descriptors() <= before + 3)  # the cached file, open for writing and for reading
+
+
+def test_status_over_http_and_by_the_command(daemon: RunningDaemon, store: Store, tmp_path: Path) -> None:
+    port = daemon.status()["http_port"]
+
+    def get(path: str) -> Any:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read()
+
+    assert get("/livez") == get("/readyz") == b"ok\n"
+    assert json.loads(get("/status.json"))["pid"] == daemon.pid
+    with pytest.raises(urllib.error.HTTPError) as missing:
+        get("/etc/passwd")
+    missing.value.close()
+    assert missing.value.code == 404
+    command = [sys.executable, "-m", "dataio.cli", "sidecar", "status", "--socket", str(daemon.socket)]
+    assert json.loads(subprocess.check_output([*command, "--json"]))["pid"] == daemon.pid
+    assert f"process {daemon.pid}" in subprocess.check_output(command, text=True)
+    absent = subprocess.run([*command[:-1], str(tmp_path / "no.sock")], capture_output=True, text=True)
+    assert absent.returncode == 2
+    assert "no sidecar answers" in absent.stderr
+
+
+def test_the_daemon_holds_no_heavy_library(daemon: RunningDaemon, store: Store) -> None:
+    reader = open_reader(store, daemon.socket)
+    reader.read("shards/0.tar", [(0, 10)])
+    reader.close()
+    loaded = Path(f"/proc/{daemon.pid}/maps").read_text()
+    for name in ("torch", "arrow", "nvidia", "numpy"):
+        assert f"/{name}" not in loaded
+    assert "/msgspec" in loaded, "the test looks at the right thing"
