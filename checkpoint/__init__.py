@@ -1,0 +1,34 @@
+"""Checkpoints of training state: asynchronous, deduplicated, verified, committed by one conditional write.
+
+Invariant: importing this package does not import torch; the names below are the whole public surface.
+Failure behaviour: errors of `dataio.core.errors`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from checkpoint.api import Checkpointer
+    from checkpoint.handle import Handle, SaveResult
+    from checkpoint.rng import RNG
+
+__all__ = ["RNG", "Checkpointer", "Handle", "SaveResult"]
+
+_WHERE = {
+    "Checkpointer": "checkpoint.api",
+    "Handle": "checkpoint.handle",
+    "RNG": "checkpoint.rng",
+    "SaveResult": "checkpoint.handle",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,123 @@
+"""The names of the repository's objects: the only place that knows them.
+
+Invariant: building a key and taking it apart are inverse; numbers are padded so that listing order is numeric order.
+Failure behaviour: a run name or step that cannot be part of a key is a `UsageError`; a key that is not the repository's
+is None when taken apart, never an error, so that strangers' objects do no harm.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dataio.core.errors import UsageError
+
+REPO = "repo.json"
+RUNS = "runs/"
+LEASES = "leases/"
+PACKS = "packs/"
+GC = "gc/"
+STEP_LIMIT = 10**12
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_STEP_KEY = re.compile(r"runs/([^/]+)/(\d{6})/(\d{12})/(.+)")
+_ATTEMPT_KEY = re.compile(r"([0-9A-Z]{26})/(?:rank-(\d{5})\.manifest|(fate))")
+_TIMELINE_KEY = re.compile(r"runs/([^/]+)/timelines/(\d{6})\.json")
+_PACK_NAME = re.compile(r"\d{1,6}-\d{1,6}")
+
+
+def check_run(run: str) -> str:
+    """`run` itself when it can name a run: letters, digits, dot, dash, underscore, at most 128."""
+    if not isinstance(run, str) or not _RUN.fullmatch(run):
+        raise UsageError(
+            f"{run!r} cannot name a run", hint="use letters, digits, '.', '-' and '_', at most 128 of them"
+        )
+    return run
+
+
+def check_step(step: int) -> int:
+    """`step` itself when it is an integer in [0, 10**12)."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
+        raise UsageError(f"{step!r} is not a step", hint="steps are integers from 0 to 10**12 - 1")
+    return step
+
+
+def timelines(run: str) -> str:
+    return f"runs/{run}/timelines/"
+
+
+def timeline(run: str, number: int) -> str:
+    return f"{timelines(run)}{number:06d}.json"
+
+
+def timeline_steps(run: str, number: int) -> str:
+    return f"runs/{run}/{number:06d}/"
+
+
+def step(run: str, number: int, at: int) -> str:
+    return f"{timeline_steps(run, number)}{at:012d}/"
+
+
+def commit(run: str, number: int, at: int) -> str:
+    return f"{step(run, number, at)}COMMIT"
+
+
+def attempt(run: str, number: int, at: int, attempt_id: str) -> str:
+    return f"{step(run, number, at)}{attempt_id}/"
+
+
+def manifest(run: str, number: int, at: int, attempt_id: str, rank: int) -> str:
+    return f"{attempt(run, number, at, attempt_id)}rank-{rank:05d}.manifest"
+
+
+def fate(run: str, number: int, at: int, attempt_id: str) -> str:
+    return f"{attempt(run, number, at, attempt_id)}fate"
+
+
+def lease(attempt_id: str) -> str:
+    return f"{LEASES}{attempt_id}.json"
+
+
+def pack(attempt_id: str, name: str) -> str:
+    return f"{PACKS}{attempt_id}/{name}.pack"
+
+
+def pack_name(rank: int, number: int) -> str:
+    return f"{rank}-{number}"
+
+
+def is_pack_name(name: str) -> bool:
+    return _PACK_NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """A key under a step, taken apart. `kind` is commit, fate or manifest; `attempt` is empty for COMMIT."""
+
+    run: str
+    timeline: int
+    step: int
+    kind: str
+    attempt: str = ""
+    rank: int = -1
+
+
+def parse_step_key(key: str) -> StepKey | None:
+    """What a key below `runs/` stands for, or None when it is not part of a step."""
+    match = _STEP_KEY.fullmatch(key)
+    if match is None:
+        return None
+    run, number, at, rest = match[1], int(match[2]), int(match[3]), match[4]
+    if rest == "COMMIT":
+        return StepKey(run, number, at, "commit")
+    inner = _ATTEMPT_KEY.fullmatch(rest)
+    if inner is None:
+        return None
+    if inner[3]:
+        return StepKey(run, number, at, "fate", inner[1])
+    return StepKey(run, number, at, "manifest", inner[1], int(inner[2]))
+
+
+def parse_timeline_key(key: str) -> tuple[str, int] | None:
+    """(run, number) of a timeline's key, or None."""
+    match = _TIMELINE_KEY.fullmatch(key)
+    return (match[1], int(match[2])) if match else None

@@ -1,0 +1,79 @@
+"""What the ranks of a job must agree on before a save or a restore: one message from rank 0, and that all are ready.
+
+Invariant: every rank takes part in every exchange, also one that has already failed, so that no rank waits for another's
+exception; after it either all go on with the same message, or all raise. It is one all-reduce of a few dozen bytes
+(maximum, byte by byte: ranks other than 0 send zeros), and no pickle.
+Failure behaviour: a rank that failed raises its own error, the others `TransientError` naming it; ranks that ask for
+different steps raise `UsageError`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dataio.core.errors import TransientError, UsageError
+
+_MESSAGE_BYTES = 512
+_NUMBER = struct.Struct(">Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's place in the job."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def here(cls, rank: int | None, world_size: int | None) -> Ranks:
+        """From the arguments, else from torch.distributed when it is initialised, else a job of one."""
+        joined = dist.is_available() and dist.is_initialized()
+        if world_size is None:
+            world_size = dist.get_world_size() if joined else 1
+        if rank is None:
+            rank = dist.get_rank() if joined and world_size > 1 else 0
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank {rank} does not exist in a world of {world_size}", hint="ranks count from 0")
+        if world_size > 1 and (not joined or dist.get_world_size() != world_size):
+            raise UsageError(
+                f"a world of {world_size} ranks, and torch.distributed is not initialised for it",
+                hint="call torch.distributed.init_process_group first",
+            )
+        return cls(rank, world_size)
+
+    def agree(self, number: int, message: bytes, error: Exception | None) -> bytes:
+        """Rank 0's message, once every rank has come here with the same number and without an error."""
+        if self.world_size > 1:
+            message = self._exchange(number, message, error)
+        if error is not None:
+            raise error
+        return message
+
+    def _exchange(self, number: int, message: bytes, error: Exception | None) -> bytes:
+        own = message if self.rank == 0 and error is None else b""
+        assert len(own) <= _MESSAGE_BYTES
+        number = max(number, 0)
+        flags = bytes(int(rank == self.rank and error is not None) for rank in range(self.world_size))
+        numbers = _NUMBER.pack(number) + _NUMBER.pack(~number & (1 << 64) - 1)
+        sent = flags + numbers + struct.pack(">H", len(own)) + own.ljust(_MESSAGE_BYTES, b"\0")
+        got = _maximum(sent)
+        failed = [rank for rank in range(self.world_size) if got[rank]]
+        if error is None and failed:
+            raise TransientError(f"rank {failed[0]} could not take part", hint="see the error of that rank")
+        if error is None and got[self.world_size :][: len(numbers)] != numbers:
+            raise UsageError(
+                "the ranks ask for different steps", hint="call save and restore with the same step everywhere"
+            )
+        tail = got[self.world_size + len(numbers) :]
+        return tail[2 : 2 + struct.unpack(">H", tail[:2])[0]]
+
+
+def _maximum(sent: bytes) -> bytes:
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return bytes(tensor.cpu().numpy())

@@ -1,0 +1,59 @@
+"""The random generators of this process as one object with a state.
+
+Invariant: after `load_state_dict(state_dict())` torch (CPU and every CUDA device), numpy's global generator and Python's
+`random` go on with the very same numbers. The state is plain values and tensors, never a pickle.
+Failure behaviour: with another number of CUDA devices than were saved, those that both have are restored and it is logged.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataio.core.log import get_logger
+
+_log = get_logger(__name__)
+
+
+class RNG:
+    """Put one into the state of a `Checkpointer`; it is rank-local."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"torch", "cuda", "numpy", "python"}."""
+        numpy: Any = np.random.get_state(legacy=False)
+        words = np.asarray(numpy["state"]["key"], dtype=np.uint32)
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "numpy": {
+                "generator": str(numpy["bit_generator"]),
+                "key": words.tobytes(),
+                "position": int(numpy["state"]["pos"]),
+                "has_gauss": int(numpy["has_gauss"]),
+                "gauss": float(numpy["gauss"]),
+            },
+            "python": random.getstate(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        torch.set_rng_state(state["torch"])
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if devices != len(state["cuda"]):
+            _log.warning("random state of %d CUDA devices was saved, %d are here", len(state["cuda"]), devices)
+        for device, saved in enumerate(state["cuda"][:devices]):
+            torch.cuda.set_rng_state(saved, device)
+        numpy = state["numpy"]
+        inner = {"key": np.frombuffer(numpy["key"], np.uint32), "pos": numpy["position"]}
+        np.random.set_state(
+            {
+                "bit_generator": numpy["generator"],
+                "state": inner,
+                "has_gauss": numpy["has_gauss"],
+                "gauss": numpy["gauss"],
+            }
+        )
+        random.setstate(state["python"])
