@@ -8,7 +8,8 @@ Invariants:
   version names, and packing again succeeds.
 * The same input gives the same shards, byte for byte, under the same names, and the same index: a shard is named by its
   place and a digest of what it holds. So packers that race never overwrite each other's different bytes; one publishes.
-* Memory is bounded: one shard's metadata, `PART_ROWS` rows and a few megabytes of payload, whatever the size of the files.
+* Memory is bounded: the names of all files, one shard's metadata, `PART_ROWS` rows and a few megabytes of payload, whatever
+  the size of the files.
 * The index describes the bytes that were stored: a file that changes between being probed and being sent stops the packing.
 
 Failure behaviour: a file that cannot be packed is skipped and reported with its reason; with `strict` it is an error. An existing
@@ -104,6 +105,8 @@ def _pack(
     _check_captions(captions, gathered)
     tally = _Tally(gathered, strict, progress)
     versions.refuse_existing(store)
+    if not gathered.groups:
+        raise tally.nothing()
     name = name or store.location.url.rstrip("/").rpartition("/")[2] or "dataset"
     versions.claim(store, name)
     writer = _Writer(store, shard_bytes)
@@ -118,7 +121,7 @@ def _pack(
             tally.step(group.bytes)
     writer.finish()
     if not writer.shards:
-        raise UsageError("there is nothing to pack" + tally.first_reason(), hint="give media files, or folders of them")
+        raise tally.nothing()
     document = versions.new_document(
         name, tuple(writer.shards), tuple(writer.parts), version=1, parent=None, message="packed"
     )
@@ -168,11 +171,12 @@ class _Tally:
             done = Progress(self.samples, len(self.gathered.groups), self.bytes, self.bytes_total, len(self.skipped))
             self.progress(done)
 
-    def first_reason(self) -> str:
-        if not self.skipped:
-            return ": no media files were found"
-        first = self.skipped[0]
-        return f": all {len(self.skipped)} candidates were skipped; {first.path}: {first.reason}"
+    def nothing(self) -> UsageError:
+        why = "no media files were found"
+        if self.skipped:
+            first = self.skipped[0]
+            why = f"all {len(self.skipped)} candidates were skipped; {first.path}: {first.reason}"
+        return UsageError(f"there is nothing to pack: {why}", hint="give media files, or folders of them")
 
     def report(self, document: versions.VersionDocument, seconds: float) -> PackReport:
         return PackReport(

@@ -1,0 +1,189 @@
+"""An open version: what it answers, and what it refuses to open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dataio.core.errors import (
+    CapacityError,
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from dataio.shards import index, versions
+from dataio.shards.contract import Member, Sample
+from dataio.shards.dataset import Dataset
+from dataio.store.contract import Store
+
+SHARDS = {"shards/00000000-aa.tar": 10_000, "shards/00000001-bb.tar": 5_000}
+
+
+def sample(number: int, shard: int = 0, **changes: object) -> Sample:
+    key = list(SHARDS)[shard]
+    given = {"key": f"k{number}", "shard": key, "members": (Member("txt", 512 * (number + 1), 4, 7),), "duration": 0.0}
+    return Sample(id=number, **(given | changes))  # type: ignore[arg-type]
+
+
+SAMPLES = [sample(0), sample(1, text="one"), sample(2, shard=1), sample(3, shard=1, fields={"a": 1})]
+
+
+def write(
+    store: Store, parts: list[list[Sample]] | None = None, version: int = 1, **changes: object
+) -> versions.VersionDocument:
+    stored = []
+    for number, part in enumerate(parts if parts is not None else [SAMPLES[:2], SAMPLES[2:]]):
+        data = index.write_part(part)
+        key = f"index/{version}-{number}.parquet"
+        store.put(key, data)
+        stored.append(versions.IndexPart(key=key, size=len(data), rows=len(part), digest=index.digest(data)))
+    shards = [versions.Shard(key=key, size=size, samples=2) for key, size in SHARDS.items()]
+    document = versions.new_document("set", tuple(shards), tuple(stored), version=version, parent=None, message="")
+    document = msgspec.structs.replace(document, **changes)
+    versions.publish(store, document)
+    return document
+
+
+@pytest.fixture
+def posix(tmp_path: Path) -> Store:
+    from dataio.store.open import open_store
+
+    return open_store(tmp_path / "store")
+
+
+def test_samples_are_numbered_and_answered_by_number_key_and_iteration(posix: Store) -> None:
+    write(posix)
+    dataset = Dataset(posix)
+    assert len(dataset) == 4
+    assert list(dataset) == SAMPLES
+    assert dataset.sample(3) == SAMPLES[3]
+    assert dataset.samples([2, 0, 2]) == [SAMPLES[2], SAMPLES[0], SAMPLES[2]]
+    assert dataset.samples([]) == []
+    assert dataset.find("k1") == SAMPLES[1]
+    assert list(dataset.keys) == dataset.keys[:] == ["k0", "k1", "k2", "k3"]
+    assert (dataset.keys[3], len(dataset.keys), "k2" in dataset.keys) == ("k3", 4, True)
+    assert (dataset.version, dataset.name, dataset.total_bytes) == (1, "set", 15_000)
+    assert dataset.url == posix.location.url
+    assert repr(dataset) == f"Dataset({dataset.url!r}, version=1, samples=4)"
+
+
+def test_the_digest_is_that_of_the_version_document(posix: Store) -> None:
+    write(posix)
+    assert Dataset(posix).digest == index.digest(posix.get("versions/00000001.json"))
+
+
+def test_numbers_and_keys_that_do_not_exist_are_errors(posix: Store) -> None:
+    write(posix)
+    dataset = Dataset(posix)
+    for number in (4, -1):
+        with pytest.raises(UsageError, match=f"no sample {number}"):
+            dataset.sample(number)
+    with pytest.raises(NotFoundError, match="no sample 'k9'"):
+        dataset.find("k9")
+
+
+def test_the_newest_version_is_opened_unless_one_is_named(posix: Store) -> None:
+    write(posix)
+    write(posix, version=12, parent=1)
+    posix.put("versions/notes.txt", b"not a version")
+    assert Dataset(posix).version == 12
+    assert Dataset(posix, 1).version == 1
+    with pytest.raises(NotFoundError, match=r"no version 2 \(it has 1, 12\)"):
+        Dataset(posix, 2)
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_no_dataset_is_an_error_that_says_where(posix: Store, version: int | None) -> None:
+    versions.claim(posix, "set")  # a packer that died leaves this much
+    with pytest.raises(NotFoundError, match="no dataset at file://"):
+        Dataset(posix, version)
+
+
+def test_two_writers_of_one_version_have_one_winner_and_the_loser_is_told(posix: Store) -> None:
+    write(posix)
+    with pytest.raises(ConflictError, match="another writer made version 1, 4 samples"):
+        write(posix)
+
+
+def test_a_damaged_index_part_is_named(posix: Store) -> None:
+    write(posix)
+    data = bytearray(posix.get("index/1-1.parquet"))
+    data[100] ^= 1
+    posix.put("index/1-1.parquet", data)
+    with pytest.raises(CorruptionError, match=r"index/1-1\.parquet: BLAKE3"):
+        Dataset(posix)
+
+
+def test_a_missing_index_part_is_damage(posix: Store) -> None:
+    write(posix)
+    posix.delete_many(["index/1-0.parquet"])
+    with pytest.raises(CorruptionError, match=r"index/1-0\.parquet is missing"):
+        Dataset(posix)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([[SAMPLES[1], SAMPLES[0]], SAMPLES[2:]], "not in the order"),
+        ([SAMPLES[2:], SAMPLES[:2]], "not in the order"),
+        ([[SAMPLES[0], SAMPLES[0]], SAMPLES[2:]], "same key"),
+    ],
+)
+def test_an_order_that_is_not_that_of_the_numbers_is_refused(
+    posix: Store, parts: list[list[Sample]], words: str
+) -> None:
+    write(posix, parts)
+    with pytest.raises(CorruptionError, match=words):
+        Dataset(posix)
+
+
+@pytest.mark.parametrize("changes", [{"samples": 5}, {"version": 2}, {"shards": ()}])
+def test_a_document_that_contradicts_itself_is_refused(posix: Store, changes: dict[str, object]) -> None:
+    document = msgspec.structs.replace(write(posix), **changes)
+    posix.put("versions/00000001.json", versions.encode(document))
+    with pytest.raises(CorruptionError, match="contradicts itself"):
+        Dataset(posix)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": 1}', b"[" * 200_000])
+def test_a_document_that_is_none_is_refused(posix: Store, data: bytes) -> None:
+    posix.put("versions/00000001.json", data)
+    with pytest.raises(CorruptionError, match="not a version document"):
+        Dataset(posix)
+
+
+def test_a_newer_format_is_refused_with_the_next_step(posix: Store) -> None:
+    write(posix)
+    document = json.loads(posix.get("versions/00000001.json"))
+    posix.put("versions/00000001.json", json.dumps(document | {"format": 2}).encode())
+    with pytest.raises(UnsupportedError, match="upgrade"):
+        Dataset(posix)
+
+
+def test_a_document_above_the_limit_is_not_written() -> None:
+    shards = tuple(versions.Shard(key=f"shards/{i:08}-{'a' * 900}.tar", size=1, samples=0) for i in range(18_000))
+    document = versions.new_document("set", shards, (), version=1, parent=None, message="")
+    with pytest.raises(CapacityError, match="larger shards"):
+        versions.encode(document)
+
+
+def test_options_with_an_open_store_are_a_mistake(posix: Store) -> None:
+    with pytest.raises(UsageError, match="storage options"):
+        Dataset(posix, endpoint_url="http://127.0.0.1:1")
+
+
+def test_members_are_read_with_their_checksum(posix: Store, tmp_path: Path) -> None:
+    write(posix)
+    posix.put(SAMPLES[0].shard, bytes(10_000))
+    dataset = Dataset(posix)
+    with pytest.raises(CorruptionError, match=r"k0\.txt in .*checksum"):
+        dataset.read(dataset.sample(0), "txt")
+    with pytest.raises(CorruptionError, match="not what was packed"):
+        dataset.read(dataset.sample(2), "txt")
+    with pytest.raises(NotFoundError, match=r"no member 'mp4' \(it has txt\)"):
+        dataset.read(dataset.sample(0), "mp4")
