@@ -197,9 +197,9 @@ class PosixStore(Store):
         """Name the new content; a concurrent delete may take the emptied folder away, so try a few times."""
         folder = os.path.dirname(path)
         for _ in range(_PUBLISH_TRIES):
-            _make_folders(folder)
             self._refuse_links(path)
             try:
+                _make_folders(folder)
                 name_it()
             except FileNotFoundError:
                 continue

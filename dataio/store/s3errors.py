@@ -116,13 +116,22 @@ def _from_transport(error: Exception, config: S3Config, doing: str) -> MillraceE
             return UsageError(text, hint="check the URL, the profile and the region")
         case boto.SSLError() | aiohttp.ClientSSLError():
             return UsageError(text, hint="check the endpoint's certificate, or set AWS_CA_BUNDLE")
-        case boto.EndpointConnectionError() | boto.ConnectTimeoutError() | boto.ProxyConnectionError():
+        case boto.ConnectionError() | boto.HTTPClientError() if _never_connected(error):
             return UnreachableError(text, hint="check that the server runs, AWS_ENDPOINT_URL, and the network")
-        case boto.HTTPClientError() | aiohttp.ClientError() | asyncio.TimeoutError() | OSError():
+        case (
+            boto.ConnectionError() | boto.HTTPClientError() | aiohttp.ClientError() | asyncio.TimeoutError() | OSError()
+        ):
             return TransientError(text, hint="check the server and the network")
         case boto.IncompleteReadError() | boto.ResponseStreamingError():
             return TransientError(text, hint="check the server and the network")
     return MillraceError(text)
+
+
+def _never_connected(error: Any) -> bool:
+    """aiobotocore says `EndpointConnectionError` for a connection that broke in the middle of a request too."""
+    return isinstance(error, boto.ConnectTimeoutError | boto.ProxyConnectionError) or isinstance(
+        error.kwargs.get("error"), aiohttp.ClientConnectorError
+    )
 
 
 def _words(error: Exception) -> str:

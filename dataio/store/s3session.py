@@ -14,6 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import selectors
 import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -135,7 +136,8 @@ class _Worker:
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._connecting:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                # not epoll: a forked child shares its state, and cleaning up there would deafen this process's loop
+                self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
                 self._client_lock = asyncio.Lock()
                 self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="millrace-s3", daemon=True)
                 self._thread.start()

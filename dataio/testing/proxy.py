@@ -1,0 +1,218 @@
+"""A proxy on loopback that damages HTTP traffic on purpose, one request at a time.
+
+Invariants: it passes everything through unchanged, `100 Continue` included, but for the requests that an injected fault matches;
+`fired` counts each fault that took place, so that a test can assert that its fault did.
+Failure behaviour: an upstream that is gone closes the client's connection. `stop` ends the loop and its thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import socket
+import struct
+import threading
+import urllib.parse
+from collections import Counter
+from dataclasses import dataclass
+from typing import Self
+
+_HEAD_BYTES = 64 << 10
+_CHUNK = 64 << 10
+_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+
+
+class Fault(enum.Enum):
+    """What happens to a request."""
+
+    REFUSE = "the connection is reset before the request reaches the server"
+    SLOW_DOWN = "the answer is 503 SlowDown; the server never sees the request"
+    LOSE_ANSWER = "the server carries the request out, and the connection is reset instead of answering"
+    RESET_BODY = "the connection is reset in the middle of the answer's body"
+    CUT_BODY = "the connection is closed in order in the middle of the answer's body"
+    FLIP_BIT = "one bit in the middle of the answer's body is another"
+
+
+@dataclass(slots=True)
+class _Plan:
+    fault: Fault
+    method: str
+    path: str
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The first line and the headers of a request or an answer."""
+
+    raw: bytes
+
+    @property
+    def words(self) -> list[str]:
+        return self.raw.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
+
+    def header(self, name: str) -> str:
+        for line in self.raw.decode("latin-1").split("\r\n")[1:]:
+            key, _, value = line.partition(":")
+            if key.lower() == name:
+                return value.strip()
+        return ""
+
+
+class FaultProxy:
+    """In front of the HTTP server at `upstream` (a URL). A context manager; use `endpoint` instead of `upstream`."""
+
+    def __init__(self, upstream: str) -> None:
+        parts = urllib.parse.urlsplit(upstream)
+        self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self._plans: list[_Plan] = []
+        self._lock, self._ready = threading.Lock(), threading.Event()
+        self.fired: Counter[Fault] = Counter()
+        self._loop = asyncio.new_event_loop()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, name="fault-proxy", daemon=True)
+
+    def inject(self, fault: Fault, *, times: int = 1, method: str = "", path: str = "") -> None:
+        """Do `fault` to the next `times` requests with this method (any if empty) whose path and query contain `path`."""
+        with self._lock:
+            self._plans.append(_Plan(fault, method, path, times))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close all connections and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        server = self._loop.run_until_complete(asyncio.start_server(self._client, sock=self._socket, limit=_HEAD_BYTES))
+        self._loop.call_soon(self._ready.set)
+        self._loop.run_forever()
+        server.close()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    def _pick(self, head: _Head) -> Fault | None:
+        method, path = head.words[:2]
+        with self._lock:
+            for plan in self._plans:
+                if plan.left and plan.method in ("", method) and plan.path in path:
+                    plan.left -= 1
+                    self.fired[plan.fault] += 1
+                    return plan.fault
+        return None
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server: asyncio.StreamWriter | None = None
+        try:
+            upstream, server = await asyncio.open_connection(*self._upstream, limit=_HEAD_BYTES)
+            while await self._exchange(reader, writer, upstream, server):
+                pass
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            for end in (writer, server):
+                if end is not None:
+                    end.close()
+
+    async def _exchange(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        upstream: asyncio.StreamReader,
+        server: asyncio.StreamWriter,
+    ) -> bool:
+        """One request and its answer; whether the connection lives on."""
+        request = _Head(await reader.readuntil(b"\r\n\r\n"))
+        fault = self._pick(request)
+        if fault is Fault.REFUSE:
+            return _reset(writer)
+        if fault is Fault.SLOW_DOWN:
+            return await _slow_down(writer)
+        server.write(request.raw)
+        answer = None
+        if request.header("expect"):
+            answer = _Head(await upstream.readuntil(b"\r\n\r\n"))
+            if answer.words[1] == "100":
+                writer.write(answer.raw)
+                answer = None
+        if answer is None:
+            await _pass_on(reader, server, int(request.header("content-length") or 0))
+            answer = _Head(await upstream.readuntil(b"\r\n\r\n"))
+        if fault is Fault.LOSE_ANSWER:
+            return _reset(writer)
+        writer.write(answer.raw)
+        return await _answer_body(upstream, writer, request, answer, fault)
+
+
+async def _answer_body(
+    upstream: asyncio.StreamReader, writer: asyncio.StreamWriter, request: _Head, answer: _Head, fault: Fault | None
+) -> bool:
+    if request.words[0] == "HEAD" or answer.words[1] in ("204", "304"):
+        await writer.drain()
+        return True
+    if "chunked" in answer.header("transfer-encoding"):
+        return await _pass_on_chunks(upstream, writer)
+    length = int(answer.header("content-length") or 0)
+    half = length // 2
+    await _pass_on(upstream, writer, half)
+    if fault is Fault.RESET_BODY:
+        return _reset(writer)
+    if fault is Fault.CUT_BODY:
+        return False
+    if fault is Fault.FLIP_BIT:
+        byte = await upstream.readexactly(1)
+        writer.write(bytes([byte[0] ^ 1]))
+        half += 1
+    await _pass_on(upstream, writer, length - half)
+    return True
+
+
+async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter, count: int) -> None:
+    while count:
+        data = await source.read(min(count, _CHUNK))
+        if not data:
+            raise asyncio.IncompleteReadError(b"", count)
+        target.write(data)
+        await target.drain()
+        count -= len(data)
+    await target.drain()
+
+
+async def _pass_on_chunks(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> bool:
+    while True:
+        line = await source.readuntil(b"\r\n")
+        target.write(line)
+        size = int(line.split(b";")[0], 16)
+        await _pass_on(source, target, size + 2)
+        if not size:
+            return True
+
+
+async def _slow_down(writer: asyncio.StreamWriter) -> bool:
+    head = f"HTTP/1.1 503 Slow Down\r\nContent-Length: {len(_SLOW_DOWN)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + _SLOW_DOWN)
+    with contextlib.suppress(OSError):
+        await writer.drain()
+    return False
+
+
+def _reset(writer: asyncio.StreamWriter) -> bool:
+    """Close with RST instead of FIN."""
+    raw = writer.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    return False

@@ -1,0 +1,47 @@
+"""A writer in a process of its own, for tests that race or kill it.
+
+    python -m dataio.testing.writer race URL KEY BODY     waits for a line, writes if absent, prints True or False
+    python -m dataio.testing.writer stream URL KEY        writes a large object slowly, prints each part's number
+
+Failure behaviour: an error ends it with a traceback; it is a tool of tests only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from dataio.store.open import open_store
+
+PART_BYTES = 1 << 20
+_PARTS = 64
+
+
+def main(argv: list[str]) -> None:
+    """Run one of the two commands."""
+    command, url, key = argv[:3]
+    with open_store(url) as store:
+        if command == "race":
+            store.exists(key)  # connect before the start
+            _say("ready")
+            sys.stdin.readline()
+            _say(str(store.put_if_absent(key, argv[3].encode())))
+        else:
+            _say(str(store.put_multipart(key, _slow_parts())))
+
+
+def _slow_parts() -> Iterator[bytes]:
+    for number in range(_PARTS):
+        _say(f"part {number}")
+        yield bytes([number]) * PART_BYTES
+        time.sleep(0.01)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,270 @@
+"""The S3 store against a real server: the contract, bad input, and faults on the wire."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from dataio.core.errors import AccessDeniedError, AmbiguousWriteError, NotFoundError, TransientError, UsageError
+from dataio.store.contract import Store
+from dataio.store.open import open_location, open_store
+from dataio.store.retry import Policy
+from dataio.store.s3 import S3Store
+from dataio.store.s3config import parse
+from dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
+from dataio.testing.proxy import Fault, FaultProxy
+from dataio.testing.s3server import S3Server
+
+pytestmark = pytest.mark.s3
+MIB = 1 << 20
+
+
+class TestS3(StoreConformance):
+    many = 1050
+
+    @pytest.fixture
+    def store_url(self, s3_url: str) -> str:
+        return s3_url
+
+
+def test_the_store_agrees_with_a_model(s3_url: str) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    class Machine(StoreMachine):
+        def open_empty(self) -> Store:
+            return open_store(f"{s3_url}/{uuid.uuid4().hex}")
+
+    quick = settings(max_examples=5, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Machine, settings=quick)
+
+
+# bad input
+
+
+def test_a_missing_bucket_is_named(s3_url: str) -> None:
+    with open_store("s3://no-such-bucket/x") as store:
+        for operation in (lambda: store.get("k"), lambda: store.put("k", b""), lambda: list(store.list())):
+            with pytest.raises(NotFoundError, match="bucket 'no-such-bucket'"):
+                operation()
+
+
+@pytest.mark.parametrize("wrong", [{"key": "nobody"}, {"secret": "another-secret-xyz"}])
+def test_wrong_credentials_are_access_denied_and_never_shown(s3_url: str, wrong: dict[str, str]) -> None:
+    options = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]} | wrong
+    with open_store(s3_url, **options) as store:
+        for operation in (
+            lambda: store.get("k"),
+            lambda: store.put("k", b""),
+            lambda: list(store.list()),
+            lambda: store.put_if_absent("k", b""),
+            lambda: store.stat("k"),
+            lambda: store.put_multipart("k", [bytes(9 * MIB)]),
+        ):
+            with pytest.raises(AccessDeniedError) as caught:
+                operation()
+            assert options["secret"] not in f"{caught.value!r} {caught.value} {caught.value.hint}"
+        assert not store.location.shareable
+        assert options["secret"] not in f"{store!r} {store.location}"
+        with pytest.raises(UsageError, match="secrets"):
+            open_location(store.location)
+
+
+def test_without_credentials_the_error_says_which_variables(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with open_store(s3_url) as store, pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID"):
+        store.get("k")
+
+
+def test_an_unreachable_endpoint_fails_after_bounded_attempts(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FaultProxy("http://127.0.0.1:9") as proxy:
+        gone = proxy.endpoint
+    with open_store(s3_url, endpoint_url=gone) as store:
+        began = time.monotonic()
+        with pytest.raises(TransientError, match=rf"{gone}.*gave up after \d attempts"):
+            store.get("k")
+        assert time.monotonic() - began < 60  # the bound is 20 s on an idle machine
+        with pytest.raises(TransientError) as caught:
+            store.put_if_absent("k", b"")
+        assert not isinstance(caught.value, AmbiguousWriteError)
+
+
+def test_the_store_is_not_used_after_it_was_closed(s3_url: str) -> None:
+    store = open_store(s3_url)
+    store.put("k", b"")
+    store.close()
+    store.close()
+    with pytest.raises(UsageError, match="closed"):
+        store.get("k")
+
+
+def test_a_forked_child_gets_an_error_instead_of_waiting(s3_url: str) -> None:
+    program = (
+        "import os\n"
+        "from dataio.store.open import open_store\n"
+        "from dataio.core.errors import UsageError\n"
+        f"store = open_store({s3_url!r}); store.put('k', b'1')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try: store.get('k')\n"
+        "    except UsageError: pass\n"
+        f"    assert open_store({s3_url!r}).get('k') == b'1'\n"
+        "    raise SystemExit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "assert store.get('k') == b'1'\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
+
+
+def test_a_dropped_store_is_collected_with_its_thread(s3_url: str) -> None:
+    import gc
+    import threading
+
+    store = open_store(s3_url)
+    store.put("k", b"")
+    before = {t for t in threading.enumerate() if t.name == "millrace-s3"}
+    del store
+    gc.collect()
+    assert len({t for t in threading.enumerate() if t.name == "millrace-s3"}) < len(before)
+
+
+def test_a_key_that_another_program_wrote_is_passed_over_when_it_is_no_key(s3_url: str, s3_server: S3Server) -> None:
+    root = parse(s3_url, {})
+    with open_store(s3_url) as store:
+        store.put("a/b", b"1")
+        session = store.inner._session  # type: ignore[attr-defined]
+        session.run(session.call("put_object", "", Key=f"{root.prefix}/folder/", Body=b""))
+        assert [info.key for info in store.list()] == ["a/b"]
+
+
+# faults on the wire
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
+    with FaultProxy(s3_server.endpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def store(s3_url: str, proxy: FaultProxy) -> Iterator[Store]:
+    """A store behind the proxy, with the default policy of retries."""
+    with open_store(s3_url, endpoint_url=proxy.endpoint) as opened:
+        yield opened
+
+
+def test_a_lost_answer_to_a_conditional_put_still_reports_won(store: Store, proxy: FaultProxy) -> None:
+    proxy.inject(Fault.LOSE_ANSWER, method="PUT")
+    assert store.put_if_absent("k", b"mine")
+    assert proxy.fired == {Fault.LOSE_ANSWER: 1}
+    assert not store.put_if_absent("k", b"another's")
+
+
+def test_a_lost_answer_to_a_lost_race_reports_lost(store: Store, proxy: FaultProxy) -> None:
+    assert store.put_if_absent("k", b"his")
+    proxy.inject(Fault.LOSE_ANSWER, method="PUT")
+    assert not store.put_if_absent("k", b"mine")
+    assert proxy.fired == {Fault.LOSE_ANSWER: 1}
+
+
+def test_a_conditional_put_that_never_arrives_is_sent_again(store: Store, proxy: FaultProxy) -> None:
+    proxy.inject(Fault.REFUSE, method="PUT", times=2)
+    assert store.put_if_absent("k", b"mine")
+    assert proxy.fired == {Fault.REFUSE: 2}
+
+
+def test_a_conditional_put_that_cannot_be_read_back_is_ambiguous_and_never_won(s3_url: str, proxy: FaultProxy) -> None:
+    proxy.inject(Fault.LOSE_ANSWER, method="PUT", times=100)
+    proxy.inject(Fault.REFUSE, method="GET", times=100)
+    once = S3Store(parse(s3_url, {"endpoint_url": proxy.endpoint}))
+    with once as store, pytest.raises(AmbiguousWriteError, match="could not tell"):
+        store.put_if_absent("k", b"mine")
+    assert proxy.fired == {Fault.LOSE_ANSWER: 1, Fault.REFUSE: 1}
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET_BODY, Fault.CUT_BODY, Fault.SLOW_DOWN, Fault.REFUSE, Fault.LOSE_ANSWER])
+def test_a_read_survives(store: Store, proxy: FaultProxy, fault: Fault) -> None:
+    body = some_bytes(3 * MIB)
+    store.put("k", body)
+    proxy.inject(fault, method="GET", times=2)
+    assert store.get("k") == body
+    proxy.inject(fault, method="GET", times=2)
+    buffer = bytearray(2 * MIB)
+    store.get_into("k", 5, memoryview(buffer))
+    assert buffer == body[5 : 5 + 2 * MIB]
+    assert proxy.fired == {fault: 4}
+
+
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.REFUSE, Fault.LOSE_ANSWER])
+def test_a_write_survives(store: Store, proxy: FaultProxy, fault: Fault) -> None:
+    proxy.inject(fault, method="PUT", times=2)
+    store.put("k", b"body")
+    assert proxy.fired == {fault: 2}
+    assert store.get("k") == b"body"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "uploads"), ("PUT", "partNumber=2"), ("POST", "uploadId")],
+    ids=["begin", "part", "end"],
+)
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOSE_ANSWER])
+def test_an_upload_survives(store: Store, proxy: FaultProxy, fault: Fault, method: str, path: str) -> None:
+    body = some_bytes(20 * MIB)
+    proxy.inject(fault, method=method, path=path)
+    assert store.put_multipart("k", [body]) == len(body)
+    assert proxy.fired == {fault: 1}
+    assert store.get("k") == body
+
+
+def test_an_upload_that_fails_for_good_is_aborted(s3_url: str, proxy: FaultProxy) -> None:
+    proxy.inject(Fault.SLOW_DOWN, path="partNumber=2", times=100)
+    impatient = Policy(attempts=2, first=0.01)
+    with S3Store(parse(s3_url, {"endpoint_url": proxy.endpoint}), impatient) as store:
+        with pytest.raises(TransientError, match=r"503 SlowDown.*gave up after 2 attempts"):
+            store.put_multipart("k", [some_bytes(20 * MIB)])
+        assert proxy.fired == {Fault.SLOW_DOWN: 2}
+        assert not store.exists("k")
+        left = store._session.run(store._session.call("list_multipart_uploads", "", Prefix=parse(s3_url, {}).prefix))
+        assert not left.get("Uploads")
+
+
+def test_a_writer_killed_before_it_completes_an_upload_leaves_what_was_there(
+    s3_url: str, tmp_path: os.PathLike[str]
+) -> None:
+    mark = os.path.join(tmp_path, "mark")
+    with open_store(s3_url) as store:
+        store.put("k", b"old")
+        program = (
+            f"from dataio.store.open import open_store\nopen_store({s3_url!r}).put_multipart('k', [bytes(20 << 20)])"
+        )
+        environment = os.environ | {"MILLRACE_CRASH": "store.s3.uploaded", "MILLRACE_CRASH_MARK": mark}
+        assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == -9
+        with open(mark) as file:
+            assert file.read() == "store.s3.uploaded\n"
+        assert store.get("k") == b"old"
+
+
+def test_a_listing_goes_on_after_a_failed_page(store: Store, proxy: FaultProxy) -> None:
+    for key in ("a", "b", "c"):
+        store.put(key, b"")
+    proxy.inject(Fault.RESET_BODY, path="list-type=2")
+    assert [info.key for info in store.list()] == ["a", "b", "c"]
+    assert proxy.fired == {Fault.RESET_BODY: 1}
+
+
+def test_a_bit_flipped_on_the_way_shows_why_callers_check_digests(store: Store, proxy: FaultProxy) -> None:
+    body = some_bytes(1000)
+    store.put("k", body)
+    proxy.inject(Fault.FLIP_BIT, method="GET")
+    buffer = bytearray(1000)
+    store.get_into("k", 0, memoryview(buffer))
+    assert proxy.fired == {Fault.FLIP_BIT: 1}
+    assert sum(a != b for a, b in zip(buffer, body, strict=True)) == 1
