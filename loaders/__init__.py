@@ -9,14 +9,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from loaders.audio import AudioSpec
     from loaders.clip import Clip
     from loaders.order import Order
+    from loaders.video import VideoLoader
 
-__all__ = ["Clip", "Order"]
+__all__ = ["AudioSpec", "Clip", "Order", "VideoLoader"]
 
 _HOME = {
+    "AudioSpec": "loaders.audio",
     "Clip": "loaders.clip",
     "Order": "loaders.order",
+    "VideoLoader": "loaders.video",
 }
 
 

@@ -62,23 +62,24 @@ class Wanted:
     key: KeyFrame
 
 
-def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, number: int) -> Wanted:
-    """The frames of clip `number` of `sample` in `epoch`."""
+def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, number: int, attempt: int = 0) -> Wanted:
+    """The frames of clip `number` of `sample` in `epoch`. `attempt` tells apart the clips of a sample that stands in for
+    another from its own."""
     if info.frames < 1 or not info.key_frames:
         raise CorruptionError(
             "the index lists no frames or no key frames for this video", hint="index the dataset again"
         )
-    draw = _draw(clip, seed, epoch, sample, number)
+    draw = _draw(clip, seed, epoch, sample, number, attempt)
     if clip.fps is None:
         return _by_index(info, clip, draw)
     return _by_time(info, clip, Fraction(clip.fps).limit_denominator(100_000), draw)
 
 
-def _draw(clip: Clip, seed: int, epoch: int, sample: int, number: int) -> Fraction:
+def _draw(clip: Clip, seed: int, epoch: int, sample: int, number: int, attempt: int) -> Fraction:
     """Where the clip begins among its possible starts, in [0, 1)."""
     if clip.start == "center":
         return Fraction(2 * number + 1, 2 * clip.per_video)
-    return Fraction(int(key_of(_START, seed, epoch, sample, number)[0]), 1 << 64)
+    return Fraction(int(key_of(_START, seed, epoch, sample, number, attempt)[0]), 1 << 64)
 
 
 def _by_index(info: VideoInfo, clip: Clip, draw: Fraction) -> Wanted:
