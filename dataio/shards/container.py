@@ -1,4 +1,4 @@
-"""Whether a media file is all there, judged by the sizes its container declares.
+"""Media files by their outside: which extensions they have, and whether they are all there.
 
 Purpose: decoders read a file that lost its tail without complaint (zeros, stale or black frames), so the length is checked
 before anything is decoded.
@@ -13,6 +13,11 @@ import io
 from typing import BinaryIO
 
 from dataio.core.errors import CorruptionError
+
+MEDIA_EXTENSIONS = frozenset(
+    ["mp4", "m4v", "mov", "mkv", "webm", "avi", "m4a", "wav", "flac", "mp3", "ogg", "oga", "opus"]
+)
+"""Extensions of files that are probed; files with others are members of a sample at most."""
 
 _MAX_ELEMENTS = 100_000
 _EBML = b"\x1a\x45\xdf\xa3"

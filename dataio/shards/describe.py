@@ -11,57 +11,20 @@ from __future__ import annotations
 
 import json
 import os
-from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from dataio.shards.container import MEDIA_EXTENSIONS
 from dataio.shards.contract import AudioInfo, VideoInfo
-from dataio.shards.probe import MEDIA_EXTENSIONS, Probe, probe
+from dataio.shards.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
+from dataio.shards.probe import Probe, probe
 
-TEXT_BYTES = 1 * limits.MIB
 PROMOTED_STRING = 1024
 """The most characters that a string in a sample's JSON may have to become a field of the index."""
 _READ = 1 * limits.MIB
-
-
-class FileFact(msgspec.Struct, frozen=True):
-    """One file as it was read: the packer checks that it still is."""
-
-    ext: str
-    path: str
-    size: int
-    modified_ns: int
-    xxh3: int
-
-
-class Described(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
-    """The facts of a sample. `fields` is a JSON object as text."""
-
-    files: tuple[FileFact, ...]
-    duration: float
-    video: VideoInfo | None
-    audio: AudioInfo | None
-    text: str | None
-    fields: str
-    notes: tuple[str, ...]
-
-
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """Why a sample cannot be packed; `code` is that of a Millrace error."""
-
-    path: str
-    code: str
-    reason: str
-
-
-Request = list[tuple[str, str]]
-"""(extension, path) of the files of one sample."""
-Answer = Described | Failure
 
 
 def describe(files: Request) -> Answer:
@@ -146,29 +109,3 @@ def _is_promoted(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= PROMOTED_STRING
     return value is None or isinstance(value, bool | int | float)
-
-
-# --- between the worker and its pool: msgpack, since what reads untrusted media must not be trusted with pickles
-
-
-def _encode_other(value: object) -> str:
-    if isinstance(value, Fraction):
-        return f"{value.numerator}/{value.denominator}"
-    raise NotImplementedError(type(value))
-
-
-def _decode_other(kind: type, value: Any) -> Fraction:
-    if kind is Fraction:
-        return Fraction(value)
-    raise NotImplementedError(kind)
-
-
-encode_request = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-encode_answer = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
-decode_answer = msgspec.msgpack.Decoder(Answer, dec_hook=_decode_other).decode
-
-
-def as_request(files: tuple[tuple[str, Path], ...]) -> Request:
-    """What is sent for a group's files."""
-    return [(ext, str(path)) for ext, path in files]

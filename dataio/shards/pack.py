@@ -35,7 +35,7 @@ from dataio.core.log import get_logger
 from dataio.shards import index, tar, versions
 from dataio.shards.contract import Member, Sample
 from dataio.shards.dataset import Dataset
-from dataio.shards.describe import TEXT_BYTES, Described, Failure, FileFact
+from dataio.shards.facts import TEXT_BYTES, Described, Failure, FileFact
 from dataio.shards.pool import ProbePool
 from dataio.shards.report import PackReport, Progress, Skipped
 from dataio.shards.sources import Gathered, gather

@@ -28,7 +28,7 @@ import msgspec
 import dataio
 from dataio.core import limits
 from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
-from dataio.shards.describe import Answer, Failure, as_request, decode_answer, encode_request
+from dataio.shards.facts import Answer, Failure, as_request, decode_answer, encode_request
 from dataio.shards.probe_worker import HELLO, write_frame
 from dataio.shards.sources import Group
 

@@ -42,11 +42,6 @@ from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
 from dataio.shards.container import check_complete
 from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
 
-MEDIA_EXTENSIONS = frozenset(
-    ["mp4", "m4v", "mov", "mkv", "webm", "avi", "m4a", "wav", "flac", "mp3", "ogg", "oga", "opus"]
-)
-"""Extensions of files that are probed; files with others are members of a sample at most."""
-
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])

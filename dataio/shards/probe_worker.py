@@ -41,7 +41,8 @@ def main() -> None:
     """Serve requests for `describe` until standard input ends."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    from dataio.shards.describe import decode_request, describe, encode_answer
+    from dataio.shards.describe import describe
+    from dataio.shards.facts import decode_request, encode_answer
 
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is not an answer

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
-from dataio.shards.probe import MEDIA_EXTENSIONS
+from dataio.shards.container import MEDIA_EXTENSIONS
 from dataio.shards.report import Skipped
 
 _WILDCARD = re.compile(r"[*?\[]")

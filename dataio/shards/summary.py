@@ -42,6 +42,6 @@ def summary(dataset: Dataset) -> dict[str, Any]:
 
 def _counts(table: Any, columns: list[str]) -> dict[str, int]:
     there = table.select(columns).filter(pc.is_valid(table[columns[0]]))
-    grouped = there.group_by(columns).aggregate([([], "count_all")]).to_pylist()
+    grouped = there.group_by(columns, use_threads=False).aggregate([([], "count_all")]).to_pylist()
     rows = [("x".join(str(row[c]) for c in columns), int(row["count_all"])) for row in grouped]
     return dict(sorted(rows, key=lambda row: (-row[1], row[0])))

@@ -9,16 +9,8 @@ import msgspec
 import pytest
 import xxhash
 
-from dataio.shards.describe import (
-    PROMOTED_STRING,
-    TEXT_BYTES,
-    Answer,
-    Described,
-    Failure,
-    decode_answer,
-    describe,
-    encode_answer,
-)
+from dataio.shards.describe import PROMOTED_STRING, describe
+from dataio.shards.facts import TEXT_BYTES, Answer, Described, Failure, decode_answer, encode_answer
 
 
 def request(*paths: Path) -> list[tuple[str, str]]:

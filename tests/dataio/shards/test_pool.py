@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dataio.core.errors import UnsupportedError
-from dataio.shards.describe import Described, Failure
+from dataio.shards.facts import Described, Failure
 from dataio.shards.pool import ProbePool, seconds_for
 from dataio.shards.sources import Group
 
