@@ -229,7 +229,7 @@ class Jobs:
         if job.outcome is None:
             last = "\n".join(job.stderr)[-3000:]
             text = f"the {job.kind} job failed: {reason}" + (f"; it said last:\n{last}" if last else "")
-            self._settle(job, m.JobFailed(job.token, TransientError.code, text, "save again"))
+            self._settle(job, m.JobFailed(job.token, TransientError.code, text[:4096], "save again"))
         del self._running[job.token]
         self._finished[job.token] = job
         if len(self._finished) > self._limits[2]:

@@ -25,6 +25,7 @@ def sealed(name: str, data: bytes) -> int:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
+        os.lseek(fd, 0, os.SEEK_SET)  # the position is shared with whoever gets the descriptor
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FROZEN | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)

@@ -25,7 +25,7 @@ from dataio.store.open import open_store
 HERE = Path(__file__).parent
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
     until = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < until, f"waited {seconds} s in vain"
