@@ -2,8 +2,9 @@
 
 Why an own loop: callers may run a loop of their own, come from many threads, and want the connections closed when they
 say so; fsspec's shared loop gives none of this.
-Invariants: the client is used in its loop only; one call makes one request (the client's own retries are off); `run` returns
-or raises only after its coroutine has ended, so nobody writes into a caller's buffer any more.
+Invariants: the client is used in its loop only; one call makes one request (the client's own retries are off; aiohttp sends
+an idempotent request once more when a kept-alive connection turns out to be dead); `run` returns or raises only after its
+coroutine has ended, so nobody writes into a caller's buffer any more.
 Failure behaviour: errors are those of `s3errors`. Use after `close`, or in a forked child, raises `UsageError` instead of
 waiting for a thread that is not there. A session that is dropped without `close` is closed by the garbage collector.
 """
@@ -93,13 +94,20 @@ class _Worker:
         return os.getpid() == self._pid
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._started())
+        loop, tasks = self._started(), list[asyncio.Task[T]]()
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def start() -> None:
+            tasks.append(loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: _hand_over(task, outcome, self._config.url))
+
+        loop.call_soon_threadsafe(start)
         try:
-            return future.result()
+            return outcome.result()
         except BaseException:
-            if not future.done():  # an interrupt of the waiting thread
-                future.cancel()
-                concurrent.futures.wait([future], timeout=_STOP_SECONDS)
+            if not outcome.done():  # the waiting thread was interrupted; the work may hold the caller's buffers
+                loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                concurrent.futures.wait([outcome], timeout=_STOP_SECONDS)
             raise
 
     async def client(self) -> Any:
@@ -153,6 +161,17 @@ class _Worker:
             loop.run_until_complete(loop.shutdown_default_executor())
             asyncio.set_event_loop(None)
             loop.close()
+
+
+def _hand_over(task: asyncio.Task[T], outcome: concurrent.futures.Future[T], url: str) -> None:
+    if task.cancelled():
+        outcome.set_exception(
+            UsageError(f"the store {url} was closed while it was used", hint="close it when all is done")
+        )
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
 
 
 async def each(items: Any, work: Any, width: int) -> None:

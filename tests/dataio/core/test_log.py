@@ -1,0 +1,48 @@
+"""Logging: redacted, quiet unless set up, and bounded where it remembers."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from dataio.core import log
+from dataio.core.log import get_logger, warn_once
+
+
+def test_secrets_are_redacted_for_handlers_of_the_application_too(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger("test.redact").warning("opened with %s", {"secret": "hunter2"})
+    assert "hunter2" not in caplog.text
+    assert "***" in caplog.text
+    assert caplog.records[0].args == ()
+
+
+def test_a_message_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    logger = get_logger("test.once")
+    for message in ("no sidecar", "no sidecar", "slow disk"):
+        warn_once(logger, message)
+    assert [record.message for record in caplog.records] == ["no sidecar", "slow disk"]
+
+
+def test_what_is_remembered_is_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    logger = get_logger("test.bound")
+    for number in range(log._ONCE_LIMIT + 10):
+        warn_once(logger, f"message {number}")
+    assert len(caplog.records) == len(log._said) == log._ONCE_LIMIT
+
+
+def test_importing_installs_no_handler_and_setup_one() -> None:
+    program = (
+        "import logging\nfrom dataio.core.log import get_logger, setup\nroot = logging.getLogger('millrace')\n"
+        "get_logger('x')\nassert not root.handlers and not logging.getLogger().handlers\n"
+        "setup('debug'); setup('info')\nassert len(root.handlers) == 1 and root.level == logging.INFO\n"
+        "get_logger('x').info('token=hunter2')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "INFO millrace.x: token=***" in done.stderr
+    assert "hunter2" not in done.stderr
+    assert logging.getLogger("millrace") is not logging.getLogger()

@@ -1,0 +1,53 @@
+"""Secrets are hidden from texts and taken out of options."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from dataio.core.redact import has_secrets, is_secret_name, redact, without_secrets
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:hunter2@host/path",
+        "secret=hunter2",
+        "aws_secret_access_key = hunter2",
+        "{'secret': 'hunter2', 'region': 'eu'}",
+        '{"session_token": "hunter2"}',
+        "Authorization: hunter2",
+        "X-Amz-Signature=hunter2&X-Amz-Date=1",
+        "password:hunter2",
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
+    assert "hunter2" not in redact(text)
+    assert "***" in redact(text)
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/key not found", "key=shards/000001.tar", "step 12 of run exp42", ""])
+def test_ordinary_text_is_left_alone(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_an_access_key_id_is_hidden_wherever_it_stands() -> None:
+    assert redact("denied for AKIAABCDEFGHIJKLMNOP.") == "denied for ***."
+
+
+@given(st.text(st.sampled_from("secrtokn=: '\"@/{}a1*&,"), max_size=40))
+def test_redacting_twice_changes_nothing_more(text: str) -> None:
+    assert redact(redact(text)) == redact(text)
+
+
+def test_options_lose_their_secrets_at_every_depth() -> None:
+    options = {"key": "a", "secret": "b", "region": "eu", "client_kwargs": {"aws_session_token": "c", "verify": False}}
+    assert has_secrets(options)
+    assert without_secrets(options) == {"region": "eu", "client_kwargs": {"verify": False}}
+    assert not has_secrets(without_secrets(options))
+
+
+def test_names_of_secrets_are_known_and_others_are_not() -> None:
+    assert all(map(is_secret_name, ["key", "secret", "token", "password", "aws_access_key_id", "sas"]))
+    assert not any(map(is_secret_name, ["region", "endpoint_url", "profile", "keyspace", "monkey"]))

@@ -1,0 +1,121 @@
+"""From a URL and options to a store: what is understood, what is refused, and where secrets stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dataio.core.errors import UnsupportedError, UsageError
+from dataio.store.contract import Location
+from dataio.store.open import open_location, open_store
+from dataio.store.s3config import parse
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "file://localhost{}", "FILE://{}", "{}/"])
+def test_every_way_to_write_a_directory_opens_the_same_store(tmp_path: Path, form: str) -> None:
+    folder = tmp_path / "a folder"
+    text = form.format(str(folder).replace(" ", "%20") if "://" in form.lower() else folder)
+    assert open_store(text).location == open_store(folder).location
+
+
+def test_a_location_of_an_odd_path_opens_it_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "ä #?%41")
+    store.put("k", b"1")
+    assert open_location(store.location).get("k") == b"1"
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "http://host/x", "memory://x"])
+def test_an_unknown_scheme_names_the_known_ones(url: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"file:///path.*s3://bucket/prefix"):
+        open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("", {}),
+        ("file://host/x", {}),
+        ("/data", {"key": "x"}),
+        ("s3://", {}),
+        ("s3:///x", {}),
+        ("s3://bucket/a/../b", {}),
+        ("s3://user:pw@bucket/x", {}),
+        ("s3://bucket", {"endpoint": "x"}),
+        ("s3://bucket", {"endpoint_url": "localhost:9000"}),
+        ("s3://bucket", {"endpoint_url": "http://user:hunter2@host"}),
+        ("s3://bucket", {"client_kwargs": "x"}),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error_without_secrets(url: str, options: dict[str, object]) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_store(url, **options)
+    assert "hunter2" not in str(caught.value)
+    assert ":pw" not in str(caught.value)
+
+
+def test_options_win_over_variables_and_s3s_own_variable_over_the_general_one() -> None:
+    environ = {
+        "AWS_ENDPOINT_URL": "http://a",
+        "AWS_ENDPOINT_URL_S3": "http://b",
+        "AWS_REGION": "r1",
+        "AWS_DEFAULT_REGION": "r2",
+    }
+    assert (parse("s3://x", {}, environ).endpoint_url, parse("s3://x", {}, environ).region) == ("http://b", "r1")
+    given = {"endpoint_url": "http://c", "client_kwargs": {"region_name": "r3"}}
+    assert (parse("s3://x", given, environ).endpoint_url, parse("s3://x", given, environ).region) == ("http://c", "r3")
+
+
+@pytest.mark.parametrize(
+    ("options", "style"),
+    [
+        ({}, "auto"),
+        ({"endpoint_url": "http://host"}, "path"),
+        ({"endpoint_url": "http://host", "path_style": False}, "virtual"),
+        ({"path_style": True}, "path"),
+        ({"endpoint_url": "http://host", "config_kwargs": {"s3": {"addressing_style": "virtual"}}}, "virtual"),
+        ({"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}, "virtual"),
+    ],
+)
+def test_the_addressing_style_follows_the_endpoint_unless_it_is_given(options: dict[str, object], style: str) -> None:
+    arguments = parse("s3://x", options, {}).s3fs_arguments()
+    assert arguments["config_kwargs"]["s3"]["addressing_style"] == style  # type: ignore[index]
+
+
+def test_the_clients_own_retries_are_off_whatever_is_given() -> None:
+    given = {"config_kwargs": {"retries": {"max_attempts": 10}, "read_timeout": 7}}
+    config = parse("s3://x", given, {}).s3fs_arguments()["config_kwargs"]
+    assert config["retries"] == {"total_max_attempts": 1}  # type: ignore[index]
+    assert config["read_timeout"] == 7  # type: ignore[index]
+
+
+SECRETS = {
+    "key": "AK-hidden",
+    "secret": "s-hidden",
+    "client_kwargs": {"aws_session_token": "t-hidden", "region_name": "eu"},
+}
+
+
+def test_secrets_reach_the_client_and_nothing_else() -> None:
+    config = parse("s3://bucket/x", SECRETS, {})
+    assert "hidden" not in f"{config!r} {config.public}"
+    assert not config.shareable
+    arguments = config.s3fs_arguments()
+    assert (arguments["key"], arguments["secret"]) == ("AK-hidden", "s-hidden")
+    assert arguments["client_kwargs"] == {"aws_session_token": "t-hidden", "region_name": "eu"}
+
+
+def test_a_store_opened_with_secrets_is_not_opened_elsewhere_by_its_location() -> None:
+    with open_store("s3://bucket/x", **SECRETS) as store:
+        assert "hidden" not in f"{store!r} {store.location}"
+        with pytest.raises(UsageError, match="variables"):
+            open_location(store.location)
+    with pytest.raises(UsageError):
+        open_location(Location("s3://bucket", {"secret": "x"}, shareable=True))
+
+
+def test_a_profile_is_no_secret_and_travels_with_the_location() -> None:
+    config = parse("s3://bucket/x/", {"profile": "train", "anon": False, "region": "eu"}, {})
+    assert config.shareable
+    assert config.url == "s3://bucket/x"
+    assert parse(config.url, config.public, {}) == config

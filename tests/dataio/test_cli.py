@@ -1,0 +1,107 @@
+"""The dispatcher: starts quickly, finds commands, and turns errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from dataio import cli
+from dataio.core.errors import ConflictError, MillraceError
+
+
+def _command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int = 0) -> None:
+    """Make `millrace try` a command that raises `error` or returns `code`."""
+
+    def run(_: Sequence[str]) -> int:
+        if error is not None:
+            raise error
+        return code
+
+    monkeypatch.setitem(cli.COMMANDS, "try", ("tests:try", "a command of this test"))
+    monkeypatch.setattr(cli, "_load", lambda _: run)
+
+
+def test_help_imports_neither_torch_nor_pyarrow_nor_any_room() -> None:
+    program = (
+        "import sys\nfrom dataio.cli import main\ncode = main(['--help'])\n"
+        "heavy = {'torch', 'pyarrow', 'numpy', 's3fs', 'av', 'loaders', 'checkpoint', 'bench', 'dataio.store'}\n"
+        "heavy &= set(sys.modules)\n"
+        "assert not heavy, heavy\nraise SystemExit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+def test_the_installed_command_answers() -> None:
+    done = subprocess.run([sys.executable, "-m", "dataio.cli", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("millrace ")
+
+
+def test_without_a_command_the_usage_is_shown_and_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: millrace" in capsys.readouterr().out
+
+
+def test_an_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fly"]) == 2
+    assert "no command 'fly'" in capsys.readouterr().err
+
+
+def test_the_commands_exit_code_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    _command(monkeypatch, None, 1)
+    assert cli.main(["try"]) == 1
+
+
+def test_an_error_becomes_message_hint_and_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _command(monkeypatch, ConflictError("step 3 is taken", hint="restore first"))
+    assert cli.main(["try"]) == 5
+    said = capsys.readouterr()
+    assert said.err == "millrace try: error: step 3 is taken\n  next: restore first\n"
+    assert said.out == ""
+
+
+def test_with_json_an_error_is_an_object_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _command(monkeypatch, ConflictError("step 3 is taken", hint="restore first"))
+    assert cli.main(["try", "--json"]) == 5
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {
+        "error": {"code": "conflict", "message": "step 3 is taken", "hint": "restore first"}
+    }
+    assert said.err == ""
+
+
+def test_any_other_error_is_a_bug_and_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MILLRACE_DEBUG", raising=False)
+    _command(monkeypatch, ValueError("secret=hunter2"))
+    assert cli.main(["try"]) == MillraceError.exit_code == 70
+    said = capsys.readouterr().err
+    assert "bug in Millrace: ValueError" in said
+    assert "MILLRACE_DEBUG=1" in said
+    assert "hunter2" not in said
+    monkeypatch.setenv("MILLRACE_DEBUG", "1")
+    with pytest.raises(ValueError):
+        cli.main(["try"])
+
+
+def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    _command(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["try"]) == 130
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    program = f"{sys.executable} -m dataio.cli doctor /tmp --json --help | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "0"
+    assert "Traceback" not in done.stderr
