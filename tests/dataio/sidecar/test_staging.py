@@ -166,6 +166,7 @@ def test_jobs_over_the_limit_queue_visibly_and_a_full_queue_refuses(daemon: Runn
         staged = [sidecar.stage("test", fd, plan(gate=str(gate))) for _ in range(3)]
         status: Any = sidecar.status()
         assert (status["jobs"]["running"], status["jobs"]["queued"]) == (1, 2)
+        wait_for(lambda: staged[0].progress[1])
         before = daemon.descriptors()
         with pytest.raises(CapacityError, match="the most is 2"):
             sidecar.stage("test", fd, plan())

@@ -1,0 +1,155 @@
+"""The client's side: which reader one gets, threads, forks, and a daemon of which something is odd."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dataio.cache.reader import PrivateReader
+from dataio.core.errors import DeadlineError, TransientError
+from dataio.core.limits import MIB
+from dataio.sidecar import messages as m
+from dataio.sidecar import wire
+from dataio.sidecar.client import Sidecar, open_reader
+from dataio.store.contract import Location, Store
+from dataio.store.open import open_store
+
+from .conftest import RunningDaemon, wait_for
+
+FORKED = """
+import os, sys
+from dataio.sidecar.client import open_reader
+from dataio.store.open import open_store
+url, socket, key = sys.argv[1:]
+reader = open_reader(open_store(url), socket)
+first = bytes(reader.read(key, [(0, 100)])[0])
+child = os.fork()
+if not child:
+    again = open_reader(open_store(url), socket)
+    same = bytes(again.read(key, [(0, 100)])[0]) == first and again._private is None
+    old = reader._connection.broken
+    os._exit(0 if same and old else 1)
+assert os.waitpid(child, 0)[1] == 0, "the child reads by a connection of its own"
+reader.read(key, [(5 << 20, 100)])
+assert reader._private is None, "the parent's connection still works"
+"""
+
+
+@pytest.mark.s3
+def test_shards_on_s3_are_fetched_once_with_the_daemons_own_credentials(s3_url: str, daemon: RunningDaemon) -> None:
+    data = os.urandom(5 * MIB)
+    with open_store(s3_url) as store:
+        store.put("shards/0.tar", data)
+        readers = [open_reader(store, daemon.socket) for _ in range(2)]
+        for reader in readers:
+            assert b"".join(reader.read("shards/0.tar", [(0, MIB), (MIB, 4 * MIB)])) == data
+            assert getattr(reader, "_private", 1) is None
+            reader.close()
+    assert daemon.status()["cache"]["fetched_bytes"] == len(data)
+    loaded = Path(f"/proc/{daemon.pid}/maps").read_text()
+    assert "/torch" not in loaded
+    assert "/arrow" not in loaded
+
+
+def test_a_store_opened_with_secrets_stays_in_the_process(
+    daemon: RunningDaemon, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = Location("s3://bucket/with-secrets", {}, shareable=False)
+    monkeypatch.setattr(type(store), "location", property(lambda _: secret))
+    reader = open_reader(store, daemon.socket)
+    assert isinstance(reader, PrivateReader)
+    assert "never leave this process" in caplog.text
+    reader.close()
+
+
+def test_many_threads_share_one_connection(daemon: RunningDaemon, store: Store, shards: dict[str, bytes]) -> None:
+    reader = open_reader(store, daemon.socket)
+
+    def some(n: int) -> bool:
+        key, offset = f"shards/{n % 3}.tar", (n * 79199) % (9 * MIB - 3000)
+        return bytes(reader.read(key, [(offset, 3000)])[0]) == shards[key][offset : offset + 3000]
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(some, range(500)))
+    assert daemon.status()["cache"]["fetched_bytes"] == sum(map(len, shards.values()))
+    reader.close()
+
+
+def test_a_reader_that_is_forgotten_ends_its_connection(daemon: RunningDaemon, store: Store) -> None:
+    reader = open_reader(store, daemon.socket)
+    (view,) = reader.read("shards/0.tar", [(0, 10)])
+    kept = bytes(view)
+    assert daemon.status()["clients"] == 2
+    del reader
+    gc.collect()
+    wait_for(lambda: daemon.status()["clients"] == 1)
+    assert bytes(view) == kept
+
+
+def test_a_forked_child_opens_its_own_connection(daemon: RunningDaemon, store: Store) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, store.location.url, str(daemon.socket), "shards/0.tar"]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def test_a_closed_connection_refuses_to_be_used(daemon: RunningDaemon) -> None:
+    sidecar = daemon.connect()
+    sidecar.close()
+    assert sidecar.broken
+    with pytest.raises(TransientError, match="it was closed"):
+        sidecar.status()
+
+
+@pytest.fixture
+def impostor(daemon: RunningDaemon) -> Iterator[socket.socket]:
+    """A socket where somebody listens who is no daemon."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(os.fspath(daemon.folder / "odd.sock"))
+    listening.listen(5)
+    with listening:
+        yield listening
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", wire.frame(b"\xc1"), wire.frame(b"") * 3])
+def test_who_does_not_speak_like_a_sidecar_is_none(
+    impostor: socket.socket, answer: bytes, daemon: RunningDaemon, store: Store, shards: dict[str, bytes]
+) -> None:
+    def speak() -> None:
+        with impostor.accept()[0] as sock:
+            sock.recv(1000)
+            sock.sendall(answer)
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    reader = open_reader(store, daemon.folder / "odd.sock")
+    assert bytes(reader.read("shards/0.tar", [(0, 10)])[0]) == shards["shards/0.tar"][:10]
+    thread.join()
+    reader.close()
+
+
+def test_a_daemon_that_never_answers_costs_a_deadline(impostor: socket.socket, daemon: RunningDaemon) -> None:
+    accepted = list[socket.socket]()
+
+    def welcome() -> None:
+        sock = impostor.accept()[0]
+        sock.recv(1000)
+        sock.sendall(wire.frame(m.encode(m.Welcome(m.VERSION, 1))))
+        accepted.append(sock)
+
+    thread = threading.Thread(target=welcome)
+    thread.start()
+    sidecar = Sidecar.find(daemon.folder / "odd.sock")
+    thread.join()
+    assert sidecar is not None
+    with pytest.raises(DeadlineError):
+        sidecar.call(m.AskStatus, timeout=0.1)
+    accepted[0].close()
+    wait_for(lambda: sidecar.broken)
