@@ -1,6 +1,6 @@
 """From a URL to a store.
 
-Invariant: the back-end is chosen by the URL's scheme alone, imported only then, and wrapped in the one retry policy.
+Invariant: the back-end is chosen by the URL's scheme alone, imported only then, and wrapped in metrics and the one retry policy.
 Failure behaviour: an unknown scheme raises `UnsupportedError` naming the known ones. Opening makes no request, so a missing
 bucket or wrong credentials show at the first operation (or in `millrace doctor URL`).
 """
@@ -45,6 +45,7 @@ def open_location(location: Location) -> Store:
 
 
 def _posix(path: str, options: dict[str, object]) -> Store:
+    from dataio.store.metered import Metered
     from dataio.store.posix import PosixStore
     from dataio.store.retry import Retry
 
@@ -52,7 +53,7 @@ def _posix(path: str, options: dict[str, object]) -> Store:
         raise UsageError(f"a directory takes no storage options, and got {', '.join(sorted(options))}")
     if not path or "\0" in path:
         raise UsageError("a store needs a path", hint=f"give {_SUPPORTED}")
-    return Retry(PosixStore(path))
+    return Retry(Metered(PosixStore(path), "posix"))
 
 
 def _path_of(rest: str, url: str) -> str:
@@ -63,8 +64,9 @@ def _path_of(rest: str, url: str) -> str:
 
 
 def _s3(url: str, options: dict[str, object]) -> Store:
+    from dataio.store.metered import Metered
     from dataio.store.retry import Retry
     from dataio.store.s3 import S3Store
     from dataio.store.s3config import parse
 
-    return Retry(S3Store(parse(url, options)))
+    return Retry(Metered(S3Store(parse(url, options)), "s3"))

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from dataio.core.errors import AccessDeniedError, AmbiguousWriteError, NotFoundError, TransientError, UsageError
 from dataio.store.contract import Store
 from dataio.store.open import open_location, open_store
+from dataio.store.probe import certify
 from dataio.store.retry import Policy
 from dataio.store.s3 import S3Store
 from dataio.store.s3config import parse
@@ -140,9 +141,9 @@ def test_a_dropped_store_is_collected_with_its_thread(s3_url: str) -> None:
 
 def test_a_key_that_another_program_wrote_is_passed_over_when_it_is_no_key(s3_url: str, s3_server: S3Server) -> None:
     root = parse(s3_url, {})
-    with open_store(s3_url) as store:
+    with S3Store(root) as store:
         store.put("a/b", b"1")
-        session = store.inner._session  # type: ignore[attr-defined]
+        session = store._session
         session.run(session.call("put_object", "", Key=f"{root.prefix}/folder/", Body=b""))
         assert [info.key for info in store.list()] == ["a/b"]
 
@@ -310,3 +311,10 @@ def test_a_bit_flipped_on_the_way_shows_why_callers_check_digests(store: Store, 
     store.get_into("k", 0, memoryview(buffer))
     assert proxy.fired == {Fault.FLIP_BIT: 1}
     assert sum(a != b for a, b in zip(buffer, body, strict=True)) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_fifty_writers_have_one_winner_in_every_of_many_rounds(s3_url: str) -> None:
+    with open_store(s3_url) as store:
+        assert all(race.fair for race in certify(store, "", writers=50, rounds=10))

@@ -1,0 +1,46 @@
+"""Operations, outcomes and bytes are counted."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from pathlib import Path
+
+import pytest
+
+from dataio.core.errors import MillraceError
+from dataio.core.metrics import REGISTRY
+from dataio.store.metered import Metered
+from dataio.store.posix import PosixStore
+
+
+def test_each_operation_is_counted_with_its_outcome_and_its_bytes(tmp_path: Path) -> None:
+    backend = uuid.uuid4().hex
+    store = Metered(PosixStore(tmp_path / "store"), backend)
+    store.put("a", b"12345")
+    store.put_multipart("b", [b"12", b"34"])
+    assert store.put_if_absent("c", b"1")
+    assert not store.put_if_absent("c", b"22")
+    store.get("a")
+    store.get_into("a", 1, memoryview(bytearray(2)))
+    store.get_ranges_into("a", [(0, memoryview(bytearray(1))), (2, memoryview(bytearray(3)))])
+    next(iter(store.list()))
+    store.delete_many(["b"])
+    store.stat("a")
+    for key in ("b", "../b"):
+        with contextlib.suppress(MillraceError):
+            store.get(key)
+    with pytest.raises(ZeroDivisionError):
+        store.put_multipart("d", (bytes(1 // 0) for _ in range(1)))
+
+    def requests(operation: str, outcome: str) -> float | None:
+        labels = {"backend": backend, "operation": operation, "outcome": outcome}
+        return REGISTRY.get_sample_value("millrace_store_requests_total", labels)
+
+    for operation in ("put", "put_multipart", "get", "list", "delete_many", "stat"):
+        assert requests(operation, "ok") == 1, operation
+    assert requests("put_if_absent", "ok") == requests("get_into", "ok") == 2
+    assert requests("get", "not_found") == requests("get", "usage") == requests("put_multipart", "raised") == 1
+    for direction, size in (("read", 5 + 2 + 4), ("written", 5 + 4 + 1)):
+        labels = {"backend": backend, "direction": direction}
+        assert REGISTRY.get_sample_value("millrace_store_bytes_total", labels) == size
