@@ -144,7 +144,7 @@ def _proof_text(journey: Journey) -> str:
         return "FAILED: " + "; ".join(proof.differences)
     return (
         f"{proof.steps} losses, {proof.samples} sample ids and the final weights are equal bit for bit; "
-        f"{len(proof.repeated)} steps were done twice, with equal results"
+        f"of these, {len(proof.repeated)} done by both trainers of the interrupted run"
     )
 
 

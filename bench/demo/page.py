@@ -14,7 +14,7 @@ from importlib import resources
 from bench.demo.figures import loss_curve
 from bench.demo.journey import Journey
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 900, 360, 56, 40, 16, 16
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 900, 360, 76, 44, 16, 24
 
 
 def page(journey: Journey, rows: Sequence[tuple[str, str]]) -> str:
@@ -32,7 +32,7 @@ def page(journey: Journey, rows: Sequence[tuple[str, str]]) -> str:
 <h1>Killed, restarted, and nothing changed</h1>
 <p class="verdict{"" if proof.equal else " bad"}" id="verdict">{escape(verdict)}</p>
 {_chart(journey)}
-<p><span class="key" style="background:var(--whole)"></span>uninterrupted
+<p>loss by step: <span class="key" style="background:var(--whole)"></span>uninterrupted
 <span class="key" style="background:var(--before)"></span>until the SIGKILL
 <span class="key" style="background:var(--after)"></span>after the restart</p>
 <table>{table}</table>
@@ -86,8 +86,8 @@ class _Scale:
             loss = self.low + (self.high - self.low) * tick / 4
             y = self.y(loss)
             lines.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            lines.append(f'<text x="4" y="{y + 4:.1f}">{loss:.3f}</text>')
+            lines.append(f'<text x="2" y="{y + 5:.1f}">{loss:.2f}</text>')
         for tick in range(5):
             step = round(1 + (self.steps - 1) * tick / 4)
-            lines.append(f'<text x="{self.x(step) - 8:.1f}" y="{_HEIGHT - 14}">{step}</text>')
-        return "".join(lines) + f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 1}">step</text>'
+            lines.append(f'<text x="{self.x(step) - 8:.1f}" y="{_HEIGHT - 16}">{step}</text>')
+        return "".join(lines)

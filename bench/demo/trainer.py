@@ -75,7 +75,7 @@ def train(args: argparse.Namespace, emit: Emit) -> None:
     model: nn.Module = MaskedClipModel().to(device)
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     clip = Clip(frames=8, stride=2, per_video=args.clips_per_video)
     per_rank = args.batch_size // world_size
