@@ -77,6 +77,7 @@ class Engine:
         self._sources: dict[str, Store] = {}
         self._waiting: dict[int, Future[Lease | None]] = {}
         self._ended: deque[int] = deque()
+        self._announced: dict[int, tuple[Store, list[tuple[str, int, int]]]] = {}
         self._known: OrderedDict[tuple[str, str], tuple[ObjectId, float]] = OrderedDict()
         self._tickets = itertools.count()
         self._paused_until = 0.0
@@ -111,11 +112,16 @@ class Engine:
                 break
             cut.append((key, offset, length))
             budget -= length
-        self._submit(lambda _: self._announce(stream, store, cut))
+        with self._lock:
+            scheduled = stream in self._announced
+            self._announced[stream] = (store, cut)
+        if not scheduled:  # at most one job for each stream, whatever the number of announcements
+            self._submit(lambda _: self._announce(stream))
 
     def withdraw(self, stream: int) -> None:
         """Forget what `stream` announced."""
         with self._lock:
+            self._announced.pop(stream, None)
             later = self._execute(self._plan.announce(stream, []))
         _finish(later)
 
@@ -215,7 +221,12 @@ class Engine:
                 blocks.update(range(offset // size, (offset + length - 1) // size + 1))
         return blocks
 
-    def _announce(self, stream: int, store: Store, upcoming: Sequence[tuple[str, int, int]]) -> None:
+    def _announce(self, stream: int) -> None:
+        with self._lock:
+            announced = self._announced.pop(stream, None)
+        if announced is None:  # withdrawn
+            return
+        store, upcoming = announced
         wanted: dict[tuple[ObjectId, int], None] = {}
         try:
             for key, offset, length in upcoming:

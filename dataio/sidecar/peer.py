@@ -94,7 +94,7 @@ class Peer:
                     self.close("")
                     return
                 self._hand_out(self._framer.feed(data, descriptors))
-                if not self.open or self._closing:
+                if not self.open or self._closing or len(data) < wire.CHUNK:
                     return
         except BlockingIOError:
             return

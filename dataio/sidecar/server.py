@@ -65,7 +65,8 @@ class _Client:
     pid: int
     peer: Peer | None = None
     listener: Callable[[m.JobEvent], None] | None = None
-    streams: bool = False
+    announced: bool = False
+    opening: bool = False  # the store of an announcement
 
 
 class Daemon:
@@ -96,13 +97,21 @@ class Daemon:
         files = _raise_descriptor_limit() // 4
         cache = private_directory(self._config.cache_dir)
         self._engine = Engine(
-            cache, self._config.cache_bytes, threads=self._config.fetch_threads, max_files=max(16, min(8192, files))
+            cache, self._budget(cache), threads=self._config.fetch_threads, max_files=max(16, min(8192, files))
         )
         self._engine.subscribe(lambda file: self._call(partial(self._dropped, file)))
         self._stores = Stores(self._opener, self._engine.forget)
         self._jobs = Jobs(
             self._config.commands, self._call, running=self._config.running_jobs, queued=self._config.queued_jobs
         )
+
+    def _budget(self, cache: Path) -> int:
+        """What was asked for, or most of the disk's free space when that is less."""
+        disk = os.statvfs(cache)
+        room = disk.f_bavail * disk.f_frsize // 10 * 9
+        if room < self._config.cache_bytes:
+            _log.warning("the disk of %s has room for a cache of %s only", cache, limits.format_bytes(room))
+        return min(room, self._config.cache_bytes)
 
     async def _serve(self, ready: Callable[[], None]) -> None:
         stop = asyncio.Event()
@@ -120,11 +129,7 @@ class Daemon:
         listening = _listen(self._config.socket)
         self._loop.add_reader(listening.fileno(), self._accept, listening)
         _log.info(
-            "ready on %s, cache of %s in %s, status on port %s",
-            self._config.socket,
-            limits.format_bytes(self._config.cache_bytes),
-            self._config.cache_dir,
-            self._port,
+            "ready on %s, cache in %s, status on port %s", self._config.socket, self._config.cache_dir, self._port
         )
         ready()
         await stop.wait()
@@ -159,8 +164,10 @@ class Daemon:
             sock, _ = listening.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError as error:
+        except OSError as error:  # no descriptors left, as a rule: look again in a second, and not at once
             _log.error("cannot accept a client: %s", error.strerror)
+            self._loop.remove_reader(listening.fileno())
+            self._loop.call_later(1.0, self._accept_again, listening)
             return
         pid, uid = wire.peer(sock)
         if uid != os.geteuid():
@@ -176,6 +183,10 @@ class Daemon:
             sock.close()
         else:
             self._welcome(sock, pid)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if not self._stopping:
+            self._loop.add_reader(listening.fileno(), self._accept, listening)
 
     def _welcome(self, sock: socket.socket, pid: int) -> None:
         number, self._next = self._next, self._next + 1
@@ -206,7 +217,7 @@ class Daemon:
         client.session.over()
         if client.listener is not None:
             self._jobs.leave(client.listener)
-        if client.streams:
+        if client.announced:
             self._engine.withdraw(id(client))
 
     def _dropped(self, file: int) -> None:
@@ -291,11 +302,30 @@ class Daemon:
             self._carry_out(client, client.session.opened(request, future.result()))
 
     def _prefetch(self, client: _Client, request: m.Announce) -> None:
-        store = None if self._stopping else self._stores.acquire_open(m.location(request.where))
-        if store is not None:  # a store that nobody has read from yet is not opened for a hint
-            client.streams = True
+        if self._stopping or client.opening:
+            return
+        location = m.location(request.where)
+        store = self._stores.acquire_open(location)
+        if store is not None:
+            self._announce(client, store, location, request)
+        else:
+            client.opening = True
+            self._spawn(self._open_and_announce(client, location, request))
+
+    async def _open_and_announce(self, client: _Client, location: Location, request: m.Announce) -> None:
+        try:
+            store = await self._loop.run_in_executor(None, self._stores.acquire, location)
+            self._announce(client, store, location, request)
+        except Exception as error:  # a hint that cannot be followed; the open that comes will say why
+            _log.debug("not prefetching from %s: %s", location.url, error)
+        finally:
+            client.opening = False
+
+    def _announce(self, client: _Client, store: Store, location: Location, request: m.Announce) -> None:
+        if client.session.state == "ready":
+            client.announced = True
             self._engine.announce(id(client), store, request.upcoming)
-            self._stores.release(m.location(request.where))
+        self._stores.release(location)
 
     def _stage(self, client: _Client, request: machine.StartJob) -> None:
         try:

@@ -162,6 +162,22 @@ def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_served(quiet:
     assert "does not read" in quiet.log.read_text()
 
 
+FOREIGNER = """
+import os, sys
+from dataio.sidecar.client import Sidecar
+os.setuid(65534)
+assert Sidecar.find(sys.argv[1]) is None
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_even_where_the_socket_is_open_to_all(quiet: RunningDaemon) -> None:
+    for path, mode in ((quiet.folder, 0o755), (quiet.socket.parent, 0o755), (quiet.socket, 0o666)):
+        path.chmod(mode)
+    subprocess.run([sys.executable, "-c", FOREIGNER, str(quiet.socket)], check=True, timeout=60)
+    assert "of user 65534" in quiet.log.read_text()
+
+
 def test_the_number_of_clients_is_bounded(daemon: RunningDaemon) -> None:
     daemon.stop()
     daemon.options["clients"] = 3

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -204,9 +207,10 @@ def test_an_absent_object_is_not_found(daemon: RunningDaemon, store: Store) -> N
 
 def test_what_is_announced_is_fetched_before_it_is_read(daemon: RunningDaemon, store: Store) -> None:
     reader = open_reader(store, daemon.socket)
-    reader.read("shards/0.tar", [(0, 10)])
     reader.announce([("shards/1.tar", 0, 10), ("shards/2.tar", 5 * MIB, 10)])
-    wait_for(lambda: daemon.status()["cache"]["fetched_bytes"] == 12 * MIB)
+    wait_for(lambda: daemon.status()["cache"]["fetched_bytes"] == 8 * MIB)
+    reader.read("shards/2.tar", [(4 * MIB, 4 * MIB)])
+    assert daemon.status()["cache"]["fetched_bytes"] == 8 * MIB
     reader.close()
 
 
@@ -226,6 +230,15 @@ def test_the_end_of_a_client_lets_go_of_all_it_held(daemon: RunningDaemon, store
     wait_for(lambda: daemon.descriptors() <= before + 3)  # the cached file, open for writing and for reading
 
 
+def ask(port: int, request: bytes) -> bytes:
+    answer = b""
+    with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), 30) as sock:
+        sock.sendall(request)
+        while piece := sock.recv(65536):
+            answer += piece
+    return answer
+
+
 def test_status_over_http_and_by_the_command(daemon: RunningDaemon, store: Store, tmp_path: Path) -> None:
     port = daemon.status()["http_port"]
 
@@ -238,6 +251,9 @@ def test_status_over_http_and_by_the_command(daemon: RunningDaemon, store: Store
         get("/etc/passwd")
     missing.value.close()
     assert missing.value.code == 404
+    assert ask(port, b"POST /livez HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 405 ")
+    assert ask(port, b"HEAD /livez HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
+    assert ask(port, b"GET /" + b"x" * 20_000) == b""
     command = [sys.executable, "-m", "dataio.cli", "sidecar", "status", "--socket", str(daemon.socket)]
     assert json.loads(subprocess.check_output([*command, "--json"]))["pid"] == daemon.pid
     assert f"process {daemon.pid}" in subprocess.check_output(command, text=True)
