@@ -25,7 +25,7 @@ from checkpoint.chunk import whole
 from checkpoint.codec import COMPRESSIONS
 from checkpoint.documents import Base, StepName
 from checkpoint.handle import Handle, SaveResult
-from checkpoint.kinds import TorchKinds, as_bits, has_plain_memory, memory_of
+from checkpoint.kinds import TorchKinds, as_bits, empty, has_plain_memory, memory_of
 from checkpoint.layout import TensorSpec
 from checkpoint.lease import DEFAULT_LIFE
 from checkpoint.manifest import replicas_digest
@@ -142,9 +142,6 @@ class Checkpointer:
         and offset, with the state then partly restored.
         """
         self._check_open()
-        self._wait_for_all(self._wait)
-        self._raise_unfetched()
-        self._settle()
         base = self._agree_on_base(step)
         if base is None:
             return None
@@ -220,9 +217,9 @@ class Checkpointer:
         return _Prepared(tree.encode(flat.tree), mine, replicas_digest((x.name, x.dtype, x.shape) for x in shared))
 
     def _settle(self) -> None:
-        """Forget saves that have ended; the newest committed one is what the next save leans on."""
+        """Forget saves that have ended and were heard of; the newest committed one is what the next save leans on."""
         for step, handle in list(self._saves.items()):
-            if handle.done:
+            if handle.done and (handle.error is None or handle.fetched):
                 del self._saves[step]
                 if handle.error is None:
                     self._committed.add(step)
@@ -279,7 +276,9 @@ class Checkpointer:
     def _agree_on_base(self, step: int | str) -> Base | None:
         found, error = None, None
         try:
-            if self._ranks.rank == 0 and repository.read_repo(self._store) is not None:
+            self._wait_for_all(self._wait)
+            self._settle()
+            if self._ranks.rank == 0:
                 found = repository.find(self._store, self._run, step)
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
@@ -335,7 +334,7 @@ class _Sink:
     def open(self) -> memoryview:
         if has_plain_memory(self._tensor):
             return memory_of(self._tensor)
-        self._copy = torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
+        self._copy = empty(self._tensor.dtype, tuple(self._tensor.shape))
         return memory_of(self._copy)
 
     def close(self) -> None:

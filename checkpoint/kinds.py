@@ -58,7 +58,7 @@ class TorchKinds:
         return state.SCHEDULER if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else state.OTHER
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return empty(getattr(torch, dtype), shape)
 
     def load(self, kind: str, value: Any, loaded: object) -> None:
         value.load_state_dict(loaded)
@@ -91,6 +91,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor with plain memory, writable; the caller keeps the tensor alive."""
     size = math.prod(tensor.shape) * tensor.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() if size else 0)).cast("B")
+
+
+def empty(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A new tensor in main memory; made as integers, since some types warn when they are made."""
+    same = _SAME_SIZE.get(dtype.itemsize, dtype)
+    return torch.empty(shape, dtype=same).view(dtype)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:

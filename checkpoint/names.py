@@ -34,7 +34,7 @@ def check_run(run: str) -> str:
     return run
 
 
-def check_step(step: int) -> int:
+def check_step(step: object) -> int:
     """`step` itself when it is an integer in [0, 10**12)."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
         raise UsageError(f"{step!r} is not a step", hint="steps are integers from 0 to 10**12 - 1")

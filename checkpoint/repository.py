@@ -19,11 +19,14 @@ from checkpoint.commit import Attempt
 from checkpoint.documents import FORMAT, Base, Commit, Condemned, Fate, Repo, encode, read
 from checkpoint.manifest import Manifest
 from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.crashpoints import declare
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from dataio.core.log import get_logger, warn_once
 from dataio.store.contract import Store
 
 _log = get_logger(__name__)
+
+_repo_created = declare("ckpt.repo-created", "an empty repository")
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
 
     require_preconditions(store, "")
     store.put_if_absent(names.REPO, encode(Repo(id=ulid.new(clock), created=clock.time())))
+    _repo_created()
     repo = read_repo(store)
     if repo is None:
         raise CorruptionError(f"{names.REPO} was written and is not there", hint="is the store strongly consistent?")
@@ -132,11 +136,10 @@ def visible(store: Store, run: str) -> Iterator[Base]:
 
 def find(store: Store, run: str, step: int | str) -> Base | None:
     """The newest step (`latest`; None when there is none), or that step (`NotFoundError` when it is not there)."""
+    repo = read_repo(store)
     if step == "latest":
-        return next(visible(store, run), None)
-    if isinstance(step, str):
-        names.check_step(step)  # type: ignore[arg-type]  # it raises the UsageError that says what a step is
-    assert isinstance(step, int)
+        return next(visible(store, run), None) if repo else None
+    step = names.check_step(step)
     for segment in timeline.branch(store, run):
         if segment.upto is None or step <= segment.upto:
             seen = scan_one(store, run, segment.timeline, step)

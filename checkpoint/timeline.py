@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from checkpoint import names
 from checkpoint.documents import StepName, Timeline, encode, me, read
 from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.crashpoints import declare
 from dataio.core.errors import ConflictError, CorruptionError
 from dataio.store.contract import Store
 
 _TRIES = 100
+
+_opened = declare("ckpt.timeline-opened", "an empty timeline: the latest step is that of its parent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ def open_timeline(store: Store, run: str, parent: StepName | None, clock: Clock 
         number = max(numbers(store, run), default=0) + 1
         document = Timeline(run=run, timeline=number, parent=parent, created=clock.time(), who=me())
         if store.put_if_absent(names.timeline(run, number), encode(document)):
+            _opened()
             return number
     raise ConflictError(
         f"run {run}: no new timeline in {_TRIES} tries",

@@ -1,0 +1,195 @@
+"""States, plans and saves without torch, for the tests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from checkpoint import layout, manifest, plan, repository, restore, timeline, tree, ulid
+from checkpoint.carry import carry
+from checkpoint.chunk import Box, whole
+from checkpoint.documents import Base, StepName
+from checkpoint.events import Event
+from checkpoint.layout import TensorSpec
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.limits import KIB, SMALL_OBJECT_BYTES
+from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+
+RUN = "exp"
+State = Mapping[str, bytes]
+"""Tensors of type uint8 by name."""
+
+
+def tiny_state(seed: int, frozen: int = 0) -> dict[str, bytes]:
+    """Two tensors with chunks of their own, one of which depends on `frozen` only, and two small ones."""
+    new, old = np.random.default_rng(seed), np.random.default_rng(frozen)
+    return {
+        "frozen": old.bytes(160 * KIB),
+        "weights": new.bytes(200 * KIB + 13),
+        "step": new.bytes(4),
+        "empty": b"",
+    }
+
+
+@dataclass(frozen=True)
+class Made:
+    """A staged state and its plan."""
+
+    arena: memoryview
+    plan: plan.PutPlan
+
+    @property
+    def encoded(self) -> bytes:
+        return plan.encode(self.plan)
+
+
+def make(
+    store: Store,
+    state: State,
+    *,
+    step: int,
+    number: int = 1,
+    attempt: str | None = None,
+    bases: tuple[Base, ...] = (),
+    rank: int = 0,
+    world_size: int = 1,
+    boxes: Mapping[str, Box] | None = None,
+    values: object = None,
+    replicas: bytes = b"",
+    **more: object,
+) -> Made:
+    """Stage `state` and plan its save. `boxes` makes a tensor a shard of a larger, replicated one."""
+    specs = [
+        TensorSpec(name, "uint8", (boxes or {}).get(name, whole((len(data),))), name in (boxes or {}))
+        for name, data in state.items()
+    ]
+    place = layout.lay_out(specs)
+    arena = bytearray(max(place.total, 1))
+    for at, data in zip(place.offsets, state.values(), strict=True):
+        arena[at : at + len(data)] = data
+    refs = {name: tree.TensorRef(name) for name in state}
+    planned = plan.PutPlan(
+        location=plan.PlanLocation(store.location.url, dict(store.location.options)),
+        run=RUN,
+        timeline=number,
+        step=step,
+        attempt=attempt or ulid.new(),
+        rank=rank,
+        world_size=world_size,
+        bases=bases,
+        tensors=plan.plan_tensors(specs, place),
+        small_bytes=place.small_bytes,
+        tree=tree.encode({"tensors": refs, "values": values}),
+        replicas=replicas,
+        **more,  # type: ignore[arg-type]
+    )
+    return Made(memoryview(arena), planned)
+
+
+def begin(store: Store, parent: Base | None = None) -> int:
+    """What a trainer that starts does before its first save; the number of its timeline."""
+    repository.ensure_repo(store)
+    return timeline.open_timeline(store, RUN, StepName(parent.timeline, parent.step) if parent else None)
+
+
+def save(store: Store, made: Made, emit: Callable[[Event], None] = lambda _: None, clock: Clock = SYSTEM_CLOCK) -> Base:
+    """Carry it here; the committed step."""
+    result = carry(made.arena, made.encoded, emit, store=store, clock=clock)
+    assert result["attempt"] == made.plan.attempt
+    return Base(made.plan.timeline, made.plan.step, made.plan.attempt)
+
+
+class MemorySink:
+    """A tensor's bytes in memory."""
+
+    def __init__(self, size: int) -> None:
+        self.data, self.closed = bytearray(size), False
+
+    def open(self) -> memoryview:
+        return memoryview(self.data)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def load(store: Store, base: Base, rank: int = 0) -> dict[str, bytes]:
+    """The step's tensors as `rank` sees them."""
+    with restore.reading(store, RUN, base) as step:
+        found = restore.tensors_of(step, rank)
+        sinks = {name: MemorySink(tensor.nbytes) for name, (_, tensor) in found.items()}
+        restore.read(store, step, [restore.Want(m, t, sinks[name]) for name, (m, t) in found.items()])
+    assert all(sink.closed or not sink.data for sink in sinks.values())
+    return {name: bytes(sink.data) for name, sink in sinks.items()}
+
+
+def latest(store: Store) -> Base | None:
+    return repository.find(store, RUN, "latest")
+
+
+def manifest_of(store: Store, base: Base, rank: int = 0) -> manifest.Manifest:
+    return repository.open_step(store, RUN, base).manifests[rank]
+
+
+class Wrapped(Store):
+    """A store in front of another, for tests that make single operations misbehave."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    @property
+    def location(self) -> Location:
+        return self.inner.location
+
+    def get(self, key: str, *, max_bytes: int = SMALL_OBJECT_BYTES) -> bytes:
+        return self.inner.get(key, max_bytes=max_bytes)
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.inner.get_into(key, offset, buffer)
+
+    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self.inner.get_ranges_into(key, ranges)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.inner.put(key, data)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        return self.inner.put_if_absent(key, data)
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        return self.inner.put_multipart(key, parts)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self.inner.list(prefix)
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self.inner.stat(key)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        self.inner.delete_many(keys)
+
+
+class FakeClock:
+    """Time that passes only when somebody sleeps or says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now + 1_000_000
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip one bit of a stored object; negative offsets count from the end."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.chmod(0o644)
+    path.write_bytes(data)

@@ -1,0 +1,23 @@
+"""A trainer's save without torch, as a process of its own: `saver.py URL STEP SEED PARENT`; PARENT is empty or a Base as JSON."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from checkpoint.documents import Base
+from dataio.store.open import open_store
+from tests.checkpoint.making import begin, make, save, tiny_state
+
+
+def main(url: str, step: str, seed: str, parent: str) -> None:
+    base = msgspec.json.decode(parent, type=Base) if parent else None
+    with open_store(url) as store:
+        number = begin(store, base)
+        made = make(store, tiny_state(int(seed)), step=int(step), number=number, bases=(base,) if base else ())
+        save(store, made)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

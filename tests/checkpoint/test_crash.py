@@ -1,0 +1,117 @@
+"""SIGKILL at every named point of a save, on both stores: what was committed stays, what was not is absent or complete."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import checkpoint.carry
+from checkpoint import check
+from checkpoint.documents import Base
+from dataio.core.crashpoints import declared
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+from tests.checkpoint.making import begin, latest, load, make, save, tiny_state
+
+assert checkpoint.carry
+POINTS = sorted(name for name in declared() if name.startswith("ckpt.") and name != "ckpt.mid-stage")
+COMPLETE = {"ckpt.fate-written", "ckpt.commit-written", "ckpt.lease-deleted"}
+"""From the fate on the step exists for every reader."""
+ROOT = Path(__file__).parents[2]
+
+
+def run_saver(
+    url: str, step: int, seed: int, parent: Base | None, crash: str, mark: Path
+) -> subprocess.CompletedProcess[str]:
+    """A saver that is killed at `crash`; asserts that it was, there."""
+    argument = msgspec.json.encode(parent).decode() if parent else ""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.saver", url, str(step), str(seed), argument],
+        cwd=ROOT,
+        env={**os.environ, "MILLRACE_CRASH": crash, "MILLRACE_CRASH_MARK": str(mark)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -9, done.stderr
+    assert mark.read_text() == crash + "\n"
+    return done
+
+
+@dataclass
+class Before:
+    """What was committed before the crash: steps with their bytes, and what the killed trainer restored."""
+
+    kept: list[tuple[Base, dict[str, bytes]]]
+    parent: Base | None
+    step: int
+
+
+def fresh(store: Store) -> Before:
+    return Before([], None, 1)
+
+
+def dedup(store: Store) -> Before:
+    first = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
+    return Before([(first, tiny_state(1))], first, 2)
+
+
+def again(store: Store) -> Before:
+    """Step 2 was saved; then the trainer went back to step 1 and saves step 2 anew."""
+    before = dedup(store)
+    assert before.parent is not None
+    second = save(store, make(store, tiny_state(2), step=2, number=1, bases=(before.parent,)))
+    return Before([*before.kept, (second, tiny_state(2))], before.parent, 2)
+
+
+SCENES: dict[str, Callable[[Store], Before]] = {"fresh": fresh, "dedup": dedup, "again": again}
+CASES = [(scene, point) for scene in SCENES for point in POINTS if scene == "fresh" or point != "ckpt.repo-created"]
+
+
+@pytest.mark.parametrize(("scene", "point"), CASES)
+def test_a_saver_killed_at_any_point_leaves_the_step_absent_or_complete(
+    scene: str, point: str, store_url: str, tmp_path: Path
+) -> None:
+    with open_store(store_url) as store:
+        before = SCENES[scene](store)
+        run_saver(store_url, before.step, 7, before.parent, point, tmp_path / "mark")
+        found = latest(store)
+        if point in COMPLETE:
+            assert found is not None
+            assert found.step == before.step
+            assert load(store, found) == tiny_state(7)
+        elif point == "ckpt.repo-created":
+            assert found is None
+        else:
+            assert found == before.parent
+        for base, state in before.kept:
+            assert load(store, base) == state
+        assert_clean(store, before, point)
+        follow(store, before, found)
+
+
+def assert_clean(store: Store, before: Before, point: str) -> None:
+    if point == "ckpt.timeline-opened" and not before.kept:
+        assert check.check(store).steps == []
+        return
+    report = check.check(store)
+    assert report.clean
+    assert len(report.steps) == len(before.kept) + (point in COMPLETE)
+    fateless = {"ckpt.manifest-written", "ckpt.before-fate"}
+    assert [u.state for u in report.unfinished] == (["in progress"] if point in fateless else [])
+
+
+def follow(store: Store, before: Before, found: Base | None) -> None:
+    """The next trainer restores what is latest, saves, and is not disturbed by what the killed one left."""
+    made = make(store, tiny_state(8), step=before.step + 1, number=begin(store, found), bases=(found,) if found else ())
+    after = save(store, made)
+    assert latest(store) == after
+    assert load(store, after) == tiny_state(8)
+    assert check.check(store).clean
