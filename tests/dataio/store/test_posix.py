@@ -16,9 +16,11 @@ from dataio.core.errors import (
     AmbiguousWriteError,
     CapacityError,
     NotFoundError,
+    TransientError,
     UnsupportedError,
     UsageError,
 )
+from dataio.store import posix
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.store.posix import TEMPORARY, PosixStore
@@ -247,3 +249,28 @@ def test_writers_survive_that_others_remove_emptied_folders(root: Path) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_folder_that_vanishes_again_and_again_is_given_up_after_a_bound(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+
+    def vanish(*args: object) -> None:
+        calls.append(args)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "replace", vanish)
+    with pytest.raises(TransientError, match="removed"):
+        PosixStore(root).put("a/b", b"")
+    assert len(calls) == posix._PUBLISH_TRIES
+
+
+def test_a_bounded_number_of_leftovers_is_removed_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "_STALE_SCAN", 2)
+    (root / TEMPORARY).mkdir(parents=True)
+    for number in range(5):
+        (root / TEMPORARY / str(number)).touch()
+        os.utime(root / TEMPORARY / str(number), (0, 0))
+    PosixStore(root).put("a", b"")
+    assert len(os.listdir(root / TEMPORARY)) == 3

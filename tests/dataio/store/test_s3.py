@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import io
 import os
 import signal
 import socket
@@ -16,13 +18,22 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dataio.core.errors import AccessDeniedError, AmbiguousWriteError, NotFoundError, TransientError, UsageError
+from dataio.core.errors import (
+    AccessDeniedError,
+    AmbiguousWriteError,
+    CapacityError,
+    NotFoundError,
+    TransientError,
+    UsageError,
+)
+from dataio.store import s3, s3read, s3upload
 from dataio.store.contract import Store
 from dataio.store.open import open_location, open_store
 from dataio.store.probe import certify
 from dataio.store.retry import Policy
 from dataio.store.s3 import S3Store
 from dataio.store.s3config import parse
+from dataio.store.s3session import S3Session
 from dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
 from dataio.testing.proxy import Fault, FaultProxy
 from dataio.testing.s3server import S3Server
@@ -318,3 +329,80 @@ def test_a_bit_flipped_on_the_way_shows_why_callers_check_digests(store: Store, 
 def test_fifty_writers_have_one_winner_in_every_of_many_rounds(s3_url: str) -> None:
     with open_store(s3_url) as store:
         assert all(race.fair for race in certify(store, "", writers=50, rounds=10))
+
+
+# bounds
+
+
+def test_a_multipart_upload_keeps_a_bounded_number_of_parts_in_flight(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, active, seen = s3upload.Upload._part, 0, []
+
+    async def counted(self: s3upload.Upload, number: int, block: io.BytesIO) -> dict[str, object]:
+        nonlocal active
+        active += 1
+        seen.append(active)
+        try:
+            return await part(self, number, block)
+        finally:
+            active -= 1
+
+    monkeypatch.setattr(s3upload.Upload, "_part", counted)
+    with open_store(s3_url) as store:
+        assert store.put_multipart("k", [bytes(90 * MIB)]) == 90 * MIB
+    assert len(seen) == 12
+    assert 2 <= max(seen) <= s3upload.IN_FLIGHT
+
+
+def test_an_object_above_what_a_multipart_upload_can_hold_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3upload, "PART_BYTES", 4)
+    monkeypatch.setattr(s3upload, "_PARTS_PER_SIZE", 2)
+    most = 2 * (4 + 8 + 16 + 32)
+    sizes = [block.getbuffer().nbytes for block in s3upload.blocks([bytes(most)], "k")]
+    assert sizes == [4, 4, 8, 8, 16, 16, 32, 32]
+    with pytest.raises(CapacityError, match="k: an object may have at most"):
+        list(s3upload.blocks([bytes(most), b"1"], "k"))
+
+
+def test_a_put_above_the_limit_of_one_request_is_a_capacity_error(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "PUT_BYTES", 4)
+    with open_store(s3_url) as store, pytest.raises(CapacityError, match="put_multipart"):
+        store.put("k", b"12345")
+
+
+def test_sorting_for_a_server_that_lists_by_folder_is_bounded(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "_SORTED_LISTING", 2)
+    with open_store(s3_url) as store:
+        store.put("a", b"")
+        store.put("b", b"")
+        assert [info.key for info in store.list()] == ["a", "b"]
+        store.put("c", b"")
+        with pytest.raises(CapacityError, match="longer prefix"):
+            list(store.list())
+
+
+def test_an_object_replaced_during_a_read_of_several_spans_is_never_mixed(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, replaced = s3read._fetch, asyncio.Event()
+    new = b"n" * (s3read.SPAN_BYTES + 5)
+
+    async def replace_between(session: S3Session, key: str, name: str, span: s3read.Span) -> str | None:
+        if span.start == 0:
+            version = await fetch(session, key, name, span)
+            if not replaced.is_set():
+                await session.call("put_object", "", Key=key, Body=io.BytesIO(new))
+                replaced.set()
+            return version
+        await replaced.wait()
+        return await fetch(session, key, name, span)
+
+    monkeypatch.setattr(s3read, "_fetch", replace_between)
+    buffer = bytearray(len(new))
+    with S3Store(parse(s3_url, {})) as store:
+        store.put("k", b"o" * len(new))
+        with pytest.raises(TransientError, match="replaced while it was read"):
+            store.get_into("k", 0, memoryview(buffer))
+        store.get_into("k", 0, memoryview(buffer))
+        assert buffer == new
