@@ -18,6 +18,12 @@ def training_loop() -> str:
     return next(block for block in blocks if "checkpointer.save" in block)
 
 
+def run(program: str) -> dict[str, object]:
+    scope: dict[str, object] = {}
+    exec(compile(program, "README.md", "exec"), scope)
+    return scope
+
+
 def test_the_training_loop_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_SIDECAR", "off")
     for number in range(4):
@@ -25,10 +31,10 @@ def test_the_training_loop_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.
     pack([str(tmp_path / "media")], str(tmp_path / "clips"))
     loop = training_loop().replace("s3://bucket", str(tmp_path)).replace("step % 100", "step % 1")
     loop = loop.replace("batch_size=8", "batch_size=2")
-    exec(compile(loop, "README.md", "exec"), {})
-    scope: dict[str, object] = {}
-    exec(compile(loop, "README.md", "exec"), scope)
-    assert scope["step"] == 4, "two epochs of two batches, the second one in a process that resumed"
+    killed = loop.replace("checkpointer.save(step, state)", "checkpointer.save(step, state); break")
+    assert run(killed)["step"] == 1
+    assert run(loop)["step"] == 2, "the second process did the one batch of the epoch that was left"
+    assert run(loop)["step"] == 2, "the third found its epoch done"
     assert any("COMMIT" in info.key for info in open_store(str(tmp_path / "checkpoints")).list())
 
 

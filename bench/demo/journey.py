@@ -226,7 +226,7 @@ class _Run:
     def _started(self, part: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[Event]]]:
         chosen = self.settings
         command = [sys.executable, "-m", "bench.demo.trainer", "--data", "s3://demo/dataset"]
-        command += ["--checkpoints", "s3://demo/checkpoints", "--run", self.name, "--steps", str(chosen.steps)]
+        command += ["--checkpoints", "s3://demo/checkpoints", "--name", self.name, "--steps", str(chosen.steps)]
         command += ["--save-every", str(chosen.save_every), "--batch-size", str(chosen.batch_size)]
         command += ["--clips-per-video", str(chosen.clips_per_video)]
         self.tell(part, 0.0)

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.demo.trainer", description=__doc__)
     parser.add_argument("--data", required=True, help="URL of the dataset")
     parser.add_argument("--checkpoints", required=True, help="URL of the checkpoint repository")
-    parser.add_argument("--run", required=True)
+    parser.add_argument("--name", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, required=True)
     parser.add_argument("--batch-size", type=int, default=8, help="clips in a global batch")
@@ -81,7 +81,7 @@ def train(args: argparse.Namespace, emit: Emit) -> None:
     per_rank = args.batch_size // world_size
     with (
         VideoLoader(args.data, batch_size=per_rank, clip=clip, size=(64, 64), device=device, seed=args.seed) as loader,
-        Checkpointer(args.checkpoints, run=args.run) as checkpointer,
+        Checkpointer(args.checkpoints, run=args.name) as checkpointer,
     ):
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "rng": RNG()}
         restoring = time.perf_counter()

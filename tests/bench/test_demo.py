@@ -56,15 +56,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def train(dataset: str, repository: Path, run: str, ranks: int, steps: int) -> list[list[dict[str, Any]]]:
     """Events of every rank of a training run of the demo's trainer."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={repository}-log"]
+    log = Path(f"{repository}-{ranks}-of-{steps}-log")
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={log}"]
     launch += ["--redirects=1", "-m"]
-    arguments = ["--data", dataset, "--checkpoints", str(repository), "--run", run, "--steps", str(steps)]
+    arguments = ["--data", dataset, "--checkpoints", str(repository), "--name", run, "--steps", str(steps)]
     arguments += ["--save-every", "3", "--clips-per-video", "4"]
     command = [sys.executable, *launch, "bench.demo.trainer", *arguments]
     environment = {**os.environ, "MILLRACE_SIDECAR": "off", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    logs = sorted(Path(f"{repository}-log").rglob("stdout.log"))
+    logs = sorted(log.rglob("stdout.log"))
     assert len(logs) == ranks
     return [[json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")] for log in logs]
 
