@@ -108,6 +108,11 @@ def test_the_number_of_held_files_is_bounded() -> None:
     assert isinstance(refused.message, m.Failed)
     assert refused.lease is None
     assert session.held == machine.HELD
+    session.received(m.Closed([7]), ())
+    session.received(opening(5001), ())
+    (answer,) = session.opened(5001, Lease(5001))
+    assert isinstance(answer, Send)
+    assert answer.lease is not None
 
 
 def test_a_late_answer_is_dropped() -> None:
