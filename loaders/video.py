@@ -4,8 +4,8 @@ Purpose: put order, bytes, decoders and threads together, and remember one posit
 
 Invariants: what the t-th global batch of an epoch holds depends on the dataset version, the seed, the epoch and the clip,
 never on the number of ranks, threads or restarts. `state_dict` is true for the batch that the trainer received last, not for
-what was prefetched. Threads start with the first batch and hold no reference to the loader: `close`, the end of a `with` block, the
-loader's deletion and the end of the process all end them.
+what was prefetched. Threads start with the first batch and hold no reference to the loader: `close`, the end of a `with` block,
+the loader's deletion and the end of the process all end them.
 Failure behaviour: damaged samples are replaced and listed in `quarantine`; everything else that goes wrong is raised where the
 batch would have been, and leaves the position before that batch.
 """
@@ -271,9 +271,9 @@ def _place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]
 
 
 def _output(device: str, normalize: tuple[Sequence[float], Sequence[float]] | None) -> Output:
-    target = torch.device(device)
-    if target.type not in ("cpu", "cuda"):
+    if device.split(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"device {device!r} is not known", hint="use 'cpu' or 'cuda'")
+    target = torch.device(device)
     if target.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device='cuda', but torch sees no GPU", hint="use device='cpu'")
     if target == torch.device("cuda"):

@@ -54,6 +54,7 @@ class AutoDecoder:
         self._gpu = device == "cuda" and gpu_count() > device_id
         self._device_id = device_id
         self._pyav = PyAVDecoder()
+        _log.info(RULE)
         self._dali: dict[Kind, Decoder] = {}
         self._lock = threading.Lock()
 
@@ -66,10 +67,6 @@ class AutoDecoder:
                 results[number] = None if isinstance(result, MillraceError) else result
         return [result or self._pyav.decode([requests[n]])[0] for n, result in enumerate(results)]
 
-    def kind(self, info: VideoInfo) -> Kind:
-        """The decoder that a clip of this stream gets here."""
-        return self._kind(info)
-
     def close(self) -> None:
         for decoder in self._dali.values():
             decoder.close()
@@ -81,6 +78,5 @@ class AutoDecoder:
     def _of(self, kind: Kind) -> Decoder:
         with self._lock:
             if kind not in self._dali:
-                _log.info(RULE)
                 self._dali[kind] = DaliDecoder(self._device_id if kind == "dali_gpu" else None)
             return self._dali[kind]

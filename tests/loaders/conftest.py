@@ -1,0 +1,131 @@
+"""What the loaders' tests share: real clips, variants of them encoded here, and a packed dataset."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from av.filter import Graph
+
+from dataio import pack
+from dataio.shards.contract import VideoInfo
+from dataio.shards.dataset import Dataset
+from dataio.shards.probe import probe
+
+Reencode = Callable[..., bytes]
+FAST_VPX = {"deadline": "realtime", "cpu-used": "8"}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> Iterator[None]:
+    """So that torch's own threads do not fight the decode threads for two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def info_of() -> Callable[[bytes, str], VideoInfo]:
+    """What the index would say of these bytes."""
+
+    def info(data: bytes, ext: str) -> VideoInfo:
+        video = probe(data, ext=ext).video
+        assert video is not None
+        return video
+
+    return info
+
+
+@pytest.fixture(scope="session")
+def reencode() -> Reencode:
+    """Real frames in another codec and container; `stamps` are their times in units of 1/100 s."""
+
+    def encode(
+        source: Path,
+        codec: str,
+        container: str,
+        *,
+        frames: int = 36,
+        pixel_format: str = "yuv420p",
+        options: dict[str, str] | None = None,
+        stamps: Sequence[int] | None = None,
+        gop: int = 12,
+    ) -> bytes:
+        target = io.BytesIO()
+        stamps = stamps or [4 * n for n in range(frames)]
+        if options is None and codec.startswith("libvpx"):
+            options = FAST_VPX
+        with av.open(source) as input_, av.open(target, "w", format=container) as output:
+            origin = input_.streams.video[0]
+            stream: Any = output.add_stream(codec, rate=25, options=options or {})
+            stream.width, stream.height, stream.pix_fmt = origin.width // 2 * 2, origin.height // 2 * 2, pixel_format
+            stream.time_base = stream.codec_context.time_base = Fraction(1, 100)
+            stream.gop_size = gop
+            for stamp, frame in zip(stamps, input_.decode(origin), strict=False):
+                frame = frame.reformat(width=stream.width, height=stream.height, format=pixel_format)
+                frame.pts, frame.time_base = stamp, Fraction(1, 100)
+                output.mux(stream.encode(frame))
+            output.mux(stream.encode(None))
+        return target.getvalue()
+
+    return encode
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., tuple[list[np.ndarray], list[int]]]:
+    """Frames decoded from the beginning by plain PyAV, independent of the code under test: RGB arrays and time stamps."""
+
+    def decode(data: bytes, stream: int, most: int = 10_000) -> tuple[list[np.ndarray], list[int]]:
+        images, stamps = [], []
+        with av.open(io.BytesIO(data)) as container:
+            video: Any = container.streams[stream]
+            for frame in container.decode(video):
+                stamps.append(frame.pts)
+                images.append(_bt601(frame))
+                if len(images) == most:
+                    break
+        return images, stamps
+
+    return decode
+
+
+def _bt601(frame: av.VideoFrame) -> np.ndarray:
+    graph = Graph()
+    source = graph.add_buffer(
+        width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1, 1000), name="in"
+    )
+    scale = graph.add("scale", "in_color_matrix=bt601:flags=accurate_rnd+full_chroma_int+bilinear")
+    graph.link_nodes(source, scale, graph.add("format", "rgb24"), graph.add("buffersink")).configure()
+    graph.vpush(frame)
+    return graph.vpull().to_ndarray()
+
+
+@pytest.fixture(scope="session")
+def small_clips(tmp_path_factory: pytest.TempPathFactory, media: Path, reencode: Reencode) -> Path:
+    """A folder of eight clips that decode quickly: real ones, and short variants, so that every decoder has work."""
+    folder = tmp_path_factory.mktemp("clips")
+    for name in ("pancake_h264.mkv", "h265.mp4", "av1.mkv", "rotated_90.mov"):
+        (folder / name).symlink_to(media / name)
+    for name, source, codec, container, pixel_format in (
+        ("vp8.webm", "arm_wrestling.mp4", "libvpx", "webm", "yuv420p"),
+        ("mjpeg.mkv", "pancake_h264.mkv", "mjpeg", "matroska", "yuvj420p"),
+        ("h264.mp4", "nasa_h264_aac.mp4", "libx264", "mp4", "yuv420p"),
+        ("mpeg4.avi", "nasa_h264_aac.mp4", "mpeg4", "avi", "yuv420p"),
+    ):
+        (folder / name).write_bytes(reencode(media / source, codec, container, pixel_format=pixel_format))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory, small_clips: Path) -> Iterator[Dataset]:
+    """The eight clips, packed."""
+    with pack([small_clips], tmp_path_factory.mktemp("dataset") / "ds", shard_bytes=1 << 18, workers=1) as packed:
+        yield packed
