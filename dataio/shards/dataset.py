@@ -20,6 +20,7 @@ from dataio.core import limits
 from dataio.core.errors import CorruptionError, NotFoundError, UsageError
 from dataio.shards import index, members, versions
 from dataio.shards.contract import Sample
+from dataio.shards.mounting import with_mounts
 from dataio.shards.report import PackReport
 from dataio.store.contract import Store
 from dataio.store.open import open_store
@@ -45,6 +46,7 @@ class Dataset:
         self.store = url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **storage_options)
         try:
             self.document, self.digest = versions.load(self.store, version)
+            self.store, self.owns_store = with_mounts(self.store, self.document, self.owns_store, storage_options)
             self._table = _load_table(self.store, self.document)
         except BaseException:
             self.close()

@@ -14,13 +14,16 @@ import re
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
 from dataio.core import limits
 from dataio.core.errors import CapacityError, ConflictError, CorruptionError, NotFoundError, UnsupportedError
+from dataio.shards import seal
 from dataio.shards.index import digest
 from dataio.store.contract import Store
+from dataio.store.mounts import MAX_MOUNTS, PREFIX
 
 FORMAT = 1
 DATASET_KEY = "dataset.json"
@@ -52,8 +55,19 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
+class Mount(msgspec.Struct, frozen=True, kw_only=True):
+    """Where shards lie whose keys begin with `mounts/<name>/`: a store's URL and its options without secrets."""
+
+    name: str
+    url: str
+    options: dict[str, Any] = {}
+
+
 class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """`versions/<version>.json`. Parts are in the order of their samples' numbers."""
+    """`versions/<version>.json`. Parts are in the order of their samples' numbers.
+
+    `mounts` are the stores of shards that were indexed in place; whoever makes a version out of others carries them over.
+    """
 
     format: int
     version: int
@@ -65,6 +79,7 @@ class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     shards: tuple[Shard, ...]
     index: tuple[IndexPart, ...]
+    mounts: tuple[Mount, ...] = ()
 
     def shard_sizes(self) -> Mapping[str, int]:
         """Shard key → bytes."""
@@ -84,6 +99,7 @@ def new_document(
     version: int,
     parent: int | None,
     message: str,
+    mounts: tuple[Mount, ...] = (),
 ) -> VersionDocument:
     """A document ready to be published, with a fresh nonce and today's date."""
     return VersionDocument(
@@ -97,12 +113,13 @@ def new_document(
         samples=sum(shard.samples for shard in shards),
         shards=shards,
         index=index,
+        mounts=mounts,
     )
 
 
 def encode(document: msgspec.Struct) -> bytes:
-    """The document as it is stored: JSON for people too."""
-    data = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    """The document as it is stored: JSON for people too, with its own digest at the end."""
+    data = seal.seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     if len(data) > limits.JSON_DOCUMENT_BYTES:
         raise CapacityError(
             f"the version's document would have {len(data)} bytes, above the limit of {limits.JSON_DOCUMENT_BYTES}",
@@ -160,18 +177,38 @@ def load(store: Store, version: int | None = None) -> tuple[VersionDocument, str
         raise NotFoundError(
             f"{url} has no version {wanted}", hint=f"it has {', '.join(map(str, existing[-20:]))}"
         ) from error
-    return _decode(data, wanted, f"{url}: {version_key(wanted)}"), digest(data)
+    return decode(data, wanted, f"{url}: {version_key(wanted)}"), digest(data)
+
+
+def decode_dataset(data: bytes, name: str) -> DatasetDocument:
+    """The checked `dataset.json`; `name` names it in errors."""
+    _check_bytes(data, name)
+    try:
+        return msgspec.json.decode(data, type=DatasetDocument)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptionError(f"{name} is not a dataset document: {error}") from error
 
 
 class _Format(msgspec.Struct):
     format: int
 
 
-def _decode(data: bytes, version: int, name: str) -> VersionDocument:
+def _check_bytes(data: bytes, name: str) -> None:
+    if seal.is_sealed(data):
+        seal.unseal(data, name)
     try:
         found = msgspec.json.decode(data, type=_Format).format
         if found != FORMAT:
             raise UnsupportedError(f"{name} has format {found}; this Millrace reads {FORMAT}", hint="upgrade Millrace")
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptionError(f"{name} is not a version document or dataset.json: {error}") from error
+    seal.unseal(data, name)
+
+
+def decode(data: bytes, version: int, name: str) -> VersionDocument:
+    """The checked document of `version`; `name` names it in errors."""
+    _check_bytes(data, name)
+    try:
         document = msgspec.json.decode(data, type=VersionDocument)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise CorruptionError(f"{name} is not a version document: {error}") from error
@@ -188,6 +225,14 @@ def _check(document: VersionDocument, version: int, name: str) -> None:
         and all(n >= 0 for n in sizes + counts)
         and document.samples == sum(s.samples for s in document.shards) == sum(p.rows for p in document.index)
         and keys == sorted(set(keys))
+        and _mounts_agree(document, keys)
     )
     if not consistent:
         raise CorruptionError(f"{name} contradicts itself: version, counts or shards do not agree")
+
+
+def _mounts_agree(document: VersionDocument, keys: list[str]) -> bool:
+    """Whether every shard below `mounts/` names one of at most `MAX_MOUNTS` mounts."""
+    names = [mount.name for mount in document.mounts]
+    used = {key.split("/")[1] for key in keys if key.startswith(PREFIX)}
+    return len(set(names)) == len(names) <= MAX_MOUNTS and used <= set(names)

@@ -21,9 +21,14 @@ def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
     """The store at `url`: a path, `file:///path` or `s3://bucket/prefix`.
 
     `storage_options` are for S3 (see `dataio.store.s3config`): s3fs's own names, and `endpoint_url`, `region`,
-    `path_style`. What is not given comes from the AWS variables and profiles.
+    `path_style`. What is not given comes from the AWS variables and profiles. `mounts` adds other stores below
+    `mounts/<name>/` (`dataio.store.mounts`).
     """
     text = os.fspath(url)
+    if "mounts" in storage_options:
+        from dataio.store.mounts import open_mounts
+
+        return open_mounts(open_store(text, **_without_mounts(storage_options)), storage_options["mounts"], open_store)
     scheme, separator, rest = text.partition("://")
     if not separator:
         return _posix(text, storage_options)
@@ -42,6 +47,10 @@ def open_location(location: Location) -> Store:
             hint="put the credentials into the AWS variables or a profile of both processes",
         )
     return open_store(location.url, **location.options)
+
+
+def _without_mounts(options: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in options.items() if name != "mounts"}
 
 
 def _posix(path: str, options: dict[str, object]) -> Store:

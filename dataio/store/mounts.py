@@ -1,0 +1,151 @@
+"""Other stores made to look like a folder of this one, for datasets whose shards lie elsewhere.
+
+Purpose: `Mounts` answers keys under `mounts/<name>/` from the store mounted by that name and all other keys from its base, so
+that loaders, the cache and the sidecar see one store and need to know nothing of it.
+
+Invariants: mounted stores are read only. `location` names the base and, under the option `mounts`, every mounted store with its
+own options, without secrets, so `open_location` opens the same thing again; it is shareable only when all of them are. What the
+base itself holds under `mounts/` is never seen. A mounted store's own `mounts` are refused: there is one level.
+
+Failure behaviour: writing below `mounts/` is an `UnsupportedError`, a name that is not mounted a `NotFoundError`; other errors
+are those of the store that the key belongs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from dataio.core import limits
+from dataio.core.errors import NotFoundError, UnsupportedError, UsageError
+from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+
+PREFIX = "mounts/"
+OPTION = "mounts"
+MAX_MOUNTS = 64
+_NAME = re.compile(r"[0-9a-z]{1,32}")
+
+
+class Mounts(Store):
+    """`base` with `mounted` stores by name. `close` closes all of them; the base only when `owns_base`."""
+
+    def __init__(self, base: Store, mounted: Mapping[str, Store], *, owns_base: bool = True) -> None:
+        for name, store in mounted.items():
+            check_mount(name, store.location.options)
+        if len(mounted) > MAX_MOUNTS or isinstance(base, Mounts):
+            raise UsageError(f"one level of at most {MAX_MOUNTS} stores can be mounted, not {len(mounted)}")
+        self.base, self.mounted, self._owns_base = base, dict(mounted), owns_base
+
+    @property
+    def location(self) -> Location:
+        base, others = self.base.location, {name: store.location for name, store in sorted(self.mounted.items())}
+        described = {name: {"url": at.url, "options": dict(at.options)} for name, at in others.items()}
+        shareable = base.shareable and all(at.shareable for at in others.values())
+        return Location(base.url, {**base.options, OPTION: described}, shareable)
+
+    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
+        store, inner = self._route(key)
+        return store.get(inner, max_bytes=max_bytes)
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        store, inner = self._route(key)
+        store.get_into(inner, offset, buffer)
+
+    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        store, inner = self._route(key)
+        store.get_ranges_into(inner, ranges)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.base.put(self._writable(key), data)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        return self.base.put_if_absent(self._writable(key), data)
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        return self.base.put_multipart(self._writable(key), parts)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        own = (info for info in self.base.list(prefix) if not info.key.startswith(PREFIX))
+        return heapq.merge(own, *self._list_mounted(prefix), key=lambda info: info.key)
+
+    def stat(self, key: str) -> ObjectInfo:
+        store, inner = self._route(key)
+        found = store.stat(inner)
+        return ObjectInfo(key, found.size, found.modified)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        self.base.delete_many(self._writable(key) for key in keys)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for store in self.mounted.values():
+                stack.callback(store.close)
+            if self._owns_base:
+                stack.callback(self.base.close)
+
+    def url_of(self, key: str) -> str:
+        """The object's own address, for people."""
+        store, inner = self._route(key)
+        return f"{store.location.url.rstrip('/')}/{inner}"
+
+    def _list_mounted(self, prefix: str) -> Iterator[Iterator[ObjectInfo]]:
+        for name, store in self.mounted.items():
+            root = f"{PREFIX}{name}/"
+            if root.startswith(prefix) or prefix.startswith(root):
+                yield _listed(store, root, prefix[len(root) :])
+
+    def _route(self, key: str) -> tuple[Store, str]:
+        if not check_key(key).startswith(PREFIX):
+            return self.base, key
+        name, _, inner = key[len(PREFIX) :].partition("/")
+        if name not in self.mounted or not inner:
+            raise NotFoundError(f"{key!r}: nothing is mounted as {name!r} in {self.base.location.url}")
+        return self.mounted[name], inner
+
+    def _writable(self, key: str) -> str:
+        if key.startswith(PREFIX):
+            raise UnsupportedError(f"{key!r} lies in a mounted store, which is read only")
+        return key
+
+
+def _listed(store: Store, root: str, prefix: str) -> Iterator[ObjectInfo]:
+    for info in store.list(prefix):
+        yield ObjectInfo(root + info.key, info.size, info.modified)
+
+
+def url_of(store: Store, key: str) -> str:
+    """The address of an object for people, through mounts."""
+    return store.url_of(key) if isinstance(store, Mounts) else f"{store.location.url.rstrip('/')}/{key}"
+
+
+def check_mount(name: str, options: Mapping[str, object]) -> None:
+    """`UsageError` for a name that cannot be mounted, or a store that has mounts itself."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot be the name of a mount", hint="up to 32 of the characters a-z and 0-9")
+    if OPTION in options:
+        raise UsageError(f"the store mounted as {name!r} has mounts itself", hint="there is one level of mounts")
+
+
+def open_mounts(base: Store, described: object, opener: Callable[..., Store]) -> Mounts:
+    """`base` with the stores that the option `mounts` of a location describes, each opened by `opener(url, **options)`."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(base.close)
+        mounted: dict[str, Store] = {}
+        for name, url, options in _described(described):
+            check_mount(name, options)
+            mounted[name] = opener(url, **options)
+            undo.callback(mounted[name].close)
+        made = Mounts(base, mounted)
+        undo.pop_all()
+        return made
+
+
+def _described(described: object) -> Iterator[tuple[str, str, Mapping[str, object]]]:
+    for name, entry in described.items() if isinstance(described, Mapping) else [("", described)]:
+        url = entry.get("url") if isinstance(entry, Mapping) else None
+        options = entry.get("options", {}) if isinstance(entry, Mapping) else None
+        if not isinstance(url, str) or not isinstance(options, Mapping) or not isinstance(name, str):
+            raise UsageError(f"the option {OPTION} must map names to a url and options")
+        yield name, url, options
