@@ -1,7 +1,8 @@
 """Who carries a staged save: the node's sidecar where one answers and may, else this process.
 
 Invariant: whatever becomes of the carrier, a save is reported as failed only after the repository itself was asked; and an
-arena that a lost carrier may still be reading is not handed out again.
+arena that a lost carrier may still be reading is not handed out again. Two carriers of one save do no harm: their packs
+have names of their own, and the first manifest stands.
 Failure behaviour: a sidecar that is absent or refuses means in-process, said once; errors of the save itself go on up.
 """
 
@@ -12,15 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpoint import commit
-from checkpoint import manifest as manifests
 from checkpoint import plan as plans
-from checkpoint.carry import carry
+from checkpoint.carry import carry, result_of
 from checkpoint.commit import Attempt
-from checkpoint.documents import Commit
 from checkpoint.events import Event, Released
 from checkpoint.plan import PutPlan
 from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import MillraceError, TransientError
+from dataio.core.errors import DeadlineError, MillraceError, TransientError
 from dataio.core.log import get_logger, warn_once
 from dataio.sidecar.client import Sidecar, Staged
 from dataio.store.contract import Store
@@ -54,12 +53,15 @@ class Carriers:
 
     def carry(self, cargo: Cargo) -> dict[str, object]:
         """Carry the save to its commit and return what happened; the arena is given back as soon as possible."""
-        staged = self._hand_over(cargo)
+        sidecar, staged = self._hand_over(cargo)
         cargo.handed_over("process" if staged is None else "sidecar")
         try:
-            return self._here(cargo) if staged is None else self._there(cargo, staged)
+            if staged is None:
+                return self._here(cargo, shared=sidecar is not None)
+            return self._there(cargo, staged)
         except TransientError as error:
-            return self._look_again(cargo.plan, error, GRACE_SECONDS if staged is not None else 0.0)
+            lost = sidecar is not None and sidecar.broken
+            return self._look_again(cargo.plan, error, GRACE_SECONDS if lost else 0.0)
 
     def close(self) -> None:
         """End the connection to the sidecar; what it carries goes on."""
@@ -68,62 +70,57 @@ class Carriers:
                 self._sidecar.close()
             self._sidecar = None
 
-    def _hand_over(self, cargo: Cargo) -> Staged | None:
+    def _hand_over(self, cargo: Cargo) -> tuple[Sidecar | None, Staged | None]:
+        """(sidecar, its job); without a job this process carries, and with a sidecar then the sidecar perhaps too."""
         if self._wanted is None:
-            return None
+            return None, None
         if not self._store.location.shareable:
             warn_once(
                 _log, "the store's options hold secrets, which the sidecar does not get: saving inside this process"
             )
-            return None
+            return None, None
+        sidecar = self._find()
+        if sidecar is None:
+            warn_once(_log, "no sidecar answers: saving inside this process")
+            return None, None
         try:
-            sidecar = self._find()
-            if sidecar is None:
-                warn_once(_log, "no sidecar answers: saving inside this process")
-                return None
-            return sidecar.stage(kind="checkpoint", arena_fd=cargo.arena_fd, plan=plans.encode(cargo.plan))
+            return sidecar, sidecar.stage(kind="checkpoint", arena_fd=cargo.arena_fd, plan=plans.encode(cargo.plan))
         except MillraceError as error:
             warn_once(_log, f"the sidecar did not take the save over, saving inside this process: {error}")
+            unsure = sidecar.broken or isinstance(error, DeadlineError)
             self.close()
-            return None
+            return (sidecar if unsure else None), None
 
     def _find(self) -> Sidecar | None:
         with self._lock:
-            if self._sidecar is None:
+            if self._sidecar is None or self._sidecar.broken:
                 self._sidecar = Sidecar.find(self._wanted)
             return self._sidecar
 
-    def _here(self, cargo: Cargo) -> dict[str, object]:
-        released = False
+    def _here(self, cargo: Cargo, *, shared: bool) -> dict[str, object]:
+        """In this process; `shared`: a sidecar may be reading the arena as well, and may carry the same attempt."""
+        let_go, done = (cargo.abandon if shared else cargo.give_back), False
 
         def emit(event: Event) -> None:
-            nonlocal released
+            nonlocal done
             if isinstance(event, Released):
-                released = True
-                cargo.give_back()
+                done = True
+                let_go()
 
         try:
             return carry(cargo.view(), plans.encode(cargo.plan), emit, store=self._store, clock=self._clock)
         finally:
-            if not released:
-                cargo.give_back()
+            if not done:
+                let_go()
 
     def _there(self, cargo: Cargo, staged: Staged) -> dict[str, object]:
         try:
             staged.wait_released(CARRY_SECONDS)
-        except TransientError:
-            cargo.abandon()
-            self.close()
-            raise
         except BaseException:
-            cargo.give_back()
+            cargo.abandon()
             raise
         cargo.give_back()
-        try:
-            return staged.result(CARRY_SECONDS)
-        except TransientError:
-            self.close()
-            raise
+        return staged.result(CARRY_SECONDS)
 
     def _look_again(self, plan: PutPlan, error: TransientError, grace: float) -> dict[str, object]:
         """The save's result if it was committed after all, else its error."""
@@ -136,23 +133,7 @@ class Carriers:
                 _log.warning("whether step %d was committed cannot be seen either: %s", plan.step, second)
                 raise error from second
             if found is not None and found.attempt == plan.attempt:
-                return self._result_from_store(attempt, plan.rank, found)
+                return result_of(self._store, attempt, plan.rank, found)
             if found is not None or self._clock.monotonic() >= deadline:
                 raise error
             self._clock.sleep(0.2)
-
-    def _result_from_store(self, attempt: Attempt, rank: int, found: Commit) -> dict[str, object]:
-        key = attempt.manifest_key(rank)
-        manifest = manifests.decode(self._store.get(key, max_bytes=manifests.MAX_BYTES), key)
-        return {
-            "run": attempt.run,
-            "timeline": attempt.timeline,
-            "step": attempt.step,
-            "attempt": attempt.id,
-            "rank": rank,
-            "bytes_state": manifest.bytes_state,
-            "bytes_written": manifest.bytes_written,
-            "bytes_deduplicated": manifest.bytes_deduplicated,
-            "committed": found.committed,
-            "seconds": max(found.committed - manifest.created, 0.0),
-        }

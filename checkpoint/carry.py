@@ -1,7 +1,8 @@
 """From a staged arena and its put plan to a committed step; in a thread of the trainer or in a process of the daemon.
 
 Order, each step durable before the next: lease → (base read) → packs → rank manifest → fate → COMMIT → lease deleted.
-Invariant: the arena is only read, and not at all after `Released`. Whatever happens, the step is afterwards absent, or
+Invariant: the arena is only read, and not at all after `Released`. Two carriers of one plan may run at once: their packs
+have names of their own, and of their manifests the first one stands. Whatever happens, the step is afterwards absent, or
 complete, or committed; the previous steps are untouched.
 Failure behaviour: errors of `dataio.core.errors`; what was uploaded before one is garbage that no step refers to. As a
 program (`python -m checkpoint.carry --arena-fd N --plan-fd M`) it reports events as lines of JSON on standard output and
@@ -25,6 +26,7 @@ from checkpoint import plan as plans
 from checkpoint.ahead import in_order
 from checkpoint.chunk import digest
 from checkpoint.commit import Attempt
+from checkpoint.documents import Commit
 from checkpoint.events import Done, Event, Progress, Released, failed, to_json
 from checkpoint.lease import LeaseKeeper
 from checkpoint.manifest import Chunk, PackName
@@ -91,16 +93,16 @@ def _carry(
     lease = LeaseKeeper(store, plan.attempt, plan.run, plan.timeline, plan.step, plan.bases, plan.lease_seconds, clock)
     with lease:
         _leased()
-        tables, pieces_digests, known = _upload(arena, plan, emit, store)
+        tables, digests, known = _upload(arena, plan, emit, store)
         emit(Released())
         _packs_written()
-        manifest = _manifest(plan, tables, pieces_digests, known, clock)
-        store.put(attempt.manifest_key(plan.rank), manifests.encode(manifest))
+        manifest = _manifest(plan, tables, digests, known, clock)
+        store.put_if_absent(attempt.manifest_key(plan.rank), manifests.encode(manifest))  # another carrier's will do
         _manifest_written()
         found = commit.finish(store, attempt, lease, timeout=plan.commit_timeout, clock=clock)
         lease.release()
         _lease_deleted()
-    return _result(plan, manifest, found.committed, clock.monotonic() - began)
+    return result_of(store, attempt, plan.rank, found) | {"seconds": clock.monotonic() - began}
 
 
 def _refuse_early(store: Store, attempt: Attempt) -> None:
@@ -110,18 +112,21 @@ def _refuse_early(store: Store, attempt: Attempt) -> None:
         raise action.error
 
 
-def _result(plan: PutPlan, manifest: manifests.Manifest, committed: float, seconds: float) -> dict[str, object]:
+def result_of(store: Store, attempt: Attempt, rank: int, found: Commit) -> dict[str, object]:
+    """What is reported of a committed save: from the rank's manifest that stands, whoever wrote it."""
+    key = attempt.manifest_key(rank)
+    manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
     return {
-        "run": plan.run,
-        "timeline": plan.timeline,
-        "step": plan.step,
-        "attempt": plan.attempt,
-        "rank": plan.rank,
+        "run": attempt.run,
+        "timeline": attempt.timeline,
+        "step": attempt.step,
+        "attempt": attempt.id,
+        "rank": rank,
         "bytes_state": manifest.bytes_state,
         "bytes_written": manifest.bytes_written,
         "bytes_deduplicated": manifest.bytes_deduplicated,
-        "committed": committed,
-        "seconds": seconds,
+        "committed": found.committed,
+        "seconds": max(found.committed - manifest.created, 0.0),
     }
 
 
@@ -132,7 +137,7 @@ def _upload(
     specs = [tensor.spec() for tensor in plan.tensors]
     pieces, _ = layout.cut_all(specs, layout.lay_out(specs))
     known = dedup.load(store, plan.run, plan.bases)
-    tables, digests = Tables(), []
+    tables, digests, carrier = Tables(), [], os.urandom(4).hex()
     total = sum(piece.length for piece in pieces)
 
     def new_chunks() -> Iterator[pack.NewChunk]:
@@ -146,12 +151,12 @@ def _upload(
                 emit(Progress(done, total))
 
     def packed(number: int, entry: pack.Entry) -> None:
-        tables.add(PackName(plan.attempt, names.pack_name(plan.rank, number)), entry)
+        tables.add(PackName(plan.attempt, names.pack_name(plan.rank, carrier, number)), entry)
         tables.written += entry.stored
         _in_pack()
 
     def key_of(number: int) -> str:
-        return names.pack(plan.attempt, names.pack_name(plan.rank, number))
+        return names.pack(plan.attempt, names.pack_name(plan.rank, carrier, number))
 
     for _ in pack.write_all(store, key_of, new_chunks(), packed):
         _first_pack()

@@ -82,6 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """`tree` is a document of `checkpoint.tree`; `replicas` is the digest of what all ranks must agree on."""
 
     version: int = VERSION
+    nonce: str = msgspec.field(default_factory=ulid.new)
     run: str
     timeline: int
     step: int

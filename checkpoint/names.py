@@ -22,7 +22,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _STEP_KEY = re.compile(r"runs/([^/]+)/(\d{6})/(\d{12})/(.+)")
 _ATTEMPT_KEY = re.compile(r"([0-9A-Z]{26})/(?:rank-(\d{5})\.manifest|(fate))")
 _TIMELINE_KEY = re.compile(r"runs/([^/]+)/timelines/(\d{6})\.json")
-_PACK_NAME = re.compile(r"\d{1,6}-\d{1,6}")
+_PACK_NAME = re.compile(r"\d{1,6}-[0-9a-f]{8}-\d{1,6}")
 
 
 def check_run(run: str) -> str:
@@ -81,8 +81,9 @@ def pack(attempt_id: str, name: str) -> str:
     return f"{PACKS}{attempt_id}/{name}.pack"
 
 
-def pack_name(rank: int, number: int) -> str:
-    return f"{rank}-{number}"
+def pack_name(rank: int, carrier: str, number: int) -> str:
+    """`carrier`: 8 hexadecimal digits drawn by whoever writes, so that two never write the same pack."""
+    return f"{rank}-{carrier}-{number}"
 
 
 def is_pack_name(name: str) -> bool:

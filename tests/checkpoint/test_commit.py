@@ -128,10 +128,11 @@ def test_a_trainer_that_was_replaced_stops_and_says_by_whom(store: Store) -> Non
 class TakenOver(Wrapped):
     """Another trainer opens its timeline just when this one has written its manifest."""
 
-    def put(self, key: str, data: Buffer) -> None:
-        self.inner.put(key, data)
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        won = self.inner.put_if_absent(key, data)
         if key.endswith(".manifest"):
             begin(self.inner)
+        return won
 
 
 def test_a_takeover_during_the_upload_is_seen_before_the_fate(store: Store) -> None:
@@ -147,11 +148,12 @@ def test_a_saver_that_wakes_after_a_collector_fenced_it_fails_cleanly(store: Sto
     made = make(store, tiny_state(1), step=1, number=number)
 
     class Fencing(Wrapped):
-        def put(self, key: str, data: Buffer) -> None:
-            self.inner.put(key, data)
+        def put_if_absent(self, key: str, data: Buffer) -> bool:
+            won = self.inner.put_if_absent(key, data)
             if key.endswith(".manifest"):
                 fate = Fate(attempt=made.plan.attempt, fate="abort", reason="its lease was over")
                 assert self.inner.put_if_absent(names.fate(RUN, number, 1, made.plan.attempt), encode(fate))
+            return won
 
     with pytest.raises(TransientError, match="was aborted: its lease was over"):
         save(Fencing(store), made)
@@ -264,9 +266,13 @@ class SlowManifest(Wrapped):
         if key.startswith(names.LEASES) and self.late:
             raise TransientError("the store does not answer")
         self.inner.put(key, data)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        won = self.inner.put_if_absent(key, data)
         if key.endswith(".manifest"):
             self.late = True
             self.clock.now += 301
+        return won
 
 
 def test_a_saver_that_could_not_renew_its_lease_stops_before_the_fate(store: Store) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,16 @@ SCENES: dict[str, Callable[[Store], Before]] = {"fresh": fresh, "dedup": dedup, 
 CASES = [(scene, point) for scene in SCENES for point in POINTS if scene == "fresh" or point != "ckpt.repo-created"]
 
 
-@pytest.mark.parametrize(("scene", "point"), CASES)
+def cases() -> Iterator[object]:
+    """All on a directory; on S3 every point in one scene, in turn, and the others where time does not matter."""
+    for scene, point in CASES:
+        yield pytest.param(scene, point, "posix", id=f"{scene}-{point}-posix")
+        turn = "fresh" if point == "ckpt.repo-created" else list(SCENES)[POINTS.index(point) % 3]
+        marks = [pytest.mark.s3] if scene == turn else [pytest.mark.s3, pytest.mark.soak]
+        yield pytest.param(scene, point, "s3", id=f"{scene}-{point}-s3", marks=marks)
+
+
+@pytest.mark.parametrize(("scene", "point", "store_url"), list(cases()), indirect=["store_url"])
 def test_a_saver_killed_at_any_point_leaves_the_step_absent_or_complete(
     scene: str, point: str, store_url: str, tmp_path: Path
 ) -> None:

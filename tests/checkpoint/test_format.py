@@ -219,10 +219,24 @@ def sound_manifest() -> Manifest:
         Tensor("empty", "bool", (0, 3), (0, 0), (0, 3), False, ()),
     )
     return Manifest(
-        run="r", timeline=1, step=2, attempt=ATTEMPT, rank=0, world_size=2, created=1.0, bases=(),
-        packs=(PackName(ATTEMPT, "0-0"), PackName(ATTEMPT, "0-1")), chunks=chunks, tensors=tensors, tree=tree.encode({}),
-        replicas=b"", bytes_state=184, bytes_written=154, bytes_deduplicated=0,
-    )  # fmt: skip
+        nonce="n",
+        run="r",
+        timeline=1,
+        step=2,
+        attempt=ATTEMPT,
+        rank=0,
+        world_size=2,
+        created=1.0,
+        bases=(),
+        packs=(PackName(ATTEMPT, "0-0badcafe-0"), PackName(ATTEMPT, "0-0badcafe-1")),
+        chunks=chunks,
+        tensors=tensors,
+        tree=tree.encode({}),
+        replicas=b"",
+        bytes_state=184,
+        bytes_written=154,
+        bytes_deduplicated=0,
+    )
 
 
 KEY = names.manifest("r", 1, 2, ATTEMPT, 0)
@@ -266,7 +280,7 @@ def with_chunk(**fields: object) -> bytes:
         (changed(step=3), "another place"),
         (changed(rank=5), "rank 5"),
         (changed(attempt="x"), "not an id"),
-        (changed(packs=(PackName(ATTEMPT, "../../x"), PackName(ATTEMPT, "0-1"))), "bad pack name"),
+        (changed(packs=(PackName(ATTEMPT, "../../x"), PackName(ATTEMPT, "0-0badcafe-1"))), "bad pack name"),
         (changed(packs=()), "names pack 0 of 0"),
         (changed(tensors=sound_manifest().tensors * 2), "there twice"),
         (changed(chunks=sound_manifest().chunks[:1]), "chunk 1 of 1"),

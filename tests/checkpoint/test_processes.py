@@ -1,0 +1,101 @@
+"""Trainers as real processes: several ranks, a kill in the middle of staging."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint import Checkpointer, check, repository
+from dataio.store.open import open_store
+from tests.checkpoint.trainer import state_for, summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.checkpoint.trainer", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def ranks(url: str, world_size: int) -> list[list[dict[str, Any]]]:
+    """The lines that each rank printed."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    running = [start("ranks", url, RANK=str(rank), **place) for rank in range(world_size)]
+    outputs = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0] * world_size, outputs
+    return [[json.loads(line) for line in out.splitlines()] for out, _ in outputs]
+
+
+def test_two_ranks_save_one_step_and_one_or_two_restore_it(tmp_path: Path) -> None:
+    lines = ranks(str(tmp_path), 2)
+    first, second = (lines[rank][0] for rank in range(2))
+    assert first["attempt"] == second["attempt"]
+    assert first["weights"] == second["weights"]
+    total = first["state"] + second["state"]
+    assert abs(first["state"] - second["state"]) < 0.1 * total  # the work was spread, nothing written twice
+    expected = state_for(0, seed=1)
+    assert total < 1.05 * sum(t.numel() * 4 * 3 for t in expected["model"].parameters())
+
+    for rank in range(2):  # restored on two ranks: each has its own loader again
+        restored = lines[rank][-1]
+        assert {k: restored[k] for k in ("weights", "moments", "loader", "tag")} == {
+            k: lines[rank][0][k] for k in ("weights", "moments", "loader", "tag")
+        }
+        assert restored["loader"] == [100 + rank, [100 + rank] * 3]
+
+    alone = state_for(9, seed=3)
+    with Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer:
+        assert checkpointer.restore(alone) == 5
+    now = summary(alone)
+    assert now["weights"] == first["weights"]
+    assert now["moments"] == first["moments"]
+    assert now["tag"] == "rank 0"
+    assert alone["loader"].position == 100
+
+    errors = [[line for line in lines[rank] if "code" in line] for rank in range(2)]
+    assert [e["code"] for e in errors[0]] == ["transient", "usage"]
+    assert [e["code"] for e in errors[1]] == ["usage", "usage"]
+    assert "rank 1 could not take part" in errors[0][0]["message"]
+    assert "tag: a value of type builtins.object cannot be saved" in errors[1][0]["message"]
+    assert all("the ranks ask for different steps" in e[1]["message"] for e in errors)
+
+
+def test_a_trainer_killed_while_staging_leaves_nothing_behind(tmp_path: Path) -> None:
+    url, mark = str(tmp_path / "repo"), tmp_path / "mark"
+    state = {"a": torch.randn(100_000), "b": torch.randn(100_000)}
+    with Checkpointer(url, run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    process = start("staging", url, MILLRACE_CRASH="ckpt.mid-stage", MILLRACE_CRASH_MARK=str(mark))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -9, errors
+    assert mark.read_text() == "ckpt.mid-stage\n"
+    with open_store(url) as store:
+        report = check.check(store)
+        assert report.clean
+        assert [line.step for line in report.steps] == [1]
+        assert report.unfinished == []
+        assert [base.step for base in repository.visible(store, "exp")] == [1]
+    into = {"a": torch.zeros(100_000), "b": torch.zeros(100_000)}
+    with Checkpointer(url, run="exp", sidecar=None) as checkpointer:
+        assert checkpointer.restore(into) == 1
+        assert torch.equal(into["a"], state["a"])
+        assert checkpointer.save(2, into).result(60).bytes_written == 0

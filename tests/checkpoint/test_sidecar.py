@@ -1,0 +1,191 @@
+"""A real daemon carries real saves: the trainer may die, the daemon may die, the job may die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import Checkpointer, check
+from dataio.core.errors import DeadlineError, TransientError
+from dataio.sidecar.client import Sidecar
+from dataio.store.contract import Location
+from dataio.store.open import open_store
+from tests.checkpoint.making import Wrapped
+from tests.checkpoint.test_processes import start as start_trainer
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, f"waited {seconds} s in vain"
+        time.sleep(0.01)
+    return found
+
+
+@dataclass
+class Daemon:
+    """`millrace sidecar run`."""
+
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> str:
+        return str(self.folder / "sidecar.sock")
+
+    def start(self, **environment: str) -> None:
+        command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", self.socket, "--http-port", "off"]
+        command += ["--cache-dir", str(self.folder / "cache"), "--cache-bytes", "1MiB"]
+        with open(self.folder / "log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+        wait_for(self.answers)
+
+    def answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        found = Sidecar.find(self.socket)
+        if found is not None:
+            found.close()
+        return found is not None
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(30)
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with tempfile.TemporaryDirectory(prefix="mr-") as folder:  # short, since a socket's path must be
+        made = Daemon(Path(folder))
+        yield made
+        made.stop()
+
+
+def steps_of(url: str) -> list[int]:
+    with Checkpointer(url, run="exp", sidecar=None) as checkpointer:
+        return checkpointer.steps()
+
+
+def test_killing_the_trainer_right_after_staged_still_commits(daemon: Daemon, store_url: str) -> None:
+    daemon.start()
+    process = start_trainer("hand-over", store_url, daemon.socket)
+    assert process.stdout is not None
+    assert '"carrier": "sidecar"' in process.stdout.readline()
+    process.kill()
+    process.communicate(timeout=30)
+    assert process.returncode == -9
+    wait_for(lambda: steps_of(store_url) == [1])
+    state = {"w": torch.zeros(200_000), "n": 0}
+    with Checkpointer(store_url, run="exp", sidecar=None) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    assert torch.equal(state["w"], torch.arange(200_000.0))  # type: ignore[arg-type]
+    assert state["n"] == 7
+
+
+def test_the_daemon_carries_save_after_save_through_one_arena(daemon: Daemon, tmp_path: Path) -> None:
+    daemon.start()
+    state = {"w": torch.randn(300_000)}
+    with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
+        handles = []
+        for step in range(4):
+            expected = state["w"].clone()
+            handles.append(checkpointer.save(step, state))
+            state["w"].add_(1)
+        results = [handle.result(60) for handle in handles]
+        assert [r.carrier for r in results] == ["sidecar"] * 4
+        assert checkpointer.restore(state) == 3
+        assert torch.equal(state["w"], expected)
+    with open_store(tmp_path) as store:
+        assert check.check(store).clean
+
+
+def test_a_step_committed_by_an_orphan_of_a_killed_daemon_is_reported_as_committed(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    daemon.start()
+    with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
+        handle = checkpointer.save(1, {"w": torch.randn(5_000_000)})
+        handle.staged(60)
+        wait_for(lambda: handle.done or (tmp_path / "leases").exists())  # the job's own process is at work
+        daemon.stop()
+        assert handle.result(60).step == 1
+        assert checkpointer.save(2, {"w": torch.zeros(10)}).result(60).carrier == "process"
+        assert checkpointer.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(("point", "committed"), [("ckpt.packs-written", False), ("ckpt.fate-written", True)])
+def test_when_the_job_dies_the_repository_decides(daemon: Daemon, tmp_path: Path, point: str, committed: bool) -> None:
+    mark = tmp_path / "mark"
+    daemon.start(MILLRACE_CRASH=point, MILLRACE_CRASH_MARK=str(mark))
+    with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=daemon.socket) as checkpointer:
+        handle = checkpointer.save(1, {"w": torch.randn(1000)})
+        if committed:
+            assert handle.result(60).step == 1
+        else:
+            with pytest.raises(TransientError, match="its process ended with code -9"):
+                handle.result(60)
+        assert mark.read_text() == point + "\n"
+        assert checkpointer.steps() == ([1] if committed else [])
+
+
+def test_without_a_daemon_the_save_happens_here_and_it_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dataio.core import log
+
+    log._said.discard("no sidecar answers: saving inside this process")
+    with Checkpointer(str(tmp_path), run="exp", sidecar=str(tmp_path / "none.sock")) as checkpointer:
+        for step in (1, 2):
+            assert checkpointer.save(step, {"w": torch.zeros(5)}).result(60).carrier == "process"
+    said = [r for r in caplog.records if "no sidecar answers" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_two_carriers_of_one_save_do_each_other_no_harm(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon took the save over, but its answer was lost: this process cannot know, and carries it too."""
+    daemon.start()
+    real = Sidecar.stage
+
+    def deaf(self: Sidecar, kind: str, arena_fd: int, plan: bytes) -> Any:
+        real(self, kind, arena_fd, plan)
+        raise DeadlineError("the sidecar did not answer")
+
+    monkeypatch.setattr(Sidecar, "stage", deaf)
+    state = {"w": torch.randn(2_000_000)}
+    with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
+        assert checkpointer.save(1, state).result(60).carrier == "process"
+        first = state["w"].clone()
+        state["w"].zero_()
+        checkpointer.save(2, state).result(60)
+        assert checkpointer.restore(state, step=1) == 1
+        assert torch.equal(state["w"], first)
+    wait_for(lambda: not any((tmp_path / "leases").glob("*.json")))
+    with open_store(tmp_path) as store:
+        assert check.check(store).clean
+
+
+def test_secrets_in_the_options_keep_the_save_in_this_process(daemon: Daemon, tmp_path: Path) -> None:
+    class Secretive(Wrapped):
+        @property
+        def location(self) -> Location:
+            return replace(self.inner.location, shareable=False)
+
+    daemon.start()
+    with (
+        open_store(tmp_path) as inner,
+        Checkpointer(Secretive(inner), run="exp", sidecar=daemon.socket) as checkpointer,
+    ):
+        assert checkpointer.save(1, {"w": torch.zeros(5)}).result(60).carrier == "process"
