@@ -2,7 +2,7 @@
 
 Purpose: the back-end that is always there.
 Invariants: colour conversion is the filter graph that was found bit-exact with DALI's CPU decoder. A decoded frame is told by
-its time stamp and its rank; each frame from the key frame to the last wanted one must come out, undamaged, in order.
+its time stamp, or by counting where stamps say nothing; each wanted frame must come out, undamaged and in order.
 Failure behaviour: as the contract says. One codec context a clip and one thread each: clips are what runs in parallel.
 """
 
@@ -22,6 +22,8 @@ from loaders.decode.contract import Decoded, Request
 from loaders.decode.trim import Window, open_window
 
 _FLAGS = "bilinear+full_chroma_int+accurate_rnd"
+_SKIPPING = frozenset(["h264", "hevc"])
+"""Codecs whose decoders may be told anew with every packet whether to skip; dav1d listens only once."""
 
 
 class PyAVDecoder:
@@ -78,26 +80,28 @@ def _clip(window: Window, request: Request) -> torch.Tensor:
 
 
 def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
-    """Decoded frames with their place among the window's frames, which must follow each other without a gap.
-
-    Only at the beginning some may lack: a stream that refreshes gradually shows nothing before it has recovered.
-    """
-    rank = -1
-    for frame in _frames(window):
-        if rank < 0 and window.stamped and frame.pts is not None:
-            rank = bisect_left(window.times, frame.pts)
-        else:
-            rank += 1
-        if window.stamped and (rank >= len(window.times) or frame.pts != window.times[rank]):
-            raise CorruptionError(f"a frame is missing: the one at time stamp {frame.pts} came in its place")
+    """Decoded frames with their place among the window's: by their stamp, or counted where stamps say nothing."""
+    for count, frame in enumerate(_frames(window)):
+        if not window.stamped:
+            yield count, frame
+            continue
+        rank = bisect_left(window.times, frame.pts) if frame.pts is not None else len(window.times)
+        if rank == len(window.times) or window.times[rank] != frame.pts:
+            raise CorruptionError(f"a frame came out at time stamp {frame.pts}, where there is none")
         yield rank, frame
 
 
 def _frames(window: Window) -> Iterator[VideoFrame]:
+    """What the decoder puts out. Pictures that nobody wants and no other picture refers to are not decoded."""
     context = window.stream.codec_context
     context.thread_count = 1
-    for packet in [*window.packets, None]:
+    skipping = window.stamped and context.codec.canonical_name in _SKIPPING
+    wanted = set(window.pts)
+    for packet in window.packets:
+        if skipping:
+            context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
         yield from context.decode(packet)
+    yield from context.decode(None)
 
 
 def _check(frame: VideoFrame, request: Request) -> None:
