@@ -98,12 +98,11 @@ class FaultProxy:
         self._loop.call_soon(self._ready.set)
         self._loop.run_forever()
         server.close()
-        self._loop.run_until_complete(asyncio.sleep(0))  # connections accepted a moment ago become tasks
-        while tasks := asyncio.all_tasks(self._loop):
-            for task in tasks:
+        for _ in range(5):  # a connection that was accepted a moment ago becomes a task only a few turns later
+            for task in asyncio.all_tasks(self._loop):
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(asyncio.sleep(0))  # transports close
+            self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
         self._loop.close()
 
     def _pick(self, head: _Head) -> Fault | None:
