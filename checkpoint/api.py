@@ -9,8 +9,11 @@ or `close` if nobody has fetched it by then; training goes on meanwhile and earl
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -78,7 +81,7 @@ class Checkpointer:
         url: str | Store,
         *,
         run: str,
-        sidecar: str | None = "auto",
+        sidecar: str | os.PathLike[str] | None = "auto",
         rank: int | None = None,
         world_size: int | None = None,
         compression: str = "none",
@@ -100,6 +103,7 @@ class Checkpointer:
         self._saves: dict[int, Handle] = {}
         self._committed: set[int] = set()
         self._closed = False
+        _before_exit(self._wait_at_exit)
 
     def save(self, step: int, state: dict[str, Any]) -> Handle:
         """Start saving `state` as `step`; return when it is copied and may change again.
@@ -319,9 +323,22 @@ class Checkpointer:
             if handle.done and handle.error is not None and not handle.fetched:
                 handle.result()
 
+    def _wait_at_exit(self) -> None:
+        if any(not handle.done for handle in self._saves.values()):
+            _log.warning("the program ends without close(): waiting for the save in flight")
+            self._wait_for_all(self._wait)
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the checkpointer is closed", hint="make another one")
+
+
+def _before_exit(method: Callable[[], None]) -> None:
+    """Call `method`, if its object still lives, while threads can still be started: `atexit` would be too late."""
+    reference = weakref.WeakMethod(method)
+    register = getattr(threading, "_register_atexit", None)  # not public, but what concurrent.futures itself rests on
+    if register is not None:
+        register(lambda: (found := reference()) and found())
 
 
 class _Sink:

@@ -8,6 +8,7 @@ Failure behaviour: a sidecar that is absent or refuses means in-process, said on
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Cargo:
 class Carriers:
     """Chooses the carrier for every save of one `Checkpointer`."""
 
-    def __init__(self, store: Store, sidecar: str | None, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, store: Store, sidecar: str | os.PathLike[str] | None, clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._wanted, self._clock = store, sidecar, clock
         self._sidecar: Sidecar | None = None
         self._lock = threading.Lock()

@@ -21,6 +21,7 @@ from checkpoint import RNG, Checkpointer, SaveResult
 from checkpoint.dtypes import ITEM_BYTES
 from checkpoint.kinds import as_bits, empty
 from dataio.core.errors import (
+    AmbiguousWriteError,
     CapacityError,
     ConflictError,
     CorruptionError,
@@ -445,3 +446,18 @@ def test_unsupported_tensors_say_what_they_are(tmp_path: Path) -> None:
         quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with open_at(tmp_path) as checkpointer, pytest.raises(UnsupportedError, match="q: the tensor is of type qint8"):
         checkpointer.save(1, {"q": quantized})
+
+
+class Stuttering(Wrapped):
+    """COMMIT is written, and the answer lost."""
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        won = self.inner.put_if_absent(key, data)
+        if key.endswith("COMMIT"):
+            raise AmbiguousWriteError("nobody knows")
+        return won
+
+
+def test_a_save_is_reported_as_failed_only_after_the_repository_was_asked(tmp_path: Path) -> None:
+    with open_store(tmp_path) as inner, open_at(Stuttering(inner)) as checkpointer:
+        assert checkpointer.save(1, {"a": torch.zeros(2)}).result(60).step == 1

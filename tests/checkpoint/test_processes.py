@@ -99,3 +99,12 @@ def test_a_trainer_killed_while_staging_leaves_nothing_behind(tmp_path: Path) ->
         assert checkpointer.restore(into) == 1
         assert torch.equal(into["a"], state["a"])
         assert checkpointer.save(2, into).result(60).bytes_written == 0
+
+
+def test_a_program_that_ends_without_close_still_commits_its_save(tmp_path: Path) -> None:
+    process = start("ending", str(tmp_path))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "waiting for the save in flight" in errors
+    with open_store(tmp_path) as store:
+        assert [base.step for base in repository.visible(store, "exp")] == [1]

@@ -99,13 +99,18 @@ def staging(url: str) -> None:
         checkpointer.save(2, {"a": torch.ones(100_000), "b": torch.ones(100_000)}).result(60)
 
 
+def ending(url: str) -> None:
+    """Save and come to the program's end without closing."""
+    Checkpointer(url, run="exp", sidecar=None).save(1, {"a": torch.ones(10_000_000)})
+
+
 def main(mode: str, url: str, *more: str) -> None:
     if mode == "ranks":
         dist.init_process_group("gloo")
         saving(url, int(os.environ["RANK"]))
         dist.destroy_process_group()
     else:
-        {"hand-over": hand_over, "staging": staging}[mode](url, *more)
+        {"hand-over": hand_over, "staging": staging, "ending": ending}[mode](url, *more)
 
 
 if __name__ == "__main__":
