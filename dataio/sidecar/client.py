@@ -6,6 +6,7 @@ from dataio.cache.contract import ShardReader
 from dataio.cache.reader import PrivateReader
 from dataio.core.log import get_logger, warn_once
 from dataio.sidecar.connection import Sidecar, SidecarName, Staged
+from dataio.sidecar.paths import chosen
 from dataio.sidecar.reader import SidecarReader
 from dataio.store.contract import Store
 
@@ -17,10 +18,10 @@ _log = get_logger(__name__)
 def open_reader(store: Store, sidecar: SidecarName = "auto") -> ShardReader:
     """A reader of `store`'s objects: through the node's sidecar while one answers, else by a cache inside this process.
 
-    `sidecar` is "auto" (the default socket), a socket's path, or None for never. Which it is, and why, is logged once. A
-    sidecar that dies is done without, and used again when it is back; the bytes are the same.
+    `sidecar` is "auto" (the default socket, or none where MILLRACE_SIDECAR=off), a socket's path, or None for never. Which it
+    is, and why, is logged once. A sidecar that dies is done without, and used again when it is back; the bytes are the same.
     """
-    if sidecar is None:
+    if chosen(sidecar) is None:
         return PrivateReader(store)
     if not store.location.shareable:
         why = "it was opened with secrets in its options, which never leave this process"

@@ -135,9 +135,9 @@ class Sidecar:
     @classmethod
     def find(cls, sidecar: SidecarName = "auto") -> Sidecar | None:
         """A connection to the daemon at this socket ("auto": the default one), or None when none answers."""
-        if sidecar is None:
+        path = paths.chosen(sidecar)
+        if path is None:
             return None
-        path = paths.default_socket() if sidecar == "auto" else Path(sidecar)
         try:
             return cls._connect(path)
         except (OSError, MillraceError) as error:

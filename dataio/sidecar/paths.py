@@ -18,15 +18,25 @@ from dataio.core.errors import ConflictError, UsageError
 
 SOCKET_PATH_BYTES = 107
 """The most that a Unix socket's address holds on Linux."""
+OFF = "off"
+"""What `$MILLRACE_SIDECAR` says where no sidecar shall be used."""
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
     """`$MILLRACE_SIDECAR`, or `millrace/sidecar.sock` in `$XDG_RUNTIME_DIR`, or in a directory of this user's in /tmp."""
-    if named := environ.get("MILLRACE_SIDECAR"):
+    named = environ.get("MILLRACE_SIDECAR")
+    if named and named != OFF:
         return Path(named)
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "millrace" / "sidecar.sock"
     return Path(f"/tmp/millrace-{os.geteuid()}/sidecar.sock")
+
+
+def chosen(sidecar: str | os.PathLike[str] | None, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The socket that a client means by `sidecar`: "auto" is the default one, unless `$MILLRACE_SIDECAR` is `off`."""
+    if sidecar != "auto":
+        return None if sidecar is None else Path(sidecar)
+    return None if environ.get("MILLRACE_SIDECAR") == OFF else default_socket(environ)
 
 
 def claim(socket: Path) -> int:
