@@ -20,18 +20,16 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow.compute as pc
-import torch
-import torch.distributed as dist
 
 from dataio.core import metrics
 from dataio.core.errors import UsageError
-from dataio.core.log import get_logger, warn_once
 from dataio.shards.dataset import Dataset
 from dataio.sidecar.client import open_reader
+from loaders import arguments
 from loaders import state as states
 from loaders.ahead import Ahead, Plan
 from loaders.audio import AudioSpec
-from loaders.batch import Output, Prefetcher
+from loaders.batch import Prefetcher
 from loaders.clip import Clip
 from loaders.clips import ClipMaker, Look
 from loaders.decode.choose import AutoDecoder
@@ -41,12 +39,6 @@ from loaders.permutation import I64
 from loaders.quarantine import Quarantine, Refusal
 from loaders.source import Source
 
-MAX_SIDE = 16_384
-MAX_THREADS = 256
-MAX_PREFETCH = 64
-MAX_BATCH = 1 << 16
-_log = get_logger(__name__)
-
 
 class VideoLoader:
     """Batches of video clips from a dataset.
@@ -55,8 +47,9 @@ class VideoLoader:
     is (height, width): clips are scaled to cover it and cropped around the centre; None keeps the source's size, which all
     clips of a batch must then share. `normalize=(mean, std)`, three numbers each for pixels in 0 … 1, gives float32 instead of
     uint8. `audio=AudioSpec(...)` adds sound, `True` is `AudioSpec()`. `rotate` turns frames as their metadata says. `rank` and
-    `world_size` default to torch.distributed's. `sidecar`: "auto", a socket's path, or None. `threads` decode (default: as
-    many as cores, at most 16), `prefetch` batches ahead. `quarantine_limit`: damaged samples before giving up.
+    `world_size` default to torch.distributed's. `sidecar`: "auto", a socket's path, or None. `threads` decode (default: this
+    rank's share of the machine's cores, at most 16), `prefetch` batches ahead. After `quarantine_limit` damaged samples it gives
+    up.
 
     Iterating yields the rest of the current epoch; iterating again, the next one. A batch is a dict: "video" (B, T, 3, H, W)
     uint8 or float32, contiguous, on `device`, pinned when it is the CPU's and CUDA is there; "id" int64 (B,) numbers of the
@@ -94,13 +87,15 @@ class VideoLoader:
     ) -> None:
         clip = clip or Clip()
         sound = AudioSpec() if audio is True else (audio or None)
-        self._look = Look(clip, _checked_size(size), rotate, sound)
+        self._look = Look(clip, arguments.checked_size(size), rotate, sound)
         if sound is not None:
             sound.samples(clip)
-        self._threads = _checked("threads", threads or min(16, os.cpu_count() or 1), MAX_THREADS)
-        self._prefetch = _checked("prefetch", prefetch, MAX_PREFETCH)
-        self._output = _output(device, normalize)
-        _checked("batch_size", batch_size, MAX_BATCH)
+        self._threads = arguments.checked(
+            "threads", arguments.cores() if threads is None else threads, arguments.MAX_THREADS
+        )
+        self._prefetch = arguments.checked("prefetch", prefetch, arguments.MAX_PREFETCH)
+        self._output = arguments.output(device, normalize)
+        arguments.checked("batch_size", batch_size, arguments.MAX_BATCH)
         self._dataset, self._owned = _open(url_or_dataset, version, storage_options)
         self._drop_last, self._sidecar = drop_last, sidecar
         try:
@@ -117,7 +112,7 @@ class VideoLoader:
     def _make_plan(
         self, batch_size: int, clip: Clip, seed: int, shuffle: bool, rank: int | None, world_size: int | None
     ) -> Plan:
-        rank, world_size = _place_in_world(rank, world_size)
+        rank, world_size = arguments.place_in_world(rank, world_size)
         dataset, ids = self._dataset, _with_video(self._dataset)
         order = Order.of(
             len(ids),
@@ -237,54 +232,6 @@ class VideoLoader:
         return states.Fingerprint.of(
             dataset.version, dataset.digest, self._plan.order, self._look.clip, self._drop_last
         )
-
-
-def _checked(name: str, value: int, most: int) -> int:
-    if not isinstance(value, int) or not 1 <= value <= most:
-        raise UsageError(f"{name} is a number from 1 to {most}, not {value!r}")
-    return value
-
-
-def _checked_size(size: tuple[int, int] | None) -> tuple[int, int] | None:
-    if size is None:
-        return None
-    height, width = size
-    return _checked("size's height", height, MAX_SIDE), _checked("size's width", width, MAX_SIDE)
-
-
-def _place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Given, or torch.distributed's, or alone."""
-    if (rank is None) != (world_size is None):
-        raise UsageError("give both rank and world_size, or neither")
-    if rank is None or world_size is None:
-        if dist.is_available() and dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-        else:
-            if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-                warn_once(
-                    _log, "WORLD_SIZE is set but torch.distributed is not initialised: every rank reads everything"
-                )
-            rank, world_size = 0, 1
-    if not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} is outside a world of {world_size}")
-    return rank, world_size
-
-
-def _output(device: str, normalize: tuple[Sequence[float], Sequence[float]] | None) -> Output:
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"device {device!r} is not known", hint="use 'cpu' or 'cuda'")
-    target = torch.device(device)
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device='cuda', but torch sees no GPU", hint="use device='cpu'")
-    if target == torch.device("cuda"):
-        target = torch.device("cuda", torch.cuda.current_device())
-    pinned = target.type == "cpu" and torch.cuda.is_available()
-    if normalize is None:
-        return Output(target, pinned)
-    mean, std = (tuple(float(value) for value in values) for values in normalize)
-    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise UsageError("normalize is (mean, std), three numbers each, the deviations positive")
-    return Output(target, pinned, mean, std)
 
 
 def _open(

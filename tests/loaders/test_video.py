@@ -591,3 +591,24 @@ def test_upcoming_samples_are_announced_soonest_first(
     expected = [(sample.shard, member.offset, member.length) for sample, member in zip(samples, members, strict=True)]
     assert said[0][: len(expected)] == expected
     assert np.array(said[0]).shape == (32, 3)
+
+
+# -- a GPU
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_batches_are_there_and_hold_the_same_pixels_within_one(make: Callable[..., VideoLoader]) -> None:
+    for gpu, cpu in zip(take(make(device="cuda"), 6), take(make(), 6), strict=True):
+        assert gpu["video"].is_cuda
+        assert torch.equal(gpu["id"], cpu["id"])
+        assert (gpu["video"].cpu().int() - cpu["video"].int()).abs().max() <= 2  # decoding 1, resizing 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_batches_for_the_cpu_are_pinned_when_cuda_is_there(make: Callable[..., VideoLoader]) -> None:
+    assert next(iter(make()))["video"].is_pinned()
