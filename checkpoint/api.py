@@ -72,8 +72,9 @@ class Checkpointer:
     `wait_seconds` bounds each wait: for the arena, for other ranks, for a save in flight on `close` and `restore`.
 
     With several ranks `save` and `restore` are called on all of them with the same step. Tensors of modules, optimizers
-    and schedulers are taken to be the same everywhere and written once, the work spread over the ranks; everything else
-    is kept per rank. A rank that the step was not saved with gets the rank-local values of rank 0.
+    and schedulers are taken to be the same everywhere and written once, the work spread over the ranks (modules' buffers,
+    such as running means, may differ: rank 0's are written). Everything else is kept per rank; a rank that the step was
+    not saved with gets the rank-local values of rank 0.
     """
 
     def __init__(
@@ -215,10 +216,16 @@ class Checkpointer:
             raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
         flat = state.flatten(given, _KINDS)
         shared = [leaf for leaf in flat.leaves if leaf.replicated]
-        sizes = [(leaf.name, TensorSpec(leaf.name, leaf.dtype, whole(leaf.shape)).nbytes) for leaf in shared]
-        owners = dict(zip((name for name, _ in sizes), layouts.spread(sizes, self._ranks.world_size), strict=True))
+        owners = self._owners(shared)
         mine = [leaf for leaf in flat.leaves if owners.get(leaf.name, self._ranks.rank) == self._ranks.rank]
         return _Prepared(tree.encode(flat.tree), mine, replicas_digest((x.name, x.dtype, x.shape) for x in shared))
+
+    def _owners(self, shared: list[state.Leaf]) -> dict[str, int]:
+        """Which rank writes each replicated tensor."""
+        spread = [(x.name, TensorSpec(x.name, x.dtype, whole(x.shape)).nbytes) for x in shared if not x.first]
+        ranks = layouts.spread(spread, self._ranks.world_size)
+        owners = {name: rank for (name, _), rank in zip(spread, ranks, strict=True)}
+        return owners | {x.name: 0 for x in shared if x.first}
 
     def _settle(self) -> None:
         """Forget saves that have ended and were heard of; the newest committed one is what the next save leans on."""

@@ -57,6 +57,9 @@ class TorchKinds:
             return state.OPTIMIZER
         return state.SCHEDULER if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else state.OTHER
 
+    def buffers(self, module: torch.nn.Module) -> list[str]:
+        return [name for name, _ in module.named_buffers(remove_duplicate=False)]
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         return empty(getattr(torch, dtype), shape)
 

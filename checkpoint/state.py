@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from checkpoint.tree import MAX_DEPTH, StatefulNode, TensorRef, join
@@ -37,6 +37,10 @@ class Kinds(Protocol):
         """module, optimizer, scheduler or other, of an object with a state."""
         ...
 
+    def buffers(self, module: Any) -> list[str]:
+        """Keys of a module's state that are no parameters: ranks may differ in them, and rank 0's are the ones that count."""
+        ...
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new tensor in main memory."""
         ...
@@ -48,13 +52,14 @@ class Kinds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor of a state."""
+    """One tensor of a state. `replicated`: every rank has it; `first`: and rank 0's is the one to save."""
 
     name: str
     tensor: Any
     dtype: str
     shape: tuple[int, ...]
     replicated: bool
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,9 @@ def _flatten(value: Any, path: str, replicated: bool, kinds: Kinds, leaves: dict
         kind = kinds.kind(value)
         inner = kinds.unwrap(value)
         below = _flatten(_state_of(inner, path), path, replicated or kind != OTHER, kinds, leaves, depth + 1)
+        for name in kinds.buffers(inner) if kind == MODULE else ():
+            if (leaf := leaves.get(join(path, name))) is not None:
+                leaves[leaf.name] = replace(leaf, first=True)
         return StatefulNode(kind, below)
     if isinstance(value, dict):
         items = {k: _flatten(v, join(path, k), replicated, kinds, leaves, depth + 1) for k, v in value.items()}

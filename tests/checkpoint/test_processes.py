@@ -49,7 +49,8 @@ def test_two_ranks_save_one_step_and_one_or_two_restore_it(tmp_path: Path) -> No
     lines = ranks(str(tmp_path), 2)
     first, second = (lines[rank][0] for rank in range(2))
     assert first["attempt"] == second["attempt"]
-    assert first["weights"] == second["weights"]
+    differ = {name for name in first["weights"] if first["weights"][name] != second["weights"][name]}
+    assert differ == {"1.running_mean", "1.running_var"}
     total = first["state"] + second["state"]
     assert abs(first["state"] - second["state"]) < 0.1 * total  # the work was spread, nothing written twice
     expected = state_for(0, seed=1)
@@ -57,9 +58,9 @@ def test_two_ranks_save_one_step_and_one_or_two_restore_it(tmp_path: Path) -> No
 
     for rank in range(2):  # restored on two ranks: each has its own loader again
         restored = lines[rank][-1]
-        assert {k: restored[k] for k in ("weights", "moments", "loader", "tag")} == {
-            k: lines[rank][0][k] for k in ("weights", "moments", "loader", "tag")
-        }
+        assert restored["weights"] == first["weights"]
+        assert restored["moments"] == first["moments"]
+        assert restored["tag"] == f"rank {rank}"
         assert restored["loader"] == [100 + rank, [100 + rank] * 3]
 
     alone = state_for(9, seed=3)

@@ -32,11 +32,11 @@ class Local:
 def state_for(rank: int, seed: int) -> dict[str, Any]:
     """A model and optimizer that are the same on every rank, and what is not."""
     torch.manual_seed(seed)
-    model: nn.Module = nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64), nn.Linear(64, 4))
+    model: nn.Module = nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300), nn.Linear(300, 64), nn.Linear(64, 4))
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 64)).sum().backward()
+    model(torch.randn(2, 64) + rank).sum().backward()  # the ranks' running means differ now
     optimizer.step()
     return {"model": model, "optim": optimizer, "loader": Local(100 + rank), "tag": f"rank {rank}"}
 
