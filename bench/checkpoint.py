@@ -25,7 +25,7 @@ CANDIDATES = ("millrace", "torch.save", "dcp.save", "dcp.async_save")
 _LAYERS = int(os.environ.get("MILLRACE_BENCH_LAYERS", "16"))
 
 State = dict[str, torch.Tensor]
-Wait = Callable[[], None]
+Wait = Callable[[], object]
 
 
 def state(seed: int) -> State:
@@ -86,7 +86,7 @@ def _millrace(directory: Path) -> Built:
 
     def save(values: State) -> Wait:
         handle = checkpointer.save(next(steps), {"state": values})
-        return lambda: handle.result(_WAIT_SECONDS) and None
+        return lambda: handle.result(_WAIT_SECONDS)
 
     return save, lambda target: checkpointer.restore({"state": target}), checkpointer.close
 
@@ -124,7 +124,7 @@ def _dcp(directory: Path, *, asynchronous: bool) -> Built:
             dcp.save(values, storage_writer=writer)
             return lambda: None
         future = dcp.async_save(values, storage_writer=writer)
-        return lambda: future.result(_WAIT_SECONDS) and None  # type: ignore[union-attr]
+        return lambda: future.result(_WAIT_SECONDS)  # type: ignore[union-attr]
 
     def restore(target: State) -> None:
         dcp.load(target, storage_reader=dcp.FileSystemReader(paths[-1]))

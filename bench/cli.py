@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def bench(argv: list[str]) -> int:
 
 
 def _loader(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:
+    tell = _progress()
     from bench.demo.media import make_clip
     from bench.loader import CANDIDATES
     from dataio import pack
@@ -72,11 +73,11 @@ def _loader(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:
     clips = scratch / "clips"
     clips.mkdir()
     for number in range(args.clips):
-        _tell("making clips", number / args.clips)
+        tell("making clips", number / args.clips)
         make_clip(clips, number * 4, seconds=4, width=320, height=240)
     dataset = str(scratch / "dataset")
     pack([str(clips)], dataset, shard_bytes=4 << 20)
-    found = alternate([Candidate(name, "bench.loader", (name, dataset)) for name in CANDIDATES], args.rounds, _tell)
+    found = alternate([Candidate(name, "bench.loader", (name, dataset)) for name in CANDIDATES], args.rounds, tell)
     if not args.json:
         print(
             f"\n## Loader: {args.clips} H.264 clips of 4 s, 320x240, local disk\n\n{table(found, _LOADER, CANDIDATES[1])}"
@@ -85,17 +86,28 @@ def _loader(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:
 
 
 def _checkpoint(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:
+    tell = _progress()
     from bench.checkpoint import CANDIDATES
 
     directory = str(scratch / "checkpoints")
     found = alternate(
-        [Candidate(name, "bench.checkpoint", (name, directory)) for name in CANDIDATES], args.rounds, _tell
+        [Candidate(name, "bench.checkpoint", (name, directory)) for name in CANDIDATES], args.rounds, tell
     )
     if not args.json:
         print(f"\n## Checkpoint: 192 MiB of float32 on local disk\n\n{table(found, _CHECKPOINT, 'dcp.async_save')}")
     return found
 
 
-def _tell(name: str, share: float) -> None:
-    print(f"\r\x1b[K{share:4.0%} {name}" if sys.stderr.isatty() else f"{share:4.0%} {name}",
-          end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)  # fmt: skip
+def _progress() -> Callable[[str, float], None]:
+    """One line that is written over on a terminal; elsewhere a line for every new name."""
+    last = ""
+
+    def tell(name: str, share: float) -> None:
+        nonlocal last
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{share:4.0%} {name}", end="", file=sys.stderr, flush=True)
+        elif name != last:
+            print(name, file=sys.stderr, flush=True)
+        last = name
+
+    return tell

@@ -60,8 +60,13 @@ def _once(candidate: Candidate, samples: Samples) -> None:
     if done.returncode != 0:
         samples.errors.append(" / ".join(done.stderr.strip().splitlines()[-3:]))
         return
-    for metric, value in json.loads(done.stdout.strip().splitlines()[-1]).items():
-        samples.metrics.setdefault(metric, []).append(float(value))
+    try:
+        figures = {name: float(value) for name, value in json.loads(done.stdout.strip().splitlines()[-1]).items()}
+    except (ValueError, IndexError, AttributeError, TypeError):
+        samples.errors.append(f"printed no figures but {done.stdout[-200:]!r}")
+        return
+    for metric, value in figures.items():
+        samples.metrics.setdefault(metric, []).append(value)
 
 
 class Meter:

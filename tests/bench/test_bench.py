@@ -1,0 +1,50 @@
+"""`millrace bench`: measures what it says, names what failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.measure import Candidate, Samples, alternate, table
+
+COMMAND = [sys.executable, "-m", "dataio.cli", "bench"]
+
+
+def test_candidates_alternate_and_what_is_no_figure_is_a_failure() -> None:
+    told: list[str] = []
+    candidates = [Candidate(name, "timeit", ("-n1", "-r1")) for name in "ab"]
+    found = alternate(candidates, 2, lambda name, _share: told.append(name))
+    assert told == ["a", "b", "a", "b"]
+    assert [len(samples.errors) for samples in found.values()] == [2, 2], (
+        "timeit prints no JSON object: a failure, not a figure"
+    )
+
+
+def test_a_candidate_that_fails_is_named_and_has_no_figures() -> None:
+    found = alternate([Candidate("broken", "no_such_module", ())], 1, lambda *_: None)
+    assert not found["broken"].metrics
+    assert "No module named no_such_module" in found["broken"].errors[0]
+    text = table({**found, "peer": Samples({"x": [2.0, 4.0, 3.0]})}, {"x": "x s"}, "peer")
+    assert "broken failed" in text
+    assert "| peer | 3 (2–4) |" in text
+
+
+def test_checkpoints_are_measured_beside_their_peers(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "checkpoint", "--rounds", "1", "--json", "--directory", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env={**os.environ, "MILLRACE_BENCH_LAYERS": "2"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["checkpoint"]
+    assert set(found) == {"millrace", "torch.save", "dcp.save", "dcp.async_save"}
+    for name, samples in found.items():
+        assert samples["metrics"]["first_mib"][0] >= 24, name
+        assert samples["metrics"]["restore_s"][0] > 0, name
+    assert found["millrace"]["metrics"]["again_mib"][0] < 8, "what did not change was written again"
+    assert not list(tmp_path.iterdir()), "the benchmark left something behind"
