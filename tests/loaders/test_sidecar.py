@@ -1,0 +1,65 @@
+"""The loader through a real daemon, also when that daemon is killed in the middle of an epoch."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataio.shards.dataset import Dataset
+from dataio.sidecar.client import Sidecar
+from loaders import Clip, VideoLoader
+
+
+@pytest.fixture
+def daemon() -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A daemon that answers, and its socket, in a folder of short name, since a socket's path must be."""
+    with tempfile.TemporaryDirectory(prefix="mr-") as folder:
+        socket = Path(folder) / "s" / "sidecar.sock"
+        options = ["--socket", str(socket), "--cache-dir", str(Path(folder) / "c"), "--http-port", "off"]
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from dataio.cli import main; raise SystemExit(main())", "sidecar", "run", *options],
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            yield _answering(process, socket), socket
+        finally:
+            process.kill()
+            process.wait(30)
+
+
+def _answering(process: subprocess.Popen[bytes], socket: Path) -> subprocess.Popen[bytes]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the daemon ended"
+        found = Sidecar.find(socket)
+        if found is not None:
+            found.close()
+            return process
+        time.sleep(0.02)
+    raise AssertionError("the daemon never answered")
+
+
+def test_batches_through_the_daemon_are_the_same_and_go_on_when_it_is_killed(
+    dataset: Dataset, daemon: tuple[subprocess.Popen[bytes], Path]
+) -> None:
+    process, socket = daemon
+    with (
+        VideoLoader(dataset, 4, clip=Clip(2, per_video=4), size=(16, 16), sidecar=None) as alone,
+        VideoLoader(dataset, 4, clip=Clip(2, per_video=4), size=(16, 16), sidecar=socket, prefetch=1) as served,
+    ):
+        for number, (one, other) in enumerate(zip(alone, served, strict=True)):
+            assert one["key"] == other["key"]
+            assert torch.equal(one["video"], other["video"])
+            if number == 2:
+                process.send_signal(signal.SIGKILL)
+                assert process.wait(30) == -signal.SIGKILL
+        assert number == 7
+        assert not served.quarantine
