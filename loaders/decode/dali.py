@@ -94,6 +94,8 @@ class DaliDecoder:
     def _prepare(self, request: Request) -> tuple[_Feed | MillraceError, tuple[int, ...]]:
         try:
             with open_window(request) as window:
+                if len(window.packets) != len(window.times):
+                    raise UnsupportedError("some packets show no frame, and DALI counts packets")
                 if self._device_id is not None:
                     _check_clean_start(window, request)
                 picks, pts = window.picks, window.pts

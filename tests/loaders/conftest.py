@@ -46,7 +46,10 @@ def info_of() -> Callable[[bytes, str], VideoInfo]:
 
 @pytest.fixture(scope="session")
 def reencode() -> Reencode:
-    """Real frames in another codec and container; `stamps` are their times in units of 1/100 s."""
+    """Real frames in another codec and container; `stamps` are their times in units of 1/100 s.
+
+    What lies before zero is cut off by an edit list where the container has them.
+    """
 
     def encode(
         source: Path,
@@ -63,7 +66,8 @@ def reencode() -> Reencode:
         stamps = stamps or [4 * n for n in range(frames)]
         if options is None and codec.startswith("libvpx"):
             options = FAST_VPX
-        with av.open(source) as input_, av.open(target, "w", format=container) as output:
+        keep = {"avoid_negative_ts": "disabled"}
+        with av.open(source) as input_, av.open(target, "w", format=container, container_options=keep) as output:
             origin = input_.streams.video[0]
             stream: Any = output.add_stream(codec, rate=25, options=options or {})
             stream.width, stream.height, stream.pix_fmt = origin.width // 2 * 2, origin.height // 2 * 2, pixel_format

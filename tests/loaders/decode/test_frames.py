@@ -95,6 +95,27 @@ def test_a_variable_frame_rate_and_a_late_start_are_exact(
         )
 
 
+@pytest.mark.parametrize(
+    ("codec", "pixel_format"), [("libx264", "yuv420p"), ("mjpeg", "yuvj420p"), ("libvpx-vp9", "yuv420p")]
+)
+@pytest.mark.parametrize("cut", [5, 17])
+def test_frames_cut_off_by_an_edit_list_are_never_shown(
+    codec: str, pixel_format: str, cut: int, media: Path, reencode: Any, reference: Reference, info_of: InfoOf
+) -> None:
+    stamps = [4 * (n - cut) for n in range(40)]
+    data = reencode(media / "pancake_h264.mkv", codec, "mp4", pixel_format=pixel_format, stamps=stamps)
+    info = info_of(data, "mp4")
+    images, times = reference(data, info.stream)
+    assert info.frames == len(images) < 40  # the list is there and is obeyed
+    for epoch in range(6):
+        by_count = choose(info, Clip(3, 2), 0, epoch, 0, 0)
+        decoded = decode(AutoDecoder(), data, info, by_count)
+        assert (decoded.frames.numpy() == np.stack([images[n] for n in by_count.values])).all()
+        by_time = choose(info, Clip(3, fps=9), 0, epoch, 0, 0)
+        shown = [max((n for n, time in enumerate(times) if time <= value), default=0) for value in by_time.values]
+        assert (decode(AutoDecoder(), data, info, by_time).frames.numpy() == np.stack([images[n] for n in shown])).all()
+
+
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 @pytest.mark.parametrize(
     ("codec", "parameters"),
