@@ -14,24 +14,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 import torch
 
+from checkpoint import fit, names, plan, repository, restore, timeline, tree, ulid
 from checkpoint import layout as layouts
-from checkpoint import names, plan, repository, restore, state, timeline, tree, ulid
 from checkpoint.carriers import Cargo, Carriers
-from checkpoint.chunk import whole
 from checkpoint.codec import COMPRESSIONS
 from checkpoint.documents import Base, StepName
 from checkpoint.handle import Handle, SaveResult
-from checkpoint.kinds import TorchKinds, as_bits, empty, has_plain_memory, memory_of
+from checkpoint.kinds import TensorSink, TorchKinds
 from checkpoint.layout import TensorSpec
 from checkpoint.lease import DEFAULT_LIFE
-from checkpoint.manifest import replicas_digest
+from checkpoint.prepare import Prepared, prepare
 from checkpoint.ranks import Ranks
 from checkpoint.stage import Staging
 from dataio.core import metrics
@@ -52,15 +50,6 @@ class _Ticket(msgspec.Struct, array_like=True, frozen=True):
     attempt: str
     timeline: int
     base: Base | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A state taken apart, on one rank. `mine`: what this rank writes."""
-
-    tree: bytes
-    mine: list[state.Leaf]
-    replicas: bytes
 
 
 class Checkpointer:
@@ -115,7 +104,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         ticket, prepared = self._begin(step, state)
-        specs = [TensorSpec(x.name, x.dtype, whole(x.shape), x.replicated) for x in prepared.mine]
+        specs = prepared.specs()
         layout = layouts.lay_out(specs)
         self._wait_for_room()
         arena = self._staging.take(layout, self._wait)
@@ -191,7 +180,7 @@ class Checkpointer:
                 raise
             _log.error("closing after %s: %s", kind.__name__ if kind else "an error", second)
 
-    def _begin(self, step: int, state: dict[str, Any]) -> tuple[_Ticket, _Prepared]:
+    def _begin(self, step: int, state: dict[str, Any]) -> tuple[_Ticket, Prepared]:
         """Agree with the other ranks on the attempt, with the state taken apart on each."""
         prepared, message, error = None, b"", None
         try:
@@ -206,7 +195,7 @@ class Checkpointer:
         self._timeline = ticket.timeline
         return ticket, prepared
 
-    def _prepare(self, step: int, given: dict[str, Any]) -> _Prepared:
+    def _prepare(self, step: int, given: dict[str, Any]) -> Prepared:
         self._check_open()
         self._raise_unfetched()
         names.check_step(step)
@@ -214,18 +203,7 @@ class Checkpointer:
         if step in self._committed or step in self._saves:
             how = "is saved" if step in self._committed else "is being saved"
             raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
-        flat = state.flatten(given, _KINDS)
-        shared = [leaf for leaf in flat.leaves if leaf.replicated]
-        owners = self._owners(shared)
-        mine = [leaf for leaf in flat.leaves if owners.get(leaf.name, self._ranks.rank) == self._ranks.rank]
-        return _Prepared(tree.encode(flat.tree), mine, replicas_digest((x.name, x.dtype, x.shape) for x in shared))
-
-    def _owners(self, shared: list[state.Leaf]) -> dict[str, int]:
-        """Which rank writes each replicated tensor."""
-        spread = [(x.name, TensorSpec(x.name, x.dtype, whole(x.shape)).nbytes) for x in shared if not x.first]
-        ranks = layouts.spread(spread, self._ranks.world_size)
-        owners = {name: rank for (name, _), rank in zip(spread, ranks, strict=True)}
-        return owners | {x.name: 0 for x in shared if x.first}
+        return prepare(given, _KINDS, self._ranks.rank, self._ranks.world_size)
 
     def _settle(self) -> None:
         """Forget saves that have ended and were heard of; the newest committed one is what the next save leans on."""
@@ -247,7 +225,7 @@ class Checkpointer:
         return _Ticket(ulid.new(), number, self._base)
 
     def _plan(
-        self, step: int, ticket: _Ticket, prepared: _Prepared, specs: list[TensorSpec], layout: layouts.Layout
+        self, step: int, ticket: _Ticket, prepared: Prepared, specs: list[TensorSpec], layout: layouts.Layout
     ) -> plan.PutPlan:
         location = self._store.location
         return plan.PutPlan(
@@ -304,10 +282,10 @@ class Checkpointer:
             if tensor.local != tensor.shape:
                 raise UnsupportedError(f"tensor {tensor.name!r} was saved in shards", hint="install a newer Millrace")
         shapes = {name: (tensor.dtype, tensor.shape) for name, (_, tensor) in saved.items()}
-        fit = state.fit(given, tree.decode(opened.manifests[rank].tree), shapes, _KINDS)
+        todo = fit.fit(given, tree.decode(opened.manifests[rank].tree), shapes, _KINDS)
         with torch.no_grad():
-            for targets, actions in ((fit.fresh, fit.early), (fit.in_place, fit.late)):
-                restore.read(self._store, opened, [restore.Want(*saved[name], _Sink(t)) for name, t in targets])
+            for targets, actions in ((todo.fresh, todo.early), (todo.in_place, todo.late)):
+                restore.read(self._store, opened, [restore.Want(*saved[name], TensorSink(t)) for name, t in targets])
                 for action in actions:
                     action()
 
@@ -346,22 +324,3 @@ def _before_exit(method: Callable[[], None]) -> None:
     register = getattr(threading, "_register_atexit", None)  # not public, but what concurrent.futures itself rests on
     if register is not None:
         register(lambda: (found := reference()) and found())
-
-
-class _Sink:
-    """Puts a tensor's bytes into `tensor`: at once where it is plain memory, else through a copy of its own."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._copy: torch.Tensor | None = None
-
-    def open(self) -> memoryview:
-        if has_plain_memory(self._tensor):
-            return memory_of(self._tensor)
-        self._copy = empty(self._tensor.dtype, tuple(self._tensor.shape))
-        return memory_of(self._copy)
-
-    def close(self) -> None:
-        if self._copy is not None:
-            as_bits(self._tensor).copy_(as_bits(self._copy))
-            self._copy = None

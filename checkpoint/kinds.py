@@ -106,3 +106,22 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements as integers of their size where there are such, since not every type can be copied as it is."""
     same = _SAME_SIZE.get(tensor.element_size())
     return tensor if same is None or tensor.dtype == same else tensor.view(same)
+
+
+class TensorSink:
+    """Puts a tensor's bytes into `tensor`: at once where it is plain memory, else through a copy of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._copy: torch.Tensor | None = None
+
+    def open(self) -> memoryview:
+        if has_plain_memory(self._tensor):
+            return memory_of(self._tensor)
+        self._copy = empty(self._tensor.dtype, tuple(self._tensor.shape))
+        return memory_of(self._copy)
+
+    def close(self) -> None:
+        if self._copy is not None:
+            as_bits(self._tensor).copy_(as_bits(self._copy))
+            self._copy = None

@@ -120,7 +120,8 @@ def test_events_are_lines_and_errors_survive_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["checkpoint", "checkpoint.carry", "checkpoint.check", "checkpoint.cli", "checkpoint.state"]
+    "module",
+    ["checkpoint", "checkpoint.carry", "checkpoint.check", "checkpoint.cli", "checkpoint.fit", "checkpoint.prepare"],
 )
 def test_the_daemons_side_never_imports_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
