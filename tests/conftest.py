@@ -9,10 +9,15 @@ from pathlib import Path
 
 import fsspec.asyn
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
+
+# a busy machine is no failure: examples are bounded in number, not in time
+settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("millrace")
 
 _MEDIA = Path(__file__).resolve().parents[2] / "shared" / "media"
 
