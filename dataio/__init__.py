@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
+    from dataio.shards.in_place import index
     from dataio.shards.pack import PackReport, pack
     from dataio.store.open import open_store
 
-__all__ = ["Dataset", "PackReport", "open_store", "pack"]
+__all__ = ["Dataset", "PackReport", "index", "open_store", "pack"]
 
 _HOME = {
     "Dataset": "dataio.shards.dataset",
     "PackReport": "dataio.shards.pack",
+    "index": "dataio.shards.in_place",
     "open_store": "dataio.store.open",
     "pack": "dataio.shards.pack",
 }

@@ -19,6 +19,7 @@ from dataio.core.redact import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "pack": ("dataio.shards.cli:pack", "write media files into tar shards with an index, as version 1 of a dataset"),
+    "index": ("dataio.shards.cli_index:index", "make a dataset over WebDataset tars where they are"),
     "info": ("dataio.shards.cli:info", "say what a dataset holds"),
     "ls": ("dataio.shards.cli:ls", "list the samples of a dataset"),
     "cat": ("dataio.shards.cli:cat", "write one member of one sample to standard output"),

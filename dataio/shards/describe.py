@@ -61,6 +61,8 @@ def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, fl
     def area(p: Probe) -> int:
         return p.video.width * p.video.height if p.video else 0
 
+    if not probes:  # of an indexed shard; `pack` asks for media
+        return None, None, 0.0
     best = max(probes, key=area)
     audio = best.audio or next((p.audio for p in probes if p.audio), None)
     return best.video, audio, best.duration

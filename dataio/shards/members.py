@@ -16,6 +16,7 @@ from dataio.core import limits
 from dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UsageError
 from dataio.shards.contract import Member, Sample
 from dataio.store.contract import Store
+from dataio.store.mounts import url_of
 
 _CHUNK = 8 * limits.MIB
 
@@ -41,14 +42,16 @@ def read(store: Store, sample: Sample, ext: str, *, max_bytes: int = limits.GIB)
 
 def chunks(store: Store, sample: Sample, member: Member) -> Iterator[bytes]:
     """The member's bytes piece by piece. They are known to be right only when the last piece came without an error."""
-    name = f"{sample.key}.{member.ext} in {store.location.url}: {sample.shard}"
+    name = f"{sample.key}.{member.ext} in {url_of(store, sample.shard)}"
     hasher = xxhash.xxh3_64()
     for start in range(0, member.length, _CHUNK):
         piece = bytearray(min(_CHUNK, member.length - start))
         try:
             store.get_into(sample.shard, member.offset + start, memoryview(piece))
         except (NotFoundError, UsageError) as error:
-            raise CorruptionError(f"{name}: {error.message}", hint="the shard is not what was packed") from error
+            raise CorruptionError(
+                f"{name}: {error.message}", hint="the shard is not what was packed or indexed"
+            ) from error
         hasher.update(piece)
         yield bytes(piece)
     if hasher.intdigest() != member.xxh3:

@@ -1,0 +1,317 @@
+"""From what the user writes to the tar objects that it means: brace patterns, globs, folders and lists, on any store.
+
+Invariants:
+
+* `{000..999}` (with a step: `{0..90..10}`) and `{a,b}` expand as in a shell, nested too, and before anything else; `*`, `?`
+  and `[…]` match within one folder, `**` across folders. A URL that names no object but a folder means every tar below it.
+  `a::b` is a list.
+* Every folder that is named becomes one store; where there are more than `MAX_MOUNTS`, parents stand for their children.
+* Only what looks like a tar is taken from a glob or a folder; the rest (Parquet files, statistics) is reported as `ignored`. An
+  object that is named outright is taken whatever it is called.
+* At most `MAX_SHARDS` shards. The result depends on names only, and comes sorted.
+
+Failure behaviour: `UnsupportedError` for `pipe:` and other addresses that are commands; `NotFoundError` when a pattern finds
+nothing at all; a missing object among others of a pattern is reported as `missing`, since failed writers leave gaps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from dataio.shards.report import Skipped
+from dataio.store.contract import Location, ObjectInfo, Store
+from dataio.store.mounts import MAX_MOUNTS, url_of
+
+MAX_SHARDS = 1_000_000
+_FEW = 16
+"""Up to this many objects are asked for one by one; more are looked up in a listing."""
+_WILDCARD = re.compile(r"[*?\[]")
+_ANY = re.compile(".*", re.DOTALL)
+_RANGE = re.compile(r"(-?\d{1,12})\.\.(-?\d{1,12})(?:\.\.(-?\d{1,12}))?")
+_COMMAND = re.compile(r"(?i)\s*(?:pipe|cmd|exec|shell)\s*:|-$|.*\|")
+_TAR_NAME = re.compile(r"(?i).*\.(?:tar|tgz|tbz2?|txz|tzst|tar\.\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One store and the objects in it that are shards, by key."""
+
+    store: Store
+    shards: tuple[ObjectInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the patterns mean. The stores are the caller's to close."""
+
+    sources: tuple[Source, ...]
+    missing: tuple[Skipped, ...]
+    ignored: tuple[str, ...]
+
+    def close(self) -> None:
+        """Close all stores."""
+        with contextlib.ExitStack() as stack:
+            for source in self.sources:
+                stack.callback(source.store.close)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`name` below the store `root`: a key, a glob, or `""` for all of it."""
+
+    root: str
+    name: str
+
+    @property
+    def is_glob(self) -> bool:
+        return _WILDCARD.search(self.name) is not None
+
+
+def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Store]) -> Found:
+    """The shards that `patterns` mean; `opener` opens the store at a URL or path."""
+    texts = [text for pattern in patterns for text in os.fspath(pattern).split("::")]
+    wanted = [(text, [_located(url) for url in _expanded(text)]) for text in texts]
+    if not texts:
+        raise UsageError("there is no pattern to index", hint="give the URLs of tar shards")
+    home = _homes({item.root for _, items in wanted for item in items})
+    looks = {root: _Look(opener, root) for root in sorted(set(home.values()))}
+    try:
+        for text, items in wanted:
+            _take(text, [_moved(item, home[item.root]) for item in items], looks)
+        return _found(looks)
+    except BaseException:
+        for look in looks.values():
+            look.store.close()
+        raise
+
+
+def braces(text: str) -> Iterator[str]:
+    """`text` with its braces expanded, as a shell does; braces that are neither a range nor a list stay as they are."""
+    for start in (match.start() for match in re.finditer(r"\{", text)):
+        end = _closing(text, start)
+        if end is not None and (choices := _choices(text[start + 1 : end])) is not None:
+            for choice in choices:
+                for tail in braces(text[end + 1 :]):
+                    yield text[:start] + choice + tail
+            return
+    yield text
+
+
+def _closing(text: str, start: int) -> int | None:
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return at
+    return None
+
+
+def _choices(inner: str) -> Iterator[str] | None:
+    if match := _RANGE.fullmatch(inner):
+        first, last, step = int(match[1]), int(match[2]), abs(int(match[3] or 1)) or 1
+        padded = any(re.match(r"-?0\d", bound) for bound in (match[1], match[2]))
+        width = max(len(match[1]), len(match[2])) if padded else 0
+        numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+        return (f"{number:0{width}}" for number in numbers)
+    parts, depth, begin = [], 0, 0
+    for at, character in enumerate(inner):
+        depth += (character == "{") - (character == "}")
+        if character == "," and not depth:
+            parts.append(inner[begin:at])
+            begin = at + 1
+    if not parts:
+        return None
+    return itertools.chain.from_iterable(braces(part) for part in (*parts, inner[begin:]))
+
+
+def _expanded(text: str) -> list[str]:
+    _refuse_commands(text)
+    if text.count("{") > 100:  # each is a level of recursion
+        raise UsageError(f"{text[:80]!r}… holds more than 100 braces")
+    urls = list(itertools.islice(braces(text), MAX_SHARDS + 1))
+    if len(urls) > MAX_SHARDS:
+        raise CapacityError(f"{text!r} means more than {MAX_SHARDS} shards", hint="index it in parts")
+    return urls
+
+
+def _refuse_commands(text: str) -> None:
+    if not _COMMAND.match(text):
+        return
+    inside = re.search(r"(?:s3|gs|file|https?)://[^\s|'\"]+", text)
+    raise UnsupportedError(
+        f"{text!r} is a command to run, not the address of an object: its output cannot be read at an offset, nor checked later",
+        hint=f"give the address itself, such as {inside[0] if inside else 's3://bucket/shards/{000..999}.tar'}",
+    )
+
+
+def _located(url: str) -> Wanted:
+    """Where `url` lies: the folder before its last part or first wildcard, and the rest."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme.lower() == "file":
+        path = _local_path(url, rest if separator else None)
+        if not _WILDCARD.search(path) and os.path.isdir(path):
+            return Wanted(path, "")
+        head, name = _split(path)
+        return Wanted(head or "/", name)
+    bucket, _, key = rest.partition("/")
+    head, name = _split(key)
+    return Wanted(f"{scheme.lower()}://{bucket}" + (f"/{head}" if head else ""), name)
+
+
+def _local_path(url: str, rest: str | None) -> str:
+    if not url or "\0" in url:
+        raise UsageError("a pattern needs a path or a URL")
+    if rest is None:
+        return os.path.abspath(url)
+    host, _, path = rest.partition("/")
+    if host not in ("", "localhost"):
+        raise UsageError(f"{url!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
+    return os.path.abspath("/" + urllib.parse.unquote(path))
+
+
+def _split(path: str) -> tuple[str, str]:
+    wild = _WILDCARD.search(path)
+    head, _, _ = path[: wild.start() if wild else len(path)].rpartition("/")
+    return head, path[len(head) + 1 :] if head or path.startswith("/") else path
+
+
+def _homes(roots: set[str]) -> dict[str, str]:
+    """Root → the store that stands for it: itself, or an ancestor where there are too many."""
+    home = {root: root for root in roots}
+    while len(now := set(home.values())) > MAX_MOUNTS:
+        depth = max(root.count("/") for root in now)
+        parents = {root: _parent(root) if root.count("/") == depth else root for root in now}
+        if parents == {root: root for root in now}:
+            raise CapacityError(f"the shards lie in more than {MAX_MOUNTS} buckets", hint="index them in parts")
+        home = {root: parents[at] for root, at in home.items()}
+    return home
+
+
+def _parent(root: str) -> str:
+    scheme, separator, rest = root.partition("://")
+    head = rest.rpartition("/")[0] if separator else root.rpartition("/")[0] or "/"
+    return (f"{scheme}://{head}" if head else root) if separator else head
+
+
+def _moved(item: Wanted, home: str) -> Wanted:
+    below = item.root[len(home) :].strip("/")
+    return Wanted(home, "/".join(filter(None, [below, item.name])) if below else item.name)
+
+
+class _Look:
+    """What has been found in one store so far."""
+
+    def __init__(self, opener: Callable[[str], Store], root: str) -> None:
+        self.store = opener(root)
+        self.shards: dict[str, ObjectInfo] = {}
+        self.ignored: set[str] = set()
+        self.missing: dict[str, Skipped] = {}
+
+    def matching(self, prefix: str, pattern: re.Pattern[str]) -> int:
+        """Take every tar below `prefix` that matches; how many there were."""
+        count = 0
+        for info in self.store.list(prefix):
+            if not pattern.fullmatch(info.key):
+                continue
+            if _TAR_NAME.fullmatch(info.key):
+                self.add(info)
+                count += 1
+            else:
+                self.ignored.add(url_of(self.store, info.key))
+        return count
+
+    def named(self, names: Sequence[str]) -> int:
+        """Take the objects of these keys, or the folders; how many were there."""
+        if len(names) <= _FEW:
+            return sum(self._one(name) for name in names)
+        wanted = set(names)
+        there = {i.key: i for i in self.store.list(_common(min(names), max(names))) if i.key in wanted}
+        for info in there.values():
+            self.add(info)
+        for name in wanted - there.keys():
+            self._miss(name)
+        return len(there)
+
+    def _one(self, name: str) -> int:
+        try:
+            info = self.store.stat(name)
+        except NotFoundError:
+            if count := self.matching(f"{name.rstrip('/')}/", _ANY):
+                return count
+            self._miss(name)
+            return 0
+        self.add(info)
+        return 1
+
+    def _miss(self, name: str) -> None:
+        self.missing[name] = Skipped(url_of(self.store, name), NotFoundError.code, "there is no such object")
+
+    def add(self, info: ObjectInfo) -> None:
+        self.shards[info.key] = info
+        if len(self.shards) > MAX_SHARDS:
+            raise CapacityError(f"more than {MAX_SHARDS} shards were found", hint="index them in parts")
+
+
+def _take(text: str, items: Sequence[Wanted], looks: Mapping[str, _Look]) -> None:
+    count, names = 0, dict[str, list[str]]()
+    for item in items:
+        if item.is_glob or not item.name:
+            pattern = re.compile(_as_regex(item.name), re.DOTALL) if item.name else _ANY
+            literal = _WILDCARD.split(item.name, maxsplit=1)[0]
+            count += looks[item.root].matching(literal, pattern)
+        else:
+            names.setdefault(item.root, []).append(item.name)
+    count += sum(looks[root].named(keys) for root, keys in names.items())
+    if not count:
+        raise NotFoundError(f"{text!r} finds no tar", hint="check the address; quote patterns in a shell")
+
+
+def _common(a: str, b: str) -> str:
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
+
+
+def _as_regex(glob: str) -> str:
+    out, at = [], 0
+    while at < len(glob):
+        if glob.startswith("**/", at):
+            out.append("(?:.*/)?")
+            at += 3
+        elif glob.startswith("**", at):
+            out.append(".*")
+            at += 2
+        elif glob[at] == "[" and (end := glob.find("]", at + 2)) > 0:
+            inner = re.escape(glob[at + 1 : end].lstrip("!")).replace(r"\-", "-")
+            out.append(f"[{'^/' if glob[at + 1] == '!' else ''}{inner}]")
+            at = end + 1
+        else:
+            out.append({"*": "[^/]*", "?": "[^/]"}.get(glob[at]) or re.escape(glob[at]))
+            at += 1
+    return "".join(out)
+
+
+def _found(looks: Mapping[str, _Look]) -> Found:
+    sources = []
+    for look in looks.values():
+        shards = tuple(look.shards[key] for key in sorted(look.shards))
+        if shards:
+            sources.append(Source(look.store, shards))
+        else:
+            look.store.close()
+    missing = [look.missing[name] for look in looks.values() for name in sorted(look.missing)]
+    ignored = {name for look in looks.values() for name in look.ignored}
+    return Found(tuple(sources), tuple(missing), tuple(sorted(ignored)))
+
+
+def below(inner: Location, outer: Location) -> str | None:
+    """The key prefix (`""` or ending in a slash) of store `inner` within store `outer`, or None when it lies elsewhere."""
+    if dict(inner.options) != dict(outer.options):
+        return None
+    a, b = (f"{at.url.rstrip('/')}/" for at in (inner, outer))
+    return a[len(b) :] if a.startswith(b) else None

@@ -1,0 +1,73 @@
+"""One object read from its beginning to its end, once, in large pieces, with the next one under way.
+
+Invariants: at most four windows of `WINDOW` bytes are held, whatever the object's size; a window is asked for once as long as
+reads go forwards, and may step back by less than one window.
+Failure behaviour: a read that fails because the object became shorter or vanished is a `TransientError`: someone writes to it.
+Other errors of the store pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+from dataio.core import limits
+from dataio.core.errors import NotFoundError, TransientError, UsageError
+from dataio.store.contract import Store
+from dataio.store.mounts import url_of
+
+WINDOW = 16 * limits.MIB
+
+
+class ReadAhead:
+    """The object `key` of `size` bytes; a context manager."""
+
+    def __init__(self, store: Store, key: str, size: int, window: int = WINDOW) -> None:
+        self._store, self._key, self.size, self._window = store, key, size, window
+        self._there: dict[int, Future[bytearray]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes, which must lie inside the object."""
+        return b"".join(self.parts(offset, length))
+
+    def parts(self, offset: int, length: int) -> Iterator[memoryview]:
+        """The same in pieces, valid until the next one is asked for."""
+        end = offset + length
+        while offset < end:
+            number, start = divmod(offset, self._window)
+            piece = memoryview(self._get(number))[start : start + end - offset]
+            yield piece
+            offset += len(piece)
+
+    def _get(self, number: int) -> bytearray:
+        for old in [n for n in self._there if not number - 1 <= n <= number + 2]:
+            del self._there[old]
+        for wanted in (number, number + 1):
+            if wanted not in self._there and wanted * self._window < self.size:
+                self._there[wanted] = self._thread.submit(self._fetch, wanted)
+        return self._there[number].result()
+
+    def _fetch(self, number: int) -> bytearray:
+        start = number * self._window
+        data = bytearray(min(self._window, self.size - start))
+        try:
+            self._store.get_into(self._key, start, memoryview(data))
+        except (NotFoundError, UsageError) as error:
+            raise TransientError(
+                f"{url_of(self._store, self._key)} changed while it was read: {error.message}",
+                hint="try again when nothing writes to it",
+            ) from error
+        return data
+
+    def close(self) -> None:
+        """Let go of everything; waits for a read that is under way."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._there.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
