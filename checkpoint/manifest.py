@@ -17,10 +17,11 @@ import msgspec
 from checkpoint import dtypes, names, ulid
 from checkpoint.chunk import CHUNK_BYTES, DIGEST_BYTES, Box, digest
 from checkpoint.documents import VERSION, Base, newer
-from dataio.core.errors import CorruptionError
-from dataio.core.limits import MIB
+from dataio.core.errors import CapacityError, CorruptionError
+from dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
 
-MAX_BYTES = 256 * MIB
+MAX_BYTES = JSON_DOCUMENT_BYTES
+"""The most that a manifest may hold, which is what a conditional write takes: about half a terabyte of state for each rank."""
 PACK_BYTES = 256 * MIB
 """The most payload that a pack holds."""
 RAW, ZSTD = 0, 1
@@ -58,7 +59,7 @@ class PackName(msgspec.Struct, array_like=True, frozen=True, order=True):
         return names.pack(self.attempt, self.name)
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class Tensor(msgspec.Struct, array_like=True, frozen=True):
     """A shard of a tensor: `local` elements from `offset` of the global `shape`; its row-major bytes are the spans."""
 
     name: str
@@ -110,8 +111,14 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's object."""
-    return _encoder.encode(manifest)
+    """The manifest's object; `CapacityError` when the rank has too many tensors and chunks for one."""
+    data = _encoder.encode(manifest)
+    if len(data) > MAX_BYTES:
+        raise CapacityError(
+            f"the manifest of rank {manifest.rank} would have {format_bytes(len(data))}, more than {format_bytes(MAX_BYTES)}",
+            hint="spread the state over more ranks, or join tiny tensors",
+        )
+    return data
 
 
 def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manifest:

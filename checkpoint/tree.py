@@ -17,8 +17,11 @@ from typing import Any
 import msgspec
 
 from dataio.core.errors import CorruptionError, UsageError
+from dataio.core.limits import MIB, format_bytes
 
 MAX_DEPTH = 64
+MAX_BYTES = 8 * MIB
+"""The most that a document may hold: half of a manifest."""
 _INT64 = 1 << 63
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c", defaultdict: "d"}
 _DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"d": dict, "o": OrderedDict, "c": Counter}
@@ -48,7 +51,11 @@ def join(path: str, key: object) -> str:
 
 def encode(tree: object) -> bytes:
     """msgpack of a tree of Python values, `TensorRef` and `StatefulNode`."""
-    return _encoder.encode(_pack(tree, "", 0))
+    packed = _pack(tree, "", 0)
+    document = _encoder.encode(packed)
+    if len(document) > MAX_BYTES:
+        raise _too_large(tree, len(document))
+    return document
 
 
 def decode(document: bytes) -> object:
@@ -116,6 +123,16 @@ def _pack_scalar(value: int | float | str | complex, path: str) -> object:
     if isinstance(value, complex):
         return ["z", value.real, value.imag]
     return float(value)
+
+
+def _too_large(tree: object, size: int) -> UsageError:
+    items = tree.items() if isinstance(tree, dict) else ()
+    largest = max(((len(_encoder.encode(_pack(value, "", 0))), key) for key, value in items), default=(0, ""))[1]
+    return UsageError(
+        f"the state's values other than tensors take {format_bytes(size)}, most of them under {largest!r:.60}; "
+        f"at most {format_bytes(MAX_BYTES)} can be saved",
+        hint="keep large values as tensors",
+    )
 
 
 def _refused(value: object, path: str) -> UsageError:

@@ -18,7 +18,7 @@ from checkpoint import dtypes, layout, manifest, names, pack, plan, tree, ulid
 from checkpoint.chunk import CHUNK_BYTES, FINE_CHUNK_BYTES, SMALL_BELOW, Box, digest, pieces, whole
 from checkpoint.layout import ALIGN, TensorSpec
 from checkpoint.manifest import Chunk, Manifest, PackName, Span, Tensor
-from dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
 from dataio.core.limits import MIB
 from dataio.store.open import open_store
 
@@ -192,6 +192,17 @@ def test_what_cannot_be_saved_is_named_by_its_path(value: object, path: str | No
         return
     with pytest.raises(UsageError, match=f"^{path}: "):
         tree.encode(value)
+
+
+def test_values_that_are_too_large_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"take 9\.0 MiB, most of them under 'loader'; at most 8\.0 MiB"):
+        tree.encode({"a": 1, "loader": bytes(9 * MIB)})
+
+
+def test_a_manifest_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "MAX_BYTES", 100)
+    with pytest.raises(CapacityError, match="the manifest of rank 0 would have"):
+        manifest.encode(sound_manifest())
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
