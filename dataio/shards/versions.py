@@ -2,24 +2,35 @@
 
 Purpose: `dataset.json` names a dataset; `versions/00000042.json` is one immutable snapshot of it.
 Invariants: a version exists when, and only when, its document does. It is written last, by `put_if_absent` with a nonce,
-so of several writers exactly one makes a version, and everything that it names was stored before. Documents hold no
-secrets and no paths of the machine that wrote them.
+so of several writers exactly one makes a version, and everything that it names was stored before. Numbers have no gaps that
+later fill: a writer takes the number after the highest. Documents hold no secrets and say nothing of who wrote them.
+`commit` is how every version after the first is made: who loses a race builds again on what the winner made, a bounded
+number of times.
 Failure behaviour: `NotFoundError` lists the versions that exist; `ConflictError` says who won; `CorruptionError` for a document
 that cannot be parsed or contradicts itself; `UnsupportedError` for a newer format.
 """
 
 from __future__ import annotations
 
+import random
 import re
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from dataio.core import limits
-from dataio.core.errors import CapacityError, ConflictError, CorruptionError, NotFoundError, UnsupportedError
+from dataio.core.errors import (
+    CapacityError,
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from dataio.shards import seal
 from dataio.shards.index import digest
 from dataio.store.contract import Store
@@ -27,6 +38,8 @@ from dataio.store.mounts import MAX_MOUNTS, PREFIX
 
 FORMAT = 1
 DATASET_KEY = "dataset.json"
+COMMIT_TRIES = 64
+"""Races that `commit` may lose before it gives up."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
@@ -63,15 +76,34 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
 
 
-class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """`versions/<version>.json`. Parts are in the order of their samples' numbers.
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that another one was made from; `digest` is that of its document."""
 
-    `mounts` are the stores of shards that were indexed in place; whoever makes a version out of others carries them over.
+    name: str
+    version: int
+    digest: str
+
+
+class Lineage(msgspec.Struct, frozen=True, kw_only=True):
+    """How a version came to be: an operation on sources. `where` holds the predicates of a saved view, in their order."""
+
+    operation: str
+    sources: tuple[Source, ...] = ()
+    where: tuple[str, ...] = ()
+
+
+class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """`versions/<version>.json`. Shards and parts are in the order of their samples' numbers.
+
+    `parent` is the version that this one was made from. `trunk` is the version that opening the dataset means while this one is
+    the newest: itself, but for a saved view the one that it would be without the view. `mounts` are the stores of shards
+    that were indexed in place; whoever makes a version out of others carries them over.
     """
 
     format: int
     version: int
     parent: int | None
+    trunk: int
     name: str
     created: str
     nonce: str
@@ -80,6 +112,7 @@ class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[Shard, ...]
     index: tuple[IndexPart, ...]
     mounts: tuple[Mount, ...] = ()
+    lineage: Lineage | None = None
 
     def shard_sizes(self) -> Mapping[str, int]:
         """Shard key → bytes."""
@@ -100,12 +133,14 @@ def new_document(
     parent: int | None,
     message: str,
     mounts: tuple[Mount, ...] = (),
+    lineage: Lineage | None = None,
 ) -> VersionDocument:
-    """A document ready to be published, with a fresh nonce and today's date."""
+    """A document ready to be published or returned to `commit`, with a fresh nonce and today's date."""
     return VersionDocument(
         format=FORMAT,
         version=version,
         parent=parent,
+        trunk=version,
         name=name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         nonce=secrets.token_hex(16),
@@ -114,6 +149,7 @@ def new_document(
         shards=shards,
         index=index,
         mounts=mounts,
+        lineage=lineage,
     )
 
 
@@ -160,24 +196,68 @@ def publish(store: Store, document: VersionDocument) -> None:
         )
 
 
-def load(store: Store, version: int | None = None) -> tuple[VersionDocument, str]:
-    """The document of `version` (None: the newest) and the BLAKE3 of its bytes."""
-    url = store.location.url
-    wanted = version
-    if wanted is None:
-        wanted = max(list_versions(store), default=None)
-    if wanted is None:
+def commit(store: Store, build: Callable[[VersionDocument], VersionDocument], *, trunk: bool = True) -> VersionDocument:
+    """Make the next version of a dataset and return its document.
+
+    `build` is given the newest version's document and returns the next one's; what it names must be stored by then. Number,
+    nonce and trunk are filled in here. When another writer takes the number first, `build` is called again with what that
+    one made; it may raise `UsageError` or `ConflictError` when it cannot go on from there, which becomes a `ConflictError`
+    naming the winner. With `trunk=False` the new version is not what opening the dataset means. `NotFoundError` without a
+    dataset, `ConflictError` after `COMMIT_TRIES` lost races.
+    """
+    for lost in range(COMMIT_TRIES):
+        newest, _ = load(store, _newest(store))
+        base = newest if newest.trunk == newest.version else load(store, newest.trunk)[0]
+        try:
+            built = build(base)
+        except (UsageError, ConflictError) as error:
+            if not lost:
+                raise
+            raise ConflictError(f"{_won(store, newest)}: {error.message}", hint=error.hint) from error
+        number = newest.version + 1
+        document = msgspec.structs.replace(
+            built, version=number, trunk=number if trunk else newest.trunk, nonce=secrets.token_hex(16)
+        )
+        if store.put_if_absent(version_key(number), encode(document)):
+            return document
+        time.sleep(random.uniform(0, 0.01 * min(lost + 1, 20)))
+    winner, _ = load(store, _newest(store))
+    raise ConflictError(f"{_won(store, winner)}, and {COMMIT_TRIES} attempts lost such races", hint="try again")
+
+
+def _won(store: Store, winner: VersionDocument) -> str:
+    what = f" ({winner.message})" if winner.message else ""
+    return f"{store.location.url}: another writer made version {winner.version}{what} at {winner.created}"
+
+
+def _newest(store: Store) -> int:
+    newest = max(list_versions(store), default=None)
+    if newest is None:
+        url = store.location.url
         raise NotFoundError(f"there is no dataset at {url}", hint="check the address, or make one with `millrace pack`")
+    return newest
+
+
+def load(store: Store, version: int | None = None) -> tuple[VersionDocument, str]:
+    """The document of `version` and the BLAKE3 of its bytes; without a number, of the newest that is no saved view."""
+    if version is not None:
+        return _load(store, version)
+    document, found = _load(store, _newest(store))
+    return (document, found) if document.trunk == document.version else _load(store, document.trunk)
+
+
+def _load(store: Store, version: int) -> tuple[VersionDocument, str]:
+    url = store.location.url
     try:
-        data = store.get(version_key(wanted), max_bytes=limits.JSON_DOCUMENT_BYTES)
+        data = store.get(version_key(version), max_bytes=limits.JSON_DOCUMENT_BYTES)
     except NotFoundError as error:
         existing = list_versions(store)
         if not existing:
             raise NotFoundError(f"there is no dataset at {url}", hint="check the address") from error
         raise NotFoundError(
-            f"{url} has no version {wanted}", hint=f"it has {', '.join(map(str, existing[-20:]))}"
+            f"{url} has no version {version}", hint=f"it has {', '.join(map(str, existing[-20:]))}"
         ) from error
-    return decode(data, wanted, f"{url}: {version_key(wanted)}"), digest(data)
+    return decode(data, version, f"{url}: {version_key(version)}"), digest(data)
 
 
 def decode_dataset(data: bytes, name: str) -> DatasetDocument:
@@ -222,9 +302,10 @@ def _check(document: VersionDocument, version: int, name: str) -> None:
     keys = [s.key for s in document.shards]
     consistent = (
         document.version == version
+        and 1 <= document.trunk <= version
         and all(n >= 0 for n in sizes + counts)
         and document.samples == sum(s.samples for s in document.shards) == sum(p.rows for p in document.index)
-        and keys == sorted(set(keys))
+        and len(keys) == len(set(keys))
         and _mounts_agree(document, keys)
     )
     if not consistent:
