@@ -59,6 +59,7 @@ class Checkpointer:
     `sidecar` is "auto" (the node's daemon where one answers), the path of its socket, or None (inside this process).
     `rank` and `world_size` come from torch.distributed when it is initialised. `compression` is "none" or "zstd".
     `wait_seconds` bounds each wait: for the arena, for other ranks, for a save in flight on `close` and `restore`.
+    Methods are for one thread at a time; handles are for any.
 
     With several ranks `save` and `restore` are called on all of them with the same step. Tensors of modules, optimizers
     and schedulers are taken to be the same everywhere and written once, the work spread over the ranks (modules' buffers,

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -157,8 +157,13 @@ class Staging:
                 _copy_strided(arena, source, at, spec.nbytes)
                 devices |= {source.device} if source.device.type == "cuda" else set()
         running = [self._pool.submit(_copy_plain, arena, plain) for _ in range(_THREADS)]
-        for worker in running:
-            worker.result()
+        try:
+            for worker in running:
+                worker.result()
+        except BaseException:  # an interrupt: nobody may still be writing when the arena is given back
+            plain.clear()
+            wait(running)
+            raise
         for device in devices:
             torch.cuda.synchronize(device)
 

@@ -7,6 +7,7 @@ import math
 import random
 import threading
 import warnings
+from collections import namedtuple
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,7 @@ def test_tensors_that_appear_only_in_the_checkpoint_are_made_new(tmp_path: Path)
         ({"s": torch.eye(3).to_sparse()}, "s"),
         ({"m": torch.empty(3, device="meta")}, "m"),
         ({"g": np.zeros(3)}, "g"),
+        ({"p": namedtuple("Point", "x y")(1, torch.ones(1))}, "p"),
     ],
 )
 def test_what_cannot_be_saved_is_named_and_nothing_is_started(value: dict[str, Any], path: str, tmp_path: Path) -> None:

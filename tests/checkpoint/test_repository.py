@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import check, fetch, names, repository, timeline
+from checkpoint import check, fetch, names, repository, restore, timeline
 from checkpoint.chunk import digest
 from checkpoint.cli import ckpt
-from checkpoint.documents import Base, StepName
+from checkpoint.documents import Base, Condemned, Lease, StepName, StepOfRun, encode, read
 from checkpoint.manifest import Chunk
 from dataio.cli import main as millrace
-from dataio.core.errors import CorruptionError, NotFoundError
+from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
 from dataio.core.limits import KIB, MIB
-from dataio.store.contract import Store
+from dataio.store.contract import Buffer, Store
 from dataio.store.open import open_store
 from tests.checkpoint.making import RUN, Wrapped, begin, flip, latest, load, make, manifest_of, save, tiny_state
 
@@ -279,3 +279,37 @@ def test_the_command_says_when_there_is_nothing(
     assert "no checkpoint repository at" in capsys.readouterr().err
     assert millrace(["ckpt", "ls", str(root), "--run", "other"]) == 2
     assert "no run 'other'" in capsys.readouterr().err
+
+
+class ReadOnly(Wrapped):
+    """A store that this reader may not write to."""
+
+    def put(self, key: str, data: Buffer) -> None:
+        raise AccessDeniedError("read only")
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        raise AccessDeniedError("read only")
+
+
+def test_a_reader_that_may_not_write_still_restores_what_is_committed(store: Store) -> None:
+    number = begin(store)
+    first = save(store, make(store, tiny_state(1), step=1, number=number))
+    save(store, make(store, tiny_state(2), step=2, number=number))
+    store.delete_many([names.commit(RUN, number, 2)])
+    assert latest(ReadOnly(store)) == first  # it cannot finish the other one
+    assert load(ReadOnly(store), first) == tiny_state(1)
+
+
+def test_a_lease_names_the_step_while_it_is_read(store: Store) -> None:
+    base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
+    with restore.reading(store, RUN, base):
+        (info,) = store.list(names.LEASES)
+        assert read(store, info.key, Lease).bases == (base,)
+    assert not list(store.list(names.LEASES))
+
+
+def test_a_step_that_a_collector_is_removing_is_not_restored(store: Store) -> None:
+    base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
+    store.put("gc/1.json", encode(Condemned(steps=(StepOfRun(RUN, base.timeline, base.step),))))
+    with pytest.raises(NotFoundError, match="step 1 of run exp is being removed"):
+        load(store, base)
