@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
-from dataio.shards import index as index_parts
 from dataio.shards import patterns as found_by
 from dataio.shards import versions
 from dataio.shards.contract import Sample
@@ -35,6 +34,7 @@ from dataio.shards.dataset import Dataset
 from dataio.shards.in_place_pass import Pass
 from dataio.shards.in_place_tally import IndexProgress, ShardAt, Tally, UniqueKeys
 from dataio.shards.mounting import mount_of
+from dataio.shards.parts import store_parts
 from dataio.shards.pool import ProbePool
 from dataio.shards.report import PackReport, Skipped
 from dataio.store.contract import Store
@@ -190,9 +190,5 @@ class _Indexer:
     def _store_part(self) -> None:
         if not self._rows:
             return
-        data = index_parts.write_part(self._rows)
-        found = index_parts.digest(data)
-        key = f"index/{len(self._parts):08}-{found[:16]}.parquet"
-        self._store.put(key, data)
-        self._parts.append(versions.IndexPart(key=key, size=len(data), rows=len(self._rows), digest=found))
+        self._parts += store_parts(self._store, self._rows, len(self._parts))
         self._rows = []

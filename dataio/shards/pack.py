@@ -32,10 +32,11 @@ import xxhash
 from dataio.core import crashpoints, limits
 from dataio.core.errors import CorruptionError, MillraceError, TransientError, UnsupportedError, UsageError
 from dataio.core.log import get_logger
-from dataio.shards import index, tar, versions
+from dataio.shards import tar, versions
 from dataio.shards.contract import Member, Sample
 from dataio.shards.dataset import Dataset
 from dataio.shards.facts import TEXT_BYTES, Described, Failure, FileFact
+from dataio.shards.parts import store_parts
 from dataio.shards.pool import ProbePool
 from dataio.shards.report import PackReport, Progress, Skipped
 from dataio.shards.sources import Gathered, gather
@@ -292,9 +293,5 @@ class _Writer:
             self._count += 1
 
     def _store_part(self) -> None:
-        data = index.write_part(self._rows)
-        found = index.digest(data)
-        key = f"index/{len(self.parts):08}-{found[:16]}.parquet"
-        self._store.put(key, data)
-        self.parts.append(versions.IndexPart(key=key, size=len(data), rows=len(self._rows), digest=found))
+        self.parts += store_parts(self._store, self._rows, len(self.parts))
         self._rows = []
