@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import Checkpointer, check
+from checkpoint import Checkpointer, carriers, check
 from dataio.core.errors import DeadlineError, TransientError
-from dataio.sidecar.client import Sidecar
+from dataio.sidecar.client import Sidecar, Staged
 from dataio.store.contract import Location
 from dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
@@ -167,6 +167,7 @@ def test_two_carriers_of_one_save_do_each_other_no_harm(
     state = {"w": torch.randn(2_000_000)}
     with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
         assert checkpointer.save(1, state).result(60).carrier == "process"
+        assert checkpointer._staging._arena is None  # the daemon may still read it
         first = state["w"].clone()
         state["w"].zero_()
         checkpointer.save(2, state).result(60)
@@ -189,3 +190,25 @@ def test_secrets_in_the_options_keep_the_save_in_this_process(daemon: Daemon, tm
         Checkpointer(Secretive(inner), run="exp", sidecar=daemon.socket) as checkpointer,
     ):
         assert checkpointer.save(1, {"w": torch.zeros(5)}).result(60).carrier == "process"
+
+
+def test_a_save_whose_carrier_is_lost_for_good_fails_and_its_arena_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        broken = True
+
+        def stage(self, kind: str, arena_fd: int, plan: bytes) -> Staged:
+            staged = Staged("token")
+            staged.broke(TransientError("the connection to the sidecar ended"))
+            return staged
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(Sidecar, "find", lambda _: Gone())
+    monkeypatch.setattr(carriers, "GRACE_SECONDS", 0.05)
+    with Checkpointer(str(tmp_path), run="exp", sidecar="auto") as checkpointer:
+        with pytest.raises(TransientError, match="the connection to the sidecar ended"):
+            checkpointer.save(1, {"w": torch.zeros(5)}).result(60)
+        assert checkpointer._staging._arena is None
+        assert checkpointer.steps() == []
