@@ -74,6 +74,16 @@ class DeadlineError(TransientError):
     code = "deadline"
 
 
+class SlowDownError(TransientError):
+    """The store is overloaded and said so; `seconds` is how long it asked to be left alone, if it said that too."""
+
+    code = "slow_down"
+
+    def __init__(self, message: str, *, seconds: float | None = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.seconds = seconds
+
+
 class CorruptionError(MillraceError):
     """Stored bytes are not what was written. The damaged bytes are never returned."""
 

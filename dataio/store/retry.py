@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from dataio.core import limits
 from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import TransientError
+from dataio.core.errors import SlowDownError, TransientError
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store
 
 T = TypeVar("T")
@@ -37,9 +37,16 @@ class Policy:
     longest: float = 4.0
     budget: float = 15.0
 
-    def pause(self, tries: int, draw: float) -> float:
-        """Seconds to wait after `tries` failed tries; `draw` is in [0, 1)."""
-        return draw * min(self.longest, self.first * 2.0 ** (tries - 1))
+    def pause(self, tries: int, draw: float, error: TransientError | None = None) -> float:
+        """Seconds to wait after `tries` failed tries, the last by `error`; `draw` is in [0, 1).
+
+        An overloaded store (`SlowDownError`) gets the pause it asked for, with some jitter on top so that its clients do not
+        all come back at once; if it named none, at least half of the usual longest pause of this try.
+        """
+        most = min(self.longest, self.first * 2.0 ** (tries - 1))
+        if isinstance(error, SlowDownError):
+            return error.seconds + draw * most if error.seconds is not None else most * (1 + draw) / 2
+        return draw * most
 
     def again(self, tries: int, elapsed: float, pause: float) -> bool:
         """Whether another try may follow `tries` failed ones."""
@@ -59,7 +66,7 @@ def call(
             return function()
         except TransientError as error:
             tries += 1
-            elapsed, pause = clock.monotonic() - began, policy.pause(tries, draw())
+            elapsed, pause = clock.monotonic() - began, policy.pause(tries, draw(), error)
             if not policy.again(tries, elapsed, pause):
                 raise _given_up(error, tries, elapsed) from error
         clock.sleep(pause)
@@ -78,7 +85,7 @@ async def call_async(
             return await function()
         except TransientError as error:
             tries += 1
-            elapsed, pause = clock.monotonic() - began, policy.pause(tries, draw())
+            elapsed, pause = clock.monotonic() - began, policy.pause(tries, draw(), error)
             if not policy.again(tries, elapsed, pause):
                 raise _given_up(error, tries, elapsed) from error
         await asyncio.sleep(pause)
@@ -86,7 +93,7 @@ async def call_async(
 
 def _given_up(error: TransientError, tries: int, elapsed: float) -> TransientError:
     text = f"{error.message} [gave up after {tries} {'attempt' if tries == 1 else 'attempts'} in {elapsed:.1f} s]"
-    return type(error)(text, hint=error.hint)
+    return type(error)(text, hint=error.hint)  # the pause that a server asked for is over, or too long: it is dropped
 
 
 class Retry(Store):

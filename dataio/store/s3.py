@@ -1,4 +1,4 @@
-"""The storage contract on S3 and what speaks its protocol, through s3fs.
+"""The storage contract on S3 and what speaks its protocol, through obstore where it is installed and s3fs otherwise.
 
 Invariants: `put_if_absent` is one single PUT with `If-None-Match: *`, never a multipart upload; whatever leaves its outcome open
 (412, 409, a time-out, a lost answer, a 5xx) is settled by reading the object back. Nothing is cached: no listing, no size.
@@ -27,9 +27,9 @@ from dataio.store import s3read
 from dataio.store.checks import check_conditional_size, check_prefix, too_large
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
 from dataio.store.retry import Policy, call_async
+from dataio.store.s3client import connect
 from dataio.store.s3config import S3Config
 from dataio.store.s3errors import PreconditionError, UnreachableError
-from dataio.store.s3session import S3Session
 from dataio.store.s3upload import Upload, blocks
 
 PUT_BYTES = 5 * limits.GIB
@@ -43,7 +43,7 @@ class S3Store(Store):
 
     def __init__(self, config: S3Config, policy: Policy | None = None) -> None:
         self._config, self._policy = config, policy or Policy()
-        self._session = S3Session(config)
+        self._session = connect(config)
 
     @property
     def location(self) -> Location:

@@ -19,8 +19,10 @@ from dataio.store.contract import check_key
 CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
 CONNECTIONS = 32
 _CREDENTIALS = ("key", "secret", "token")
+_BOTO_CREDENTIALS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _PLAIN = ("anon", "profile", "use_ssl", "requester_pays", "client_kwargs", "config_kwargs")
-_OURS = ("endpoint_url", "region", "path_style")
+_OURS = ("endpoint_url", "region", "path_style", "client")
+CLIENTS = ("s3fs", "obstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class S3Config:
     shareable: bool
     credentials: Mapping[str, object] = field(repr=False)
     """The same, only what holds secrets."""
+    ca_bundle: str | None = field(default=None, compare=False)
+    client: str | None = field(default=None, compare=False)
+    """`s3fs` or `obstore` to insist on one; how this process talks, so it is in no location. None: the best that is there."""
 
     @property
     def url(self) -> str:
@@ -52,6 +57,55 @@ class S3Config:
         """The options by which another process opens this store."""
         ours = {"endpoint_url": self.endpoint_url, "region": self.region, "path_style": self.path_style}
         return {name: value for name, value in ours.items() if value is not None} | dict(self.options)
+
+    @property
+    def keys(self) -> tuple[str, str, str | None] | None:
+        """Access key, secret and session token given as options."""
+        client = _mapping(self.credentials, "client_kwargs")
+        found = [self.credentials.get(o) or client.get(b) for o, b in zip(_CREDENTIALS, _BOTO_CREDENTIALS, strict=True)]
+        return (str(found[0]), str(found[1]), str(found[2]) if found[2] else None) if found[0] and found[1] else None
+
+    @property
+    def anonymous(self) -> bool:
+        return bool(self.options.get("anon"))
+
+    @property
+    def profile(self) -> str | None:
+        """The profile given as option."""
+        return str(self.options["profile"]) if self.options.get("profile") else None
+
+    @property
+    def uses_chain(self) -> bool:
+        """Whether credentials come from the environment, files or the machine's role."""
+        return not self.anonymous and not self.keys
+
+    @property
+    def connect_seconds(self) -> float:
+        return float(str(_mapping(self.options, "config_kwargs").get("connect_timeout", CONNECT_SECONDS)))
+
+    @property
+    def read_seconds(self) -> float:
+        """The longest that a server may stay silent within a request."""
+        return float(str(_mapping(self.options, "config_kwargs").get("read_timeout", READ_SECONDS)))
+
+    @property
+    def verify(self) -> object:
+        """False: trust any certificate; a string: the file of those to trust; None: the system's."""
+        given = _mapping(self.options, "client_kwargs").get("verify")
+        return self.ca_bundle if given is None or given is True else given
+
+    def beyond_obstore(self) -> str | None:
+        """The first option that obstore has no equal of, in words."""
+        config = _mapping(self.options, "config_kwargs")
+        beyond = [
+            *(_mapping(self.options, "client_kwargs").keys() - {"verify"}),
+            *(config.keys() - {"connect_timeout", "read_timeout", "max_pool_connections", "retries", "s3"}),
+            *(_mapping(config, "s3").keys() - {"addressing_style", "payload_signing_enabled"}),
+            *(["use_ssl"] if self.options.get("use_ssl") is False else []),
+        ]
+        if not self.endpoint_url and not self.region:
+            return "no region is set (AWS_REGION or the option region)"
+        return f"it has no equal of the option {sorted(beyond)[0]}" if beyond else None
 
     def full_key(self, key: str) -> str:
         """The key in the bucket for the store's key `key`."""
@@ -106,11 +160,21 @@ def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = 
         options=public,
         shareable=not has_secrets({name: value for name, value in rest.items() if value is not None}),
         credentials=_only_secrets(rest),
+        ca_bundle=environ.get("AWS_CA_BUNDLE") or None,
+        client=_client(options.get("client") or environ.get("MILLRACE_S3") or None),
     )
 
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+
+
+def _client(name: object) -> str | None:
+    if name is not None and name not in CLIENTS:
+        raise UsageError(
+            f"{name!r} is no S3 client", hint=f"set MILLRACE_S3 or the option client to {' or '.join(CLIENTS)}"
+        )
+    return str(name) if name else None
 
 
 def _bucket_and_prefix(url: str) -> tuple[str, str]:

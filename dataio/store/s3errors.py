@@ -23,6 +23,7 @@ from dataio.core.errors import (
     ConflictError,
     MillraceError,
     NotFoundError,
+    SlowDownError,
     TransientError,
     UnsupportedError,
     UsageError,
@@ -46,7 +47,11 @@ class NoSuchUploadError(NotFoundError):
     """The multipart upload is over: completed, aborted, or expired."""
 
 
-_CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the profile, and what they may do with this bucket"
+CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the profile, and what they may do with this bucket"
+_SLOW_DOWN_HINT = "send less, or ask the operator of the store for more"
+CERTIFICATE_HINT = "check the endpoint's certificate, or set AWS_CA_BUNDLE"
+REACH_HINT = "check that the server runs, AWS_ENDPOINT_URL, and the network"
+NETWORK_HINT = "check the server and the network"
 _BY_CODE: dict[str, tuple[type[MillraceError], str]] = {
     "NoSuchUpload": (NoSuchUploadError, "start the upload again"),
     "InvalidRange": (RangeError, "ask for a range inside the object"),
@@ -54,6 +59,7 @@ _BY_CODE: dict[str, tuple[type[MillraceError], str]] = {
     "ConditionalRequestConflict": (PreconditionError, ""),
     "RequestTimeTooSkewed": (AccessDeniedError, "set this machine's clock"),
     "ExpiredToken": (AccessDeniedError, "renew the temporary credentials"),
+    "InvalidToken": (AccessDeniedError, "renew the temporary credentials"),
     "EntityTooLarge": (CapacityError, "use put_multipart"),
     "QuotaExceeded": (CapacityError, "free space or raise the quota"),
     "XMinioStorageFull": (CapacityError, "free space on the server"),
@@ -66,13 +72,12 @@ _BY_CODE: dict[str, tuple[type[MillraceError], str]] = {
     "NotImplemented": (UnsupportedError, "this server lacks the operation; `millrace doctor URL` says what it can do"),
 }
 _BY_STATUS: dict[int, tuple[type[MillraceError], str]] = {
-    401: (AccessDeniedError, _CHECK_KEYS),
-    403: (AccessDeniedError, _CHECK_KEYS),
+    401: (AccessDeniedError, CHECK_KEYS),
+    403: (AccessDeniedError, CHECK_KEYS),
     404: (NotFoundError, "check the URL and the key"),
     409: (PreconditionError, ""),
     412: (PreconditionError, ""),
     416: (RangeError, "ask for a range inside the object"),
-    429: (TransientError, "send less, or ask the operator of the store for more"),
     501: (UnsupportedError, "this server lacks the operation; `millrace doctor URL` says what it can do"),
     507: (CapacityError, "free space on the server"),
 }
@@ -84,15 +89,22 @@ def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
     try:
         yield
     except boto.ClientError as error:
-        raise _from_answer(error, config, doing) from error
+        raise _from_client_error(error, config, doing) from error
     except (TimeoutError, boto.BotoCoreError, aiohttp.ClientError, OSError) as error:
         raise _from_transport(error, config, doing) from error
 
 
-def _from_answer(error: Any, config: S3Config, doing: str) -> MillraceError:
-    code = str(error.response.get("Error", {}).get("Code", ""))
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    words = str(error.response.get("Error", {}).get("Message", ""))
+def _from_client_error(error: Any, config: S3Config, doing: str) -> MillraceError:
+    said, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+    status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders", {})
+    words = str(said.get("Message", ""))
+    return from_answer(status, str(said.get("Code", "")), words, headers.get("retry-after"), config, doing)
+
+
+def from_answer(
+    status: int, code: str, words: str, retry_after: str | None, config: S3Config, doing: str
+) -> MillraceError:
+    """The error for an answer of the server: HTTP status, S3 code and message, and the header Retry-After if it had one."""
     if code == "NoSuchBucket":
         return NotFoundError(
             f"the bucket {config.bucket!r} does not exist at {config.endpoint}",
@@ -102,28 +114,35 @@ def _from_answer(error: Any, config: S3Config, doing: str) -> MillraceError:
     if code in ("NoSuchKey", "404", "NotFound"):
         return NotFoundError(f"{doing}: it does not exist at {config.endpoint}", hint="check the URL and the key")
     kind, hint = _BY_CODE.get(code) or _BY_STATUS.get(status) or (MillraceError, "")
-    if kind is MillraceError and (status >= 500 or "SlowDown" in code or "Throttl" in code):
+    if status in (429, 503) or "SlowDown" in code or "Throttl" in code:
+        return SlowDownError(text, seconds=_seconds(retry_after), hint=_SLOW_DOWN_HINT)
+    if kind is MillraceError and status >= 500:
         kind, hint = TransientError, "the server is overloaded or in trouble; see its log"
     return kind(text, hint=hint)
+
+
+def _seconds(header: str | None) -> float | None:
+    """Retry-After as a number of seconds; the other form, a date, is left to the policy of retries."""
+    return float(header) if header and header.isdecimal() and len(header) < 6 else None
 
 
 def _from_transport(error: Exception, config: S3Config, doing: str) -> MillraceError:
     text = f"{doing}: {config.endpoint}: {_words(error)}"
     match error:
         case boto.NoCredentialsError() | boto.PartialCredentialsError() | boto.CredentialRetrievalError():
-            return AccessDeniedError(f"{doing}: no credentials were found for {config.endpoint}", hint=_CHECK_KEYS)
+            return AccessDeniedError(f"{doing}: no credentials were found for {config.endpoint}", hint=CHECK_KEYS)
         case boto.ProfileNotFound() | boto.ParamValidationError() | boto.NoRegionError() | boto.InvalidRegionError():
             return UsageError(text, hint="check the URL, the profile and the region")
         case boto.SSLError() | aiohttp.ClientSSLError():
-            return UsageError(text, hint="check the endpoint's certificate, or set AWS_CA_BUNDLE")
+            return UsageError(text, hint=CERTIFICATE_HINT)
         case boto.ConnectionError() | boto.HTTPClientError() if _never_connected(error):
-            return UnreachableError(text, hint="check that the server runs, AWS_ENDPOINT_URL, and the network")
+            return UnreachableError(text, hint=REACH_HINT)
         case (
             boto.ConnectionError() | boto.HTTPClientError() | aiohttp.ClientError() | asyncio.TimeoutError() | OSError()
         ):
-            return TransientError(text, hint="check the server and the network")
+            return TransientError(text, hint=NETWORK_HINT)
         case boto.IncompleteReadError() | boto.ResponseStreamingError():
-            return TransientError(text, hint="check the server and the network")
+            return TransientError(text, hint=NETWORK_HINT)
     return MillraceError(text)
 
 

@@ -14,17 +14,19 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import io
 import os
 import selectors
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import s3fs
 
 from dataio.core.errors import AccessDeniedError, UsageError
 from dataio.store.s3config import S3Config
+from dataio.store.s3credentials import Keys, Rotating
 from dataio.store.s3errors import translated_s3
 
 T = TypeVar("T")
@@ -50,12 +52,34 @@ class S3Session:
 
     async def call(self, operation: str, doing: str, **parameters: object) -> dict[str, Any]:
         """One request on the bucket: `operation` is botocore's name of it, for example `put_object`."""
-        try:
+
+        async def request() -> dict[str, Any]:
+            if isinstance(body := parameters.get("Body"), io.BytesIO):
+                body.seek(0)
             return await self._request(operation, doing, parameters)
+
+        return await self._allowed(request, doing)
+
+    async def _allowed(self, request: Callable[[], Awaitable[T]], doing: str) -> T:
+        """`request`, once more with the chain's new credentials if the server refused the old ones."""
+        credentials = await self._worker.credentials()
+        used = credentials.generation if credentials else 0
+        try:
+            return await request()
         except AccessDeniedError:
-            # some servers deny a write to a bucket that is not there; a listing tells the two apart
-            await self._request("list_objects_v2", doing, {"MaxKeys": 1})
-            raise
+            with translated_s3(self.config, doing):
+                if credentials is None or not await credentials.renew(used):
+                    # some servers deny a write to a bucket that is not there; a listing tells the two apart
+                    await S3Session._request(self, "list_objects_v2", doing, {"MaxKeys": 1})
+                    raise
+        return await request()
+
+    async def _frozen(self, doing: str) -> Keys | None:
+        """The chain's credentials of now."""
+        credentials = await self._worker.credentials()
+        with translated_s3(self.config, doing):
+            found = await credentials.get_frozen_credentials() if credentials else None
+        return Keys(found.access_key, found.secret_key, found.token) if found else None
 
     async def _request(self, operation: str, doing: str, parameters: Mapping[str, object]) -> dict[str, Any]:
         with translated_s3(self.config, doing):
@@ -87,6 +111,7 @@ class _Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._client: Any = None
+        self._credentials: Rotating | None = None
         self._connecting = threading.Lock()
         self._client_lock: asyncio.Lock | None = None
 
@@ -115,9 +140,18 @@ class _Worker:
             assert self._client_lock is not None
             async with self._client_lock:
                 if self._client is None:
-                    fs = s3fs.S3FileSystem(loop=asyncio.get_running_loop(), **self._config.s3fs_arguments())
+                    arguments = self._config.s3fs_arguments()
+                    if credentials := await self.credentials():
+                        arguments["session"] = credentials.session()
+                    fs = s3fs.S3FileSystem(loop=asyncio.get_running_loop(), **arguments)
                     self._client = await fs.set_session()
         return self._client
+
+    async def credentials(self) -> Rotating | None:
+        """The chain's credentials; None when the options give keys or ask for none."""
+        if self._credentials is None and self._config.uses_chain:
+            self._credentials = Rotating(self._config.profile)
+        return self._credentials
 
     def stop(self) -> None:
         loop, thread = self._loop, self._thread

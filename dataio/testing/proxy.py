@@ -121,8 +121,8 @@ class FaultProxy:
             upstream, server = await asyncio.open_connection(*self._upstream, limit=_HEAD_BYTES)
             while await self._exchange(reader, writer, upstream, server):
                 pass
-        except (OSError, asyncio.IncompleteReadError):
-            pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # a cancelled connection ends in order: streams of Python 3.11 would complain about the cancellation
         finally:
             for end in (writer, server):
                 if end is not None:

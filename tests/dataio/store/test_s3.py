@@ -24,6 +24,7 @@ from dataio.core.errors import (
     CapacityError,
     NotFoundError,
     TransientError,
+    UnsupportedError,
     UsageError,
 )
 from dataio.store import s3, s3read, s3upload
@@ -32,6 +33,7 @@ from dataio.store.open import open_location, open_store
 from dataio.store.probe import certify
 from dataio.store.retry import Policy
 from dataio.store.s3 import S3Store
+from dataio.store.s3client import connect
 from dataio.store.s3config import parse
 from dataio.store.s3session import S3Session
 from dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
@@ -40,17 +42,40 @@ from dataio.testing.s3server import S3Server
 
 pytestmark = pytest.mark.s3
 MIB = 1 << 20
+CLIENTS = ["s3fs", "obstore"]
 
 
-class TestS3(StoreConformance):
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library that talks to S3 in this test and its child processes: each of them in turn."""
+    if request.param == "obstore":
+        pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+    monkeypatch.setenv("MILLRACE_S3", request.param)
+    return str(request.param)
+
+
+class TestS3ThroughS3fs(StoreConformance):
     many = 1050
+    client = "s3fs"
 
     @pytest.fixture
-    def store_url(self, s3_url: str) -> str:
+    def store_url(self, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setenv("MILLRACE_S3", self.client)
         return s3_url
 
 
-def test_the_store_agrees_with_a_model(s3_url: str) -> None:
+class TestS3ThroughObstore(TestS3ThroughS3fs):
+    client = "obstore"
+    many = 60  # listings and deletes go through the same client as above
+
+    @pytest.fixture
+    def store_url(self, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+        pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+        monkeypatch.setenv("MILLRACE_S3", self.client)
+        return s3_url
+
+
+def test_the_store_agrees_with_a_model(s3_url: str, client: str) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     class Machine(StoreMachine):
@@ -64,7 +89,7 @@ def test_the_store_agrees_with_a_model(s3_url: str) -> None:
 # bad input
 
 
-def test_a_missing_bucket_is_named(s3_url: str) -> None:
+def test_a_missing_bucket_is_named(client: str, s3_url: str) -> None:
     with open_store("s3://no-such-bucket/x") as store:
         for operation in (lambda: store.get("k"), lambda: store.put("k", b""), lambda: list(store.list())):
             with pytest.raises(NotFoundError, match="bucket 'no-such-bucket'"):
@@ -72,7 +97,7 @@ def test_a_missing_bucket_is_named(s3_url: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"key": "nobody"}, {"secret": "another-secret-xyz"}])
-def test_wrong_credentials_are_access_denied_and_never_shown(s3_url: str, wrong: dict[str, str]) -> None:
+def test_wrong_credentials_are_access_denied_and_never_shown(client: str, s3_url: str, wrong: dict[str, str]) -> None:
     options = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]} | wrong
     with open_store(s3_url, **options) as store:
         for operation in (
@@ -92,14 +117,18 @@ def test_wrong_credentials_are_access_denied_and_never_shown(s3_url: str, wrong:
             open_location(store.location)
 
 
-def test_without_credentials_the_error_says_which_variables(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_credentials_the_error_says_which_variables(
+    client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with open_store(s3_url) as store, pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID"):
         store.get("k")
 
 
-def test_an_unreachable_endpoint_fails_after_bounded_attempts(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_endpoint_fails_after_bounded_attempts(
+    client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with FaultProxy("http://127.0.0.1:9") as proxy:
         gone = proxy.endpoint
     with open_store(s3_url, endpoint_url=gone) as store:
@@ -112,7 +141,7 @@ def test_an_unreachable_endpoint_fails_after_bounded_attempts(s3_url: str, monke
         assert not isinstance(caught.value, AmbiguousWriteError)
 
 
-def test_the_store_is_not_used_after_it_was_closed(s3_url: str) -> None:
+def test_the_store_is_not_used_after_it_was_closed(client: str, s3_url: str) -> None:
     store = open_store(s3_url)
     store.put("k", b"")
     store.close()
@@ -121,12 +150,17 @@ def test_the_store_is_not_used_after_it_was_closed(s3_url: str) -> None:
         store.get("k")
 
 
-def test_a_forked_child_gets_an_error_instead_of_waiting(s3_url: str) -> None:
+def test_a_forked_child_gets_an_error_for_its_parents_store_and_can_open_its_own(
+    client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if client == "obstore":
+        monkeypatch.delenv("MILLRACE_S3")  # obstore's threads are not in the child, so s3fs serves there
     program = (
         "import os\n"
         "from dataio.store.open import open_store\n"
         "from dataio.core.errors import UsageError\n"
         f"store = open_store({s3_url!r}); store.put('k', b'1')\n"
+        f"print(type(store.inner.inner._session).__name__, flush=True)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    try: store.get('k')\n"
@@ -136,10 +170,58 @@ def test_a_forked_child_gets_an_error_instead_of_waiting(s3_url: str) -> None:
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
         "assert store.get('k') == b'1'\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=45)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], stdout=subprocess.PIPE, timeout=45)
+    assert done.returncode == 0
+    assert done.stdout.split()[0] == {"s3fs": b"S3Session", "obstore": b"FastSession"}[client]
 
 
-def test_a_dropped_store_is_collected_with_its_thread(s3_url: str) -> None:
+@pytest.mark.parametrize(
+    "option", [{"client_kwargs": {"use_dualstack": True}}, {"config_kwargs": {"tcp_keepalive": True}}]
+)
+def test_what_obstore_has_no_equal_of_goes_through_s3fs_unless_obstore_is_insisted_on(
+    s3_url: str, option: dict[str, object]
+) -> None:
+    pytest.importorskip("obstore")
+    assert type(connect(parse(s3_url, option, {"AWS_REGION": "r"}))).__name__ == "S3Session"
+    assert type(connect(parse(s3_url, {}, {"AWS_REGION": "r"}))).__name__ == "FastSession"
+    with pytest.raises(UnsupportedError, match=r"no equal of the option (use_dualstack|tcp_keepalive)"):
+        connect(parse(s3_url, {**option, "client": "obstore"}, {"AWS_REGION": "r"}))
+    with pytest.raises(UsageError, match="no S3 client"):
+        parse(s3_url, {}, {"MILLRACE_S3": "curl"})
+
+
+def test_without_obstore_s3fs_serves(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "dataio.store.s3fast", raising=False)
+    monkeypatch.delitem(sys.modules, "dataio.store.s3fasterrors", raising=False)
+    assert type(connect(parse(s3_url, {}))) is S3Session
+    with pytest.raises(UnsupportedError, match=r"not installed.*fast-s3"):
+        connect(parse(s3_url, {"client": "obstore"}))
+
+
+def test_what_the_environment_says_to_obstore_alone_has_no_say(
+    client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "AWS_SKIP_SIGNATURE": "true",
+        "AWS_ENDPOINT": "http://127.0.0.1:9",
+        "AWS_BUCKET": "other",
+    }.items():
+        monkeypatch.setenv(name, value)
+    keys = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]}
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-identity")
+    with open_store(s3_url, **keys) as store:
+        store.put("k", b"1")
+        assert store.get("k") == b"1"
+
+
+def test_a_silent_server_is_given_up_after_the_read_time_out(client: str, s3_url: str, silent_endpoint: str) -> None:
+    options = {"endpoint_url": silent_endpoint, "config_kwargs": {"read_timeout": 0.3}}
+    with S3Store(parse(s3_url, options)) as store, pytest.raises(TransientError, match=r"(?i)timed? ?out"):
+        store.get("k")
+
+
+def test_a_dropped_store_is_collected_with_its_thread(client: str, s3_url: str) -> None:
     import gc
 
     store = open_store(s3_url)
@@ -151,7 +233,7 @@ def test_a_dropped_store_is_collected_with_its_thread(s3_url: str) -> None:
 
 
 def test_a_key_that_another_program_wrote_is_passed_over_when_it_is_no_key(s3_url: str, s3_server: S3Server) -> None:
-    root = parse(s3_url, {})
+    root = parse(s3_url, {"client": "s3fs"})
     with S3Store(root) as store:
         store.put("a/b", b"1")
         session = store._session
@@ -166,7 +248,9 @@ def silent_endpoint() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_an_interrupted_call_ends_at_once_and_lets_go_of_the_callers_buffer(s3_url: str, silent_endpoint: str) -> None:
+def test_an_interrupted_call_ends_at_once_and_lets_go_of_the_callers_buffer(
+    client: str, s3_url: str, silent_endpoint: str
+) -> None:
     class Interrupt(BaseException):
         pass
 
@@ -191,7 +275,7 @@ def test_closing_a_store_ends_the_calls_of_other_threads(s3_url: str, silent_end
     store = S3Store(parse(s3_url, {"endpoint_url": silent_endpoint}))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "k")
-        while store._session._worker._client is None:
+        while store._session._worker._loop is None:
             time.sleep(0.01)
         store.close()
         with pytest.raises(UsageError, match="closed while it was used"):
@@ -214,27 +298,29 @@ def behind(s3_url: str, proxy: FaultProxy) -> Iterator[Store]:
         yield opened
 
 
-def test_a_lost_answer_to_a_conditional_put_still_reports_won(behind: Store, proxy: FaultProxy) -> None:
+def test_a_lost_answer_to_a_conditional_put_still_reports_won(client: str, behind: Store, proxy: FaultProxy) -> None:
     proxy.inject(Fault.LOSE_ANSWER, method="PUT")
     assert behind.put_if_absent("k", b"mine")
     assert proxy.fired == {Fault.LOSE_ANSWER: 1}
     assert not behind.put_if_absent("k", b"another's")
 
 
-def test_a_lost_answer_to_a_lost_race_reports_lost(behind: Store, proxy: FaultProxy) -> None:
+def test_a_lost_answer_to_a_lost_race_reports_lost(client: str, behind: Store, proxy: FaultProxy) -> None:
     assert behind.put_if_absent("k", b"his")
     proxy.inject(Fault.LOSE_ANSWER, method="PUT")
     assert not behind.put_if_absent("k", b"mine")
     assert proxy.fired == {Fault.LOSE_ANSWER: 1}
 
 
-def test_a_conditional_put_that_never_arrives_is_sent_again(behind: Store, proxy: FaultProxy) -> None:
+def test_a_conditional_put_that_never_arrives_is_sent_again(client: str, behind: Store, proxy: FaultProxy) -> None:
     proxy.inject(Fault.REFUSE, method="PUT", times=2)
     assert behind.put_if_absent("k", b"mine")
     assert proxy.fired == {Fault.REFUSE: 2}
 
 
-def test_a_conditional_put_that_cannot_be_read_back_is_ambiguous_and_never_won(s3_url: str, proxy: FaultProxy) -> None:
+def test_a_conditional_put_that_cannot_be_read_back_is_ambiguous_and_never_won(
+    client: str, s3_url: str, proxy: FaultProxy
+) -> None:
     proxy.inject(Fault.LOSE_ANSWER, method="PUT", times=100)
     proxy.inject(Fault.REFUSE, method="GET", times=100)
     once = S3Store(parse(s3_url, {"endpoint_url": proxy.endpoint}))
@@ -244,7 +330,7 @@ def test_a_conditional_put_that_cannot_be_read_back_is_ambiguous_and_never_won(s
 
 
 @pytest.mark.parametrize("fault", [Fault.RESET_BODY, Fault.CUT_BODY, Fault.SLOW_DOWN, Fault.REFUSE, Fault.LOSE_ANSWER])
-def test_a_read_survives(behind: Store, proxy: FaultProxy, fault: Fault) -> None:
+def test_a_read_survives(client: str, behind: Store, proxy: FaultProxy, fault: Fault) -> None:
     body = some_bytes(3 * MIB)
     behind.put("k", body)
     proxy.inject(fault, method="GET", times=2)
@@ -257,7 +343,7 @@ def test_a_read_survives(behind: Store, proxy: FaultProxy, fault: Fault) -> None
 
 
 @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.REFUSE, Fault.LOSE_ANSWER])
-def test_a_write_survives(behind: Store, proxy: FaultProxy, fault: Fault) -> None:
+def test_a_write_survives(client: str, behind: Store, proxy: FaultProxy, fault: Fault) -> None:
     proxy.inject(fault, method="PUT", times=2)
     behind.put("k", b"body")
     assert proxy.fired == {fault: 2}
@@ -314,7 +400,9 @@ def test_a_listing_goes_on_after_a_failed_page(behind: Store, proxy: FaultProxy)
     assert proxy.fired == {Fault.RESET_BODY: 1}
 
 
-def test_a_bit_flipped_on_the_way_shows_why_callers_check_digests(behind: Store, proxy: FaultProxy) -> None:
+def test_a_bit_flipped_on_the_way_shows_why_callers_check_digests(
+    client: str, behind: Store, proxy: FaultProxy
+) -> None:
     body = some_bytes(1000)
     behind.put("k", body)
     proxy.inject(Fault.FLIP_BIT, method="GET")
@@ -365,7 +453,9 @@ def test_an_object_above_what_a_multipart_upload_can_hold_is_a_capacity_error(mo
         list(s3upload.blocks([bytes(most), b"1"], "k"))
 
 
-def test_a_put_above_the_limit_of_one_request_is_a_capacity_error(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_above_the_limit_of_one_request_is_a_capacity_error(
+    client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3, "PUT_BYTES", 4)
     with open_store(s3_url) as store, pytest.raises(CapacityError, match="put_multipart"):
         store.put("k", b"12345")
@@ -383,7 +473,7 @@ def test_sorting_for_a_server_that_lists_by_folder_is_bounded(s3_url: str, monke
 
 
 def test_an_object_replaced_during_a_read_of_several_spans_is_never_mixed(
-    s3_url: str, monkeypatch: pytest.MonkeyPatch
+    client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch, replaced = s3read._fetch, asyncio.Event()
     new = b"n" * (s3read.SPAN_BYTES + 5)

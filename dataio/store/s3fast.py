@@ -1,0 +1,186 @@
+"""Objects in and out by native obstore instead of s3fs: the same requests at a fraction of the CPU.
+
+Purpose: `FastSession` sends GET, HEAD and single PUTs through obstore. Listings, deletes and multipart uploads stay with s3fs's
+client, since obstore gives no hold on a single page or part; that client is made only when one of them is asked for.
+Invariants: what the caller sees is that of `S3Session`: one request a call (obstore's retries are off), the same errors, bodies
+that stream in chunks of about `_CHUNK` bytes. Credentials are given to obstore as values, never looked up by it. Payloads are not
+hashed for the signature; digests of Millrace's own formats guard the content.
+Failure behaviour: see `s3fasterrors`. A body above `_PUT_BYTES` goes through s3fs, because obstore counts its read time-out from
+the first byte sent. obstore's threads do not survive a fork: `unavailable` says so in a child, where s3fs serves instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import AsyncIterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.store import S3Store as _Native
+
+from dataio.core import limits
+from dataio.core.errors import AccessDeniedError
+from dataio.store.s3config import S3Config
+from dataio.store.s3credentials import Keys
+from dataio.store.s3errors import CHECK_KEYS
+from dataio.store.s3fasterrors import translated_native
+from dataio.store.s3session import S3Session
+
+_CHUNK = 1 * limits.MIB
+_PUT_BYTES = 64 * limits.MIB
+_WHOLE_REQUEST = timedelta(hours=1)
+"""obstore's limit on a request with its body, which is 30 s by default; a stalled one is ended by the read time-out."""
+
+
+class _Runtime:
+    """Which process started obstore's threads; they live as long as it does."""
+
+    started_in: int | None = None
+    lock = threading.Lock()
+
+    @classmethod
+    def mark(cls) -> None:
+        with cls.lock:
+            cls.started_in = cls.started_in or os.getpid()
+
+    @classmethod
+    def is_lost(cls) -> bool:
+        return cls.started_in not in (None, os.getpid())
+
+
+def unavailable(config: S3Config) -> str | None:
+    """Why obstore cannot serve this configuration here, or None."""
+    if _Runtime.is_lost():
+        return "this process was forked from one that used obstore, whose threads do not survive that"
+    return config.beyond_obstore()
+
+
+class FastSession(S3Session):
+    """As `S3Session`; `get_object`, `head_object` and `put_object` take the short way."""
+
+    def __init__(self, config: S3Config) -> None:
+        super().__init__(config)
+        self._native: tuple[Keys | None, Any] | None = None
+
+    async def _request(self, operation: str, doing: str, parameters: Mapping[str, object]) -> dict[str, Any]:
+        handler = _HANDLERS.get(operation)
+        if handler is None or _size(parameters.get("Body")) > _PUT_BYTES:
+            return await super()._request(operation, doing, parameters)
+        native = await self._connected(doing)
+        with translated_native(self.config, doing):
+            answer: dict[str, Any] = await handler(self.config, doing, native, parameters)
+            return answer
+
+    async def _connected(self, doing: str) -> Any:
+        """obstore's client for the credentials of now: botocore refreshes those that expire."""
+        keys = await self._keys(doing)
+        if self._native is None or self._native[0] != keys:
+            _Runtime.mark()
+            self._native = (keys, _native(self.config, keys))
+        return self._native[1]
+
+    async def _keys(self, doing: str) -> Keys | None:
+        if not self.config.uses_chain:
+            return Keys(*self.config.keys) if self.config.keys else None
+        found = await self._frozen(doing)
+        if found is None:
+            raise AccessDeniedError(f"{doing}: no credentials were found for {self.config.endpoint}", hint=CHECK_KEYS)
+        return found
+
+
+def _native(config: S3Config, keys: Keys | None) -> Any:
+    """A client without retries. Every setting is given, since obstore would take it from variables of its own otherwise."""
+    client: Any = _Native  # its types are those of one release; what is given below is checked by the tests
+    return client(
+        config.bucket,
+        config={
+            **({"endpoint": config.endpoint_url} if config.endpoint_url else {}),
+            "region": config.region or "us-east-1",
+            "virtual_hosted_style_request": not config.path_style,
+            "unsigned_payload": True,
+            "skip_signature": keys is None,
+            "request_payer": bool(config.options.get("requester_pays")),
+        },
+        client_options={
+            "allow_http": True,  # an endpoint of plain http is the caller's own choice
+            "connect_timeout": timedelta(seconds=config.connect_seconds),
+            "read_timeout": timedelta(seconds=config.read_seconds),
+            "timeout": _WHOLE_REQUEST,
+            **_trust(config),
+        },
+        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+        credential_provider=None if keys is None else keys.for_obstore,
+    )
+
+
+def _trust(config: S3Config) -> dict[str, Any]:
+    verify = config.verify
+    if verify is False:
+        return {"allow_invalid_certificates": True}
+    if isinstance(verify, str):
+        with open(verify, "rb") as bundle:
+            return {"root_certificate": bundle.read(limits.JSON_DOCUMENT_BYTES)}
+    return {}
+
+
+async def _get(config: S3Config, doing: str, native: Any, parameters: Mapping[str, object]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if "Range" in parameters:
+        first, _, last = str(parameters["Range"]).removeprefix("bytes=").partition("-")
+        options["range"] = (int(first), int(last) + 1)
+    get: Any = obstore.get_async
+    found = await get(native, str(parameters["Key"]), options=options or None)
+    start, stop = found.range
+    answer = _described(found) | {"ContentLength": stop - start, "Body": _Body(found, config, doing)}
+    if options:
+        answer["ContentRange"] = f"bytes {start}-{stop - 1}/{found.meta['size']}"
+    return answer | {"ResponseMetadata": {"HTTPStatusCode": 206 if options else 200}}
+
+
+async def _head(config: S3Config, doing: str, native: Any, parameters: Mapping[str, object]) -> dict[str, Any]:
+    return _described(await obstore.get_async(native, str(parameters["Key"]), options={"head": True}))
+
+
+async def _put(config: S3Config, doing: str, native: Any, parameters: Mapping[str, object]) -> dict[str, Any]:
+    body: Any = parameters["Body"]
+    mode: Any = "create" if parameters.get("IfNoneMatch") == "*" else "overwrite"
+    done = await obstore.put_async(native, str(parameters["Key"]), body.getbuffer(), mode=mode, use_multipart=False)
+    return {"ETag": done["e_tag"]}
+
+
+_HANDLERS = {"get_object": _get, "head_object": _head, "put_object": _put}
+
+
+def _described(found: Any) -> dict[str, Any]:
+    meta = found.meta
+    return {
+        "ContentLength": meta["size"],
+        "LastModified": meta["last_modified"],
+        "ETag": meta["e_tag"],
+        "Metadata": found.attributes,
+    }
+
+
+def _size(body: Any) -> int:
+    return body.getbuffer().nbytes if body is not None else 0
+
+
+class _Body:
+    """A body that is being received: the part of botocore's stream that `s3read` uses."""
+
+    def __init__(self, found: Any, config: S3Config, doing: str) -> None:
+        self._chunks: AsyncIterator[Any] | None = found.stream(min_chunk_size=_CHUNK)
+        self._config, self._doing = config, doing
+
+    async def read(self, _: int) -> Any:
+        """The next chunk, of any size; empty at the end."""
+        if self._chunks is None:
+            return b""
+        with translated_native(self._config, self._doing):
+            return await anext(self._chunks, b"")
+
+    def close(self) -> None:
+        """Drop the connection unless the body was read to its end."""
+        self._chunks = None
