@@ -37,7 +37,7 @@ def translated_native(config: S3Config, doing: str) -> Iterator[None]:
         found = _translated(str(error)[:_TEXT_BYTES], config, doing)
     else:
         return
-    raise found
+    raise found from None
 
 
 def _translated(text: str, config: S3Config, doing: str) -> MillraceError:

@@ -85,6 +85,15 @@ class S3Server:
             client.create_bucket(Bucket=name)
         return f"s3://{name}"
 
+    def change_keys(self, keys: Keys) -> None:
+        """Let `keys` be the user's from now on, and the old ones no longer; SeaweedFS only. Buckets are made as before."""
+        path = self._folder / "s3.json"
+        config = json.loads(path.read_text())
+        config["identities"][1]["credentials"] = [{"accessKey": keys.access, "secretKey": keys.secret}]
+        path.write_text(json.dumps(config))
+        os.kill(self.process.pid, signal.SIGHUP)
+        _wait_until_accepted(self, keys)
+
     def stop(self) -> None:
         """Kill the server and remove its data."""
         if self.process.poll() is None:
@@ -225,6 +234,19 @@ def _wait_ready(server: S3Server) -> None:
     raise DeadlineError(
         f"the S3 server was not ready in {_READY_SECONDS:.0f} s: {last}; its log ends: {_log_end(server)}"
     )
+
+
+def _wait_until_accepted(server: S3Server, keys: Keys) -> None:
+    deadline = time.monotonic() + _READY_SECONDS
+    with _client(server.endpoint, keys, owner=False) as client:
+        while True:
+            try:
+                client.get_object(Bucket="ready", Key="ready")["Body"].read()
+                return
+            except Exception as error:  # refused until the server has read its file
+                if time.monotonic() > deadline:
+                    raise DeadlineError("the S3 server did not take the new keys") from error
+                time.sleep(0.02)
 
 
 def _round_trip(client: Any) -> None:
