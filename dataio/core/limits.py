@@ -19,6 +19,18 @@ SMALL_OBJECT_BYTES = 64 * MIB
 JSON_DOCUMENT_BYTES = 16 * MIB
 """The most that a JSON or msgpack document read from a store may hold."""
 JSON_DEPTH = 32
+JSON_NUMBER_DIGITS = 300
+"""The most digits that an integer in a JSON document may have; a float has fewer."""
+SAMPLE_JSON_BYTES = 4 * MIB
+"""The most that the JSON of one sample may hold: parsed, it takes up to thirty times as much."""
+FRAME_PIXELS = 64 * MIB
+"""The most pixels that a video frame may have: 8192x8192. A larger one is never decoded."""
+VIDEO_FRAMES = 2_000_000
+"""The most frames that one video may have: 18 hours at 30 a second."""
+AUDIO_VALUES = 1 << 32
+"""The most samples, of all channels together, that one sound may have: 12 hours of stereo at 48 kHz."""
+PROBE_MEMORY_BYTES = 3 * GIB
+"""The most memory that a process reading untrusted media may have for data."""
 TAR_HEADER_BYTES = 1 * MIB
 """The most that pax or GNU long-name headers of one tar member may hold."""
 CACHE_BLOCK_BYTES = 4 * MIB

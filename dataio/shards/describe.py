@@ -3,7 +3,7 @@
 Purpose: the work of one probe worker: hash each file, probe the media among them, take text and fields.
 Invariants: the loaders' video stream is the largest of the sample's media files; its sound comes from the same file where that
 has any, else from the first other member that has. `<key>.txt` is the text. The fields are those top-level values of
-`<key>.json` that are numbers, booleans, null or short strings; everything else stays in the JSON member alone.
+`<key>.json` that are floats, 64-bit integers, booleans, null or short strings; everything else stays in the JSON member alone.
 Failure behaviour: `Failure` names the file and why; one bad member refuses the whole sample.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from dataio.core import limits, strictjson
+from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
 from dataio.shards.container import MEDIA_EXTENSIONS
 from dataio.shards.contract import AudioInfo, VideoInfo
 from dataio.shards.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
@@ -24,6 +24,7 @@ from dataio.shards.probe import Probe, probe
 
 PROMOTED_STRING = 1024
 """The most characters that a string in a sample's JSON may have to become a field of the index."""
+_INTEGERS = 1 << 63
 _READ = 1 * limits.MIB
 
 
@@ -45,6 +46,9 @@ def describe(files: Request) -> Answer:
         return Failure(at, error.code, error.message)
     except OSError as error:
         return Failure(at, CorruptionError.code, f"cannot be read: {error.strerror or error}")
+    except MemoryError:
+        most = limits.format_bytes(limits.PROBE_MEMORY_BYTES)
+        return Failure(at, CapacityError.code, f"reading it takes more than {most} of memory")
     video, audio, duration = _choose(probes)
     return Described(
         files=tuple(facts),
@@ -77,30 +81,28 @@ def _fact(ext: str, path: str) -> FileFact:
     return FileFact(ext, path, info.st_size, info.st_mtime_ns, hasher.intdigest())
 
 
-def _small(path: str, most: int) -> str:
+def _bytes(path: str, most: int) -> bytes:
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise UnsupportedError(f"larger than {limits.format_bytes(most)}")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise CorruptionError("not UTF-8 text") from error
+    return data
 
 
 def _text(path: str) -> str:
-    return _small(path, TEXT_BYTES).strip()
+    try:
+        return _bytes(path, TEXT_BYTES).decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise CorruptionError(f"not UTF-8 text, at offset {error.start}") from error
 
 
 def _fields(path: str) -> dict[str, Any]:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
+    data = _bytes(path, limits.SAMPLE_JSON_BYTES)
     try:
-        found = json.loads(_small(path, limits.JSON_DOCUMENT_BYTES), parse_constant=refuse)
+        found = strictjson.loads(data)
         promoted = {name: v for name, v in found.items() if _is_promoted(v)} if isinstance(found, dict) else None
         json.dumps(promoted, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptionError(f"not JSON: {error}") from error
     if promoted is None:
         raise UnsupportedError("the JSON of a sample must be an object")
@@ -110,4 +112,6 @@ def _fields(path: str) -> dict[str, Any]:
 def _is_promoted(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= PROMOTED_STRING
-    return value is None or isinstance(value, bool | int | float)
+    if isinstance(value, int):
+        return -_INTEGERS <= value < _INTEGERS  # what Parquet and SQL can hold
+    return value is None or isinstance(value, float)

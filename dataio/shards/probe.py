@@ -14,10 +14,12 @@ Invariants:
 * At least one frame was decoded: a file that cannot be decoded at all is refused. Damage further inside is not looked for:
   such a file probes well, and the loader that meets the damage quarantines the sample.
 * Only the listed demuxers may open a file, and none may open a second file or an address.
+* No frame of more than `limits.FRAME_PIXELS` is decoded, whatever container or bitstream say, not even while the file is opened;
+  of frames and sound no more than `limits.VIDEO_FRAMES` and `limits.AUDIO_VALUES` are counted.
 
-Failure behaviour: `UnsupportedError` (not a regular file, not one of the formats, no streams), `CorruptionError` (empty,
-truncated, not demuxable, nothing decodes). It trusts libav not to hang or crash no more than its caller must: run it in a
-`ProbePool`.
+Failure behaviour: `UnsupportedError` (not a regular file, not one of the formats, no streams, above a limit),
+`CorruptionError` (empty, truncated, not demuxable, nothing decodes). It trusts libav not to hang, to crash or to fill the memory
+no more than its caller must: run it in a `ProbePool`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from av.audio.frame import AudioFrame
 from av.stream import Disposition
 from av.video.frame import VideoFrame
 
+from dataio.core import limits
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from dataio.shards.container import check_complete
 from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
@@ -45,6 +48,7 @@ from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
+_DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
 _LEAST_RATE = Fraction(1, 1000)
 
 
@@ -101,7 +105,7 @@ def _open(source: Any) -> Any:
     if hasattr(source, "seek"):
         source.seek(0)
     try:
-        return av.open(source, options={"format_whitelist": _DEMUXERS, "protocol_whitelist": "file"})
+        return av.open(source, options={"format_whitelist": _DEMUXERS, "protocol_whitelist": "file", **_DECODING})
     except av.error.ArgumentError as error:
         raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
     except av.error.FFmpegError as error:
@@ -113,6 +117,8 @@ def _probe_open(source: Any, ext: str) -> Probe:
         video, audio = _pick_video(container), _pick_audio(container)
         if video is None and audio is None:
             raise UnsupportedError("the file holds no video or audio stream that can be decoded")
+        if video is not None:
+            _check_video(video)
         try:
             packets, first, sound = _demux(container, video, audio)
         except av.error.FFmpegError as error:
@@ -120,6 +126,20 @@ def _probe_open(source: Any, ext: str) -> Probe:
         video_info = None if video is None else _video_info(source, ext, container, video, packets, first)
         audio_info = None if audio is None else sound.info(ext, audio)
         return _result(container, video_info, audio_info, sound.errors)
+
+
+def _check_video(stream: Any) -> None:
+    context = stream.codec_context
+    if context.width * context.height > limits.FRAME_PIXELS:
+        raise UnsupportedError(
+            f"its pictures of {context.width}x{context.height} have more than {limits.FRAME_PIXELS} pixels"
+        )
+    _check_frames(stream.frames)
+
+
+def _check_frames(count: int) -> None:
+    if count > limits.VIDEO_FRAMES:
+        raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
 
 
 def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, audio_errors: int) -> Probe:
@@ -172,6 +192,8 @@ class _Sound:
     def _add(self, frame: AudioFrame) -> None:
         self.samples += frame.samples
         self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
+        if self.samples * self.channels > limits.AUDIO_VALUES:
+            raise UnsupportedError(f"its sound has more than {limits.AUDIO_VALUES} samples; split it")
 
     def info(self, ext: str, stream: Any) -> AudioInfo | None:
         if not self.samples:
@@ -187,7 +209,7 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
     sound = _Sound()
     for stream in (video, audio):
         if stream is not None:
-            stream.codec_context.thread_count = 1  # the pool already has a process per core
+            _prepare(stream)
     for packet in container.demux([s for s in (video, audio) if s is not None]):
         if audio is not None and packet.stream_index == audio.index:
             sound.feed(packet)
@@ -197,7 +219,13 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
             codec = video.codec_context.codec.canonical_name
             shown = not packet.is_discard and is_shown(codec, memoryview(packet))
             packets.append(_Packet(packet.pts, packet.duration or 0, packet.is_keyframe, shown))
+            _check_frames(len(packets))
     return packets, first, sound
+
+
+def _prepare(stream: Any) -> None:
+    stream.codec_context.thread_count = 1  # the pool already has a process per core
+    stream.codec_context.options = _DECODING
 
 
 def _decode(packet: Any) -> Iterator[VideoFrame]:
@@ -223,7 +251,7 @@ def _video_info(
     source: Any, ext: str, container: Any, stream: Any, packets: list[_Packet], first: VideoFrame | None
 ) -> VideoInfo:
     if first is None:
-        raise CorruptionError("no frame of the video stream can be decoded")
+        raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
     counted = None if "avi" in container.format.name else _count_packets(stream, packets)
     frames, keys, start, end = counted or _count_by_decoding(source, stream.index)
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
@@ -277,7 +305,7 @@ def _count_by_decoding(source: Any, index: int) -> _Count:
     keys, times, end, count = [], [], 0, 0
     with _open(source) as container:
         stream = container.streams[index]
-        stream.codec_context.thread_count = 1
+        _prepare(stream)
         for packet in container.demux(stream):
             for frame in _decode(packet):
                 pts = frame.pts if frame.pts is not None else frame.dts
@@ -287,5 +315,6 @@ def _count_by_decoding(source: Any, index: int) -> _Count:
                     if frame.key_frame:
                         keys.append(KeyFrame(pts, count))
                 count += 1
+                _check_frames(count)
     start = min(times, default=0)
     return count, tuple(keys) or (KeyFrame(start, 0),), start, end

@@ -1,6 +1,7 @@
 """The process that reads untrusted media: answers requests on standard input until it ends.
 
-Invariant: one frame in, one frame out (a 4-byte length, then msgpack); it dies with the process that started it.
+Invariant: one frame in, one frame out (a 4-byte length, then msgpack); it dies with the process that started it, and has
+`limits.PROBE_MEMORY_BYTES` for data.
 Failure behaviour: a crash or a hang ends this process only; `ProbePool` sees it and goes on with a new one.
 """
 
@@ -8,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import struct
 import sys
 from typing import IO
+
+from dataio.core import limits
 
 HELLO = b"millrace probe 1"
 _PR_SET_PDEATHSIG = 1
@@ -21,6 +25,13 @@ def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent ends, also if this process hangs inside a decoder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_memory() -> None:
+    """Let allocations fail above `limits.PROBE_MEMORY_BYTES`, so that a file costs itself and not the machine."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = limits.PROBE_MEMORY_BYTES if hard < 0 else min(limits.PROBE_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
 
 
 def write_frame(out: IO[bytes], payload: bytes) -> None:
@@ -40,6 +51,7 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 def main() -> None:
     """Serve requests for `describe` until standard input ends."""
     die_with_parent()
+    limit_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     from dataio.shards.describe import describe
     from dataio.shards.facts import decode_request, encode_answer
