@@ -16,6 +16,13 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 store_requests = Counter(
     "millrace_store_requests", "Requests to a store", ["backend", "operation", "outcome"], registry=REGISTRY
 )
+store_seconds = Histogram(
+    "millrace_store_seconds",
+    "Time that an operation of a store took, each try by itself; a listing's with that of its reader",
+    ["backend", "operation"],
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
 store_bytes = Counter(
     "millrace_store_bytes", "Payload bytes to and from a store", ["backend", "direction"], registry=REGISTRY
 )

@@ -1,4 +1,4 @@
-"""Counts what a store is asked and what it moves.
+"""Counts what a store is asked, how long it takes, and what it moves.
 
 Invariant: labels come from small fixed sets: the back-end's name, the contract's operation, `ok` or an error's code.
 Failure behaviour: none of its own; errors of the wrapped store pass through, counted.
@@ -7,54 +7,54 @@ Failure behaviour: none of its own; errors of the wrapped store pass through, co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from dataio.core import limits
+from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError
-from dataio.core.metrics import store_bytes, store_requests
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from dataio.core.metrics import store_bytes, store_requests, store_seconds
+from dataio.store.contract import Buffer, ObjectInfo, Store
+from dataio.store.wrapper import Wrapper
+
+T = TypeVar("T")
 
 
-class Metered(Store):
-    """`inner`, with every operation and the payload bytes of the successful ones counted under the label `backend`."""
+class Metered(Wrapper):
+    """`inner`, with every operation, its seconds, and the payload bytes of the successful ones counted under `backend`."""
 
-    def __init__(self, inner: Store, backend: str) -> None:
-        self.inner, self._backend = inner, backend
+    def __init__(self, inner: Store, backend: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        super().__init__(inner)
+        self._backend, self._clock = backend, clock
 
-    @property
-    def location(self) -> Location:
-        return self.inner.location
+    def _through(self, operation: str, key: str, size: int, work: Callable[[], T]) -> T:
+        with self._counted(operation):
+            return work()
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        with self._counted("get"):
-            data = self.inner.get(key, max_bytes=max_bytes)
+        data = super().get(key, max_bytes=max_bytes)
         self._read(len(data))
         return data
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with self._counted("get_into"):
-            self.inner.get_into(key, offset, buffer)
+        super().get_into(key, offset, buffer)
         self._read(buffer.nbytes)
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        with self._counted("get_into"):
-            self.inner.get_ranges_into(key, ranges)
+        super().get_ranges_into(key, ranges)
         self._read(sum(buffer.nbytes for _, buffer in ranges))
 
     def put(self, key: str, data: Buffer) -> None:
-        with self._counted("put"):
-            self.inner.put(key, data)
+        super().put(key, data)
         self._wrote(memoryview(data).nbytes)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        with self._counted("put_if_absent"):
-            won = self.inner.put_if_absent(key, data)
+        won = super().put_if_absent(key, data)
         self._wrote(memoryview(data).nbytes if won else 0)
         return won
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
-        with self._counted("put_multipart"):
-            size = self.inner.put_multipart(key, parts)
+        size = super().put_multipart(key, parts)
         self._wrote(size)
         return size
 
@@ -62,23 +62,9 @@ class Metered(Store):
         with self._counted("list"):
             yield from self.inner.list(prefix)
 
-    def stat(self, key: str) -> ObjectInfo:
-        with self._counted("stat"):
-            return self.inner.stat(key)
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        with self._counted("delete_many"):
-            self.inner.delete_many(keys)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def __repr__(self) -> str:
-        return repr(self.inner)
-
     @contextlib.contextmanager
     def _counted(self, operation: str) -> Iterator[None]:
-        outcome = "ok"
+        outcome, began = "ok", self._clock.monotonic()
         try:
             yield
         except GeneratorExit:  # the reader of a listing has seen enough
@@ -88,6 +74,7 @@ class Metered(Store):
             raise
         finally:
             store_requests.labels(self._backend, operation, outcome).inc()
+            store_seconds.labels(self._backend, operation).observe(self._clock.monotonic() - began)
 
     def _read(self, size: int) -> None:
         store_bytes.labels(self._backend, "read").inc(size)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dataio.core import limits
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import SlowDownError, TransientError
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from dataio.store.contract import ObjectInfo, Store
+from dataio.store.wrapper import Wrapper
 
 T = TypeVar("T")
 
@@ -96,37 +96,15 @@ def _given_up(error: TransientError, tries: int, elapsed: float) -> TransientErr
     return type(error)(text, hint=error.hint)  # the pause that a server asked for is over, or too long: it is dropped
 
 
-class Retry(Store):
+class Retry(Wrapper):
     """`inner`, with every operation but `put_multipart` retried by `policy`."""
 
     def __init__(self, inner: Store, policy: Policy | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._policy, self._clock = policy or Policy(), clock
 
-    def _call(self, function: Callable[[], T]) -> T:
-        return call(function, self._policy, self._clock)
-
-    @property
-    def location(self) -> Location:
-        return self.inner.location
-
-    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        return self._call(lambda: self.inner.get(key, max_bytes=max_bytes))
-
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self._call(lambda: self.inner.get_into(key, offset, buffer))
-
-    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        self._call(lambda: self.inner.get_ranges_into(key, ranges))
-
-    def put(self, key: str, data: Buffer) -> None:
-        self._call(lambda: self.inner.put(key, data))
-
-    def put_if_absent(self, key: str, data: Buffer) -> bool:
-        return self._call(lambda: self.inner.put_if_absent(key, data))
-
-    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
-        return self.inner.put_multipart(key, parts)
+    def _through(self, operation: str, key: str, size: int, work: Callable[[], T]) -> T:
+        return work() if operation == "put_multipart" else call(work, self._policy, self._clock)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Goes on after the last key that was delivered when a page fails."""
@@ -141,19 +119,6 @@ class Retry(Store):
                 pages = self.inner.list(prefix)  # a generator that raised is over
                 raise
 
-        while (info := self._call(advance)) is not None:
+        while (info := call(advance, self._policy, self._clock)) is not None:
             last = info.key
             yield info
-
-    def stat(self, key: str) -> ObjectInfo:
-        return self._call(lambda: self.inner.stat(key))
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        doomed = list(keys)
-        self._call(lambda: self.inner.delete_many(doomed))
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def __repr__(self) -> str:
-        return repr(self.inner)

@@ -1,0 +1,133 @@
+"""A store with faults on purpose, drawn from a seed, for tests of whatever uses a store.
+
+Invariants: the same seed and the same calls (of one thread) give the same faults. `fired` counts every fault that took
+place, so that a test can assert that its fault did. Where no rule matches, the operation is untouched.
+Failure behaviour: that is what it is for; see `Fault`.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dataio.core import limits
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.errors import (
+    AccessDeniedError,
+    AmbiguousWriteError,
+    CapacityError,
+    CorruptionError,
+    MillraceError,
+    SlowDownError,
+    TransientError,
+)
+from dataio.store.contract import Store
+from dataio.store.wrapper import Wrapper
+
+T = TypeVar("T")
+
+
+class Fault(enum.Enum):
+    """What happens to an operation."""
+
+    TRANSIENT = "it fails in passing, without effect"
+    SLOW_DOWN = "it is refused by an overloaded store, without effect"
+    LOST_ANSWER = "it takes effect and then fails in passing"
+    AMBIGUOUS = "it takes effect, and says that nobody can tell"
+    DENIED = "it is not allowed, without effect"
+    FULL = "there is no space, without effect"
+    CORRUPT = "the store itself finds its bytes damaged"
+    FLIP_BIT = "it succeeds, and one bit of what was read is another"
+    DELAY = "it succeeds after `seconds`"
+
+
+_BEFORE: dict[Fault, type[MillraceError]] = {
+    Fault.TRANSIENT: TransientError,
+    Fault.SLOW_DOWN: SlowDownError,
+    Fault.DENIED: AccessDeniedError,
+    Fault.FULL: CapacityError,
+    Fault.CORRUPT: CorruptionError,
+}
+_AFTER: dict[Fault, type[MillraceError]] = {Fault.LOST_ANSWER: TransientError, Fault.AMBIGUOUS: AmbiguousWriteError}
+
+
+@dataclass(slots=True)
+class Rule:
+    """`fault` to a `rate` of the operations of this name (any if empty) whose key contains `key`, at most `times` times."""
+
+    fault: Fault
+    operation: str = ""
+    key: str = ""
+    rate: float = 1.0
+    times: int = 1_000_000_000
+    seconds: float = 0.0
+
+
+class Faulty(Wrapper):
+    """`inner` with the faults of `rules`; the first rule that matches and is drawn acts."""
+
+    def __init__(self, inner: Store, rules: Sequence[Rule], seed: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
+        super().__init__(inner)
+        self.rules, self.fired = list(rules), Counter[Fault]()
+        self._draw, self._clock, self._lock = random.Random(seed), clock, threading.Lock()
+
+    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
+        def work() -> bytes:
+            return self.inner.get(key, max_bytes=max_bytes)
+
+        rule = self._pick("get", key)
+        if rule is not None and rule.fault is Fault.FLIP_BIT:
+            return bytes(self._flipped(bytearray(work())))
+        return self._struck(rule, "get", key, work)
+
+    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        rule = self._pick("get_into", key)
+        self._struck(rule, "get_into", key, lambda: self.inner.get_ranges_into(key, ranges))
+        filled = [buffer for _, buffer in ranges if buffer.nbytes]
+        if rule is not None and rule.fault is Fault.FLIP_BIT and filled:
+            self._flipped(filled[0])
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.get_ranges_into(key, [(offset, buffer)])
+
+    def _through(self, operation: str, key: str, size: int, work: Callable[[], T]) -> T:
+        return self._struck(self._pick(operation, key), operation, key, work)
+
+    def _pick(self, operation: str, key: str) -> Rule | None:
+        with self._lock:
+            for rule in self.rules:
+                if rule.times and rule.operation in ("", operation) and rule.key in key:
+                    if rule.fault is Fault.FLIP_BIT and operation not in ("get", "get_into"):
+                        continue
+                    if self._draw.random() < rule.rate:
+                        rule.times -= 1
+                        self.fired[rule.fault] += 1
+                        return rule
+        return None
+
+    def _struck(self, rule: Rule | None, operation: str, key: str, work: Callable[[], T]) -> T:
+        if rule is None:
+            return work()
+        text = f"{operation} {key!r}: injected: {rule.fault.value}"
+        if rule.fault is Fault.SLOW_DOWN:
+            raise SlowDownError(text, seconds=rule.seconds or None)
+        if kind := _BEFORE.get(rule.fault):
+            raise kind(text)
+        if rule.fault is Fault.DELAY:
+            self._clock.sleep(rule.seconds)
+        result = work()
+        if kind := _AFTER.get(rule.fault):
+            raise kind(text)
+        return result
+
+    def _flipped(self, data: T) -> T:
+        with self._lock:
+            at = self._draw.randrange(len(data)) if len(data) else None  # type: ignore[arg-type] # bytearray or memoryview
+        if at is not None:
+            data[at] ^= 1  # type: ignore[index]
+        return data
