@@ -247,7 +247,7 @@ def _open(
 
 def _with_video(dataset: Dataset) -> I64:
     """The numbers of the samples that hold video."""
-    ids: I64 = np.flatnonzero(pc.is_valid(dataset.table["video_codec"]).to_numpy()).astype(np.int64)
+    ids: I64 = np.flatnonzero(pc.is_valid(dataset.columns(["video_codec"])["video_codec"]).to_numpy()).astype(np.int64)
     if not len(ids):
         raise UsageError(f"{dataset.url} holds no video")
     return ids

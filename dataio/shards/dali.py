@@ -22,7 +22,8 @@ _VERSION = "v1.1"
 
 def dali_index(dataset: Dataset, shard: str) -> str:
     """The index file's content for the shard of this key (`dataset.document.shards`), as `index_paths` wants it."""
-    rows = dataset.table.filter(pc.equal(dataset.table["shard"], shard))["members"]
+    table = dataset.columns(["shard", "members"])
+    rows = table.filter(pc.equal(table["shard"], shard))["members"]
     if shard not in {known.key for known in dataset.document.shards}:
         raise NotFoundError(f"{dataset.url} version {dataset.version} has no shard {shard!r}", hint="`millrace info`")
     return "\n".join([f"{_VERSION} {len(rows)}", *(_line(members.as_py(), shard) for members in rows)]) + "\n"

@@ -1,53 +1,65 @@
-"""An open dataset version: which samples there are and where they lie.
+"""An open dataset version, or a view of one: which samples there are and where they lie.
 
-Purpose: `Dataset` answers "what is sample i" from the index; it reads no media.
-Invariants: everything about one version is fixed, so `digest` stands for all of it. Samples are numbered 0 … N-1 in the order
-(shard, offset of the first member). Memory is that of the index's columns; `Sample` objects are made when asked for.
-Failure behaviour: opening raises `NotFoundError`, `AccessDeniedError` or `CorruptionError` naming the object; a dataset that
-opened answers without I/O and without errors, but for numbers and keys that do not exist; only `read` goes to the store.
+Purpose: `Dataset` answers "what is sample i" from the index; it reads no media. `where` narrows it, `append`-like changes
+(`remove`, `merge`, `save`) make further versions of it and return them open.
+Invariants: everything about one version or view is fixed, so `digest` stands for all of it. Samples are numbered 0 … N-1 in the
+order (place of their shard in the version, offset of the first member). Memory does not grow with the number of samples,
+but for what a caller asks of all of them (`columns`, `table`); `Sample` objects are made when asked for.
+Failure behaviour: opening raises `NotFoundError`, `AccessDeniedError` or `CorruptionError` naming the object. An index of up to
+`CHECKED_AT_OPEN` bytes is read and checked whole then; of a larger one what is read is checked as it is read, so damage shows
+later, as `CorruptionError` too. `check` reads everything.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataio.core import limits
-from dataio.core.errors import CorruptionError, NotFoundError, UsageError
-from dataio.shards import index, members, versions
+from dataio.core.errors import NotFoundError, UsageError
+from dataio.shards import index, members, tags, versions
 from dataio.shards.contract import Sample
 from dataio.shards.mounting import with_mounts
+from dataio.shards.open_index import OpenIndex
 from dataio.shards.report import PackReport
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 
-_PART_BYTES = 1 * limits.GIB
+if TYPE_CHECKING:
+    from dataio.shards.diff import Diff
+    from dataio.shards.view import View
+
+CHECKED_AT_OPEN = 8 * limits.MIB
 _ROWS_AT_ONCE = 1024
 
 
 class Dataset:
-    """Version `version` (None: the newest) of the dataset at a URL or in an open store.
+    """Version `version` of the dataset at a URL or in an open store: a number, a tag, or None for the newest.
 
-    `storage_options` go to `open_store`; a store that was opened here is closed by `close` or the `with` statement.
+    `storage_options` go to `open_store`; a store that was opened here is closed by `close` or the `with` statement. Datasets
+    made from this one (`where`, `remove`, …) share its store: closing one of them closes it for all.
     `report` is what `pack` has to say about a dataset that it just made.
     """
 
     def __init__(
-        self, url_or_store: str | os.PathLike[str] | Store, version: int | None = None, **storage_options: Any
+        self, url_or_store: str | os.PathLike[str] | Store, version: int | str | None = None, **storage_options: Any
     ) -> None:
         if isinstance(url_or_store, Store) and storage_options:
             raise UsageError("storage options go with a URL, not with a store that is open already")
         self.owns_store = not isinstance(url_or_store, Store)
         self.report: PackReport | None = None
+        self.view: View | None = None
         self.store = url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **storage_options)
         try:
-            self.document, self.digest = versions.load(self.store, version)
+            self.document, self.digest = tags.load(self.store, version)
             self.store, self.owns_store = with_mounts(self.store, self.document, self.owns_store, storage_options)
-            self._table = _load_table(self.store, self.document)
+            self.index = OpenIndex(self.store, self.document)
+            if sum(part.size for part in self.document.index) <= CHECKED_AT_OPEN:
+                self.index.check()
         except BaseException:
             self.close()
             raise
@@ -59,7 +71,7 @@ class Dataset:
 
     @property
     def version(self) -> int:
-        """The number of the open version."""
+        """The number of the open version; of a view, that of the version that it narrows."""
         return self.document.version
 
     @property
@@ -68,27 +80,46 @@ class Dataset:
         return self.document.name
 
     @property
+    def lineage(self) -> versions.Lineage:
+        """How this version or view came to be."""
+        if self.view is not None:
+            return self.view.lineage
+        return self.document.lineage or versions.Lineage(operation=self.document.message)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What these samples are, in plain JSON types, to be written down beside a run."""
+        named = {"name": self.name, "version": self.version, "digest": self.digest, "samples": len(self)}
+        return named if self.view is None else named | self.view.fingerprint
+
+    @property
     def total_bytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(shard.size for shard in self.document.shards)
+        """Bytes of the samples' members."""
+        return sum(p.left_bytes for p in self.document.index) if self.view is None else self.view.total_bytes
 
     @property
     def keys(self) -> Sequence[str]:
-        """The samples' keys, by number."""
-        return _Keys(self._table["key"])
+        """The samples' keys, by number; reads the keys of all samples into memory."""
+        return _Keys(self.columns(["key"])["key"])
 
     @property
     def table(self) -> pa.Table:
-        """The index's columns (`dataio.shards.index.SCHEMA`), one row a sample."""
-        return self._table
+        """The whole index (`dataio.shards.index.SCHEMA`), one row a sample; `columns` reads only what is needed."""
+        return self.index.columns()
+
+    def columns(self, names: Sequence[str]) -> pa.Table:
+        """These columns of `dataio.shards.index.SCHEMA`, one row a sample, read now."""
+        unknown = [name for name in names if name not in index.SCHEMA.names]
+        if unknown:
+            raise UsageError(f"the index has no column {unknown[0]!r}", hint=f"it has {', '.join(index.SCHEMA.names)}")
+        return self.index.columns(names)
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return len(self.index)
 
     def __iter__(self) -> Iterator[Sample]:
         for start in range(0, len(self), _ROWS_AT_ONCE):
-            rows = self._table.slice(start, _ROWS_AT_ONCE).to_pylist()
-            yield from (index.from_row(row, start + i) for i, row in enumerate(rows))
+            yield from self.samples(range(start, min(start + _ROWS_AT_ONCE, len(self))))
 
     def sample(self, i: int) -> Sample:
         """Sample number `i`, 0 <= i < len(self)."""
@@ -101,19 +132,86 @@ class Dataset:
                 raise UsageError(
                     f"{self.url}: there is no sample {i}", hint=f"samples are numbered 0 to {len(self) - 1}"
                 )
-        rows = self._table.take(pa.array(ids, pa.int64())).to_pylist()
-        return [index.from_row(row, i) for row, i in zip(rows, ids, strict=True)]
+        return [index.from_row(row, i) for row, i in zip(self.index.rows(ids), ids, strict=True)]
 
     def find(self, key: str) -> Sample:
-        """The sample of this key, or `NotFoundError`."""
-        number = pc.index(self._table["key"], key).as_py()
-        if number < 0:
-            raise NotFoundError(f"{self.url} has no sample {key!r}", hint="`millrace ls` lists the keys")
-        return self.sample(number)
+        """The sample of this key, or `NotFoundError`; reads keys until it is found."""
+        start = 0
+        for table in self.index.tables(["key"]):
+            number = pc.index(table["key"], key).as_py()
+            if number >= 0:
+                return self.sample(start + number)
+            start += table.num_rows
+        raise NotFoundError(f"{self.url} has no sample {key!r}", hint="`millrace ls` lists the keys")
 
     def read(self, sample: Sample, ext: str) -> bytes:
         """The bytes of one member, straight from the store, their checksum verified."""
         return members.read(self.store, sample, ext)
+
+    def check(self) -> None:
+        """Read the whole index and check it; `CorruptionError` for the first thing that is wrong."""
+        self.index.check()
+
+    # -- views and further versions
+
+    def where(self, condition: str) -> Dataset:
+        """The samples that meet `condition`, numbered anew from 0: a view of this version, or of this view.
+
+        `condition` is one boolean expression in SQL over `dataio.shards.predicate.COLUMNS` and the promoted fields of the
+        samples' JSON: `"duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"`. A sample of which it is
+        null is left out. `UsageError` for anything else. The answer is fixed: it does not follow later versions.
+        """
+        from dataio.shards import view
+
+        return self._with(view.narrow(self, condition))
+
+    def save(self, message: str = "") -> Dataset:
+        """Make this view a version, which others open by its number or a tag; the newest version stays what it is."""
+        from dataio.shards import changes
+
+        return self._at(changes.save(self, message))
+
+    def remove(self, keys: Iterable[str] | None = None, *, where: str | None = None, message: str = "") -> Dataset:
+        """The next version: the newest without the samples of these `keys`, or those that meet `where`.
+
+        Nothing is rewritten and no bytes are freed. `NotFoundError` names keys that nothing has.
+        """
+        from dataio.shards import changes
+
+        return self._at(changes.remove(self, keys, where, message))
+
+    def merge(self, *others: Dataset, message: str = "") -> Dataset:
+        """The next version: the newest and all samples of `others`, in this order, whose shards and indexes stay where they are.
+
+        `ConflictError` names a key that two of them hold. Of other versions of this very dataset, samples that are there
+        already are not added again.
+        """
+        from dataio.shards import changes
+
+        return self._at(changes.merge(self, others, message))
+
+    def tag(self, name: str) -> None:
+        """Give this version a name, for good; `ConflictError` when another version has it."""
+        if self.view is not None:
+            raise UsageError("a view has no version to be tagged", hint="save it, and tag what that returns")
+        tags.create(self.store, name, self.document.version, self.digest)
+
+    def diff(self, other: Dataset) -> Diff:
+        """What changed from this version to `other`, by key."""
+        from dataio.shards.diff import diff
+
+        return diff(self, other)
+
+    def _with(self, view: View) -> Dataset:
+        made = object.__new__(Dataset)
+        made.__dict__.update(self.__dict__)
+        made.view, made.index, made.digest, made.report = view, view.index, view.digest, None
+        return made
+
+    def _at(self, document: versions.VersionDocument) -> Dataset:
+        made = Dataset(self.store, document.version)
+        made.owns_store = made.owns_store or self.owns_store
+        return made
 
     def close(self) -> None:
         """Close the store if this dataset opened it."""
@@ -127,7 +225,8 @@ class Dataset:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Dataset({self.url!r}, version={self.version}, samples={len(self)})"
+        narrowed = "" if self.view is None else f", where={' and '.join(self.view.lineage.where)!r}"
+        return f"Dataset({self.url!r}, version={self.version}{narrowed}, samples={len(self)})"
 
 
 class _Keys(Sequence[str]):
@@ -149,35 +248,3 @@ class _Keys(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         for chunk in self._column.iterchunks():
             yield from (key.as_py() for key in chunk)
-
-
-def _load_table(store: Store, document: versions.VersionDocument) -> pa.Table:
-    sizes = document.shard_sizes()
-    parts = [_load_part(store, part, sizes) for part in document.index]
-    table = pa.concat_tables(parts) if parts else index.SCHEMA.empty_table()
-    _check_order(table, f"{store.location.url}: version {document.version}")
-    return table
-
-
-def _load_part(store: Store, part: versions.IndexPart, sizes: Any) -> pa.Table:
-    name = f"{store.location.url}: {part.key}"
-    try:
-        data = store.get(part.key, max_bytes=_PART_BYTES)
-    except NotFoundError as error:
-        raise CorruptionError(f"{name} is missing, though the dataset version names it") from error
-    return index.read_part(data, name=name, expected_digest=part.digest, rows=part.rows, shards=sizes)
-
-
-def _check_order(table: pa.Table, name: str) -> None:
-    """Numbers are places in (shard, offset) order, and keys are unique."""
-    if pc.count_distinct(table["key"]).as_py() != table.num_rows:
-        raise CorruptionError(f"{name}: two samples have the same key")
-    offset = pc.struct_field(pc.list_element(table["members"], 0), "offset")
-    places = pa.table({"shard": table["shard"], "offset": offset}).combine_chunks()
-    before, after = places.slice(0, max(0, table.num_rows - 1)), places.slice(1)
-    same = pc.equal(before["shard"], after["shard"])
-    ordered = pc.or_(
-        pc.less(before["shard"], after["shard"]), pc.and_(same, pc.less(before["offset"], after["offset"]))
-    )
-    if not pc.all(ordered, min_count=0).as_py():
-        raise CorruptionError(f"{name}: the samples are not in the order of their shards and offsets")

@@ -1,13 +1,16 @@
 """The sample index: one Parquet row per sample, and the way back to `Sample`.
 
 Purpose: readers learn from it where every sample lies and what it holds, without opening a shard.
-Invariants: `SCHEMA` is the whole format; media columns are null together where a sample has no such stream. A table that
-`read_part` returned has been checked: digest, columns and types, row count, and that every member lies inside its shard.
+Invariants: `SCHEMA` is the whole format; media columns are null together where a sample has no such stream. A part is written
+in row groups of `GROUP_ROWS`, so that one sample costs one small read; its footer holds, under `BLOCKS`, the digests of all
+`BLOCK_BYTES` before it, so that every range of it can be checked alone. The same samples give the same bytes.
 Failure behaviour: `CorruptionError` names the index part, the row and the column; nothing of a bad part is returned.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -15,11 +18,18 @@ from typing import Any
 
 import blake3
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dataio.core import limits
 from dataio.core.errors import CorruptionError
+from dataio.shards import index_checks
 from dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
+
+GROUP_ROWS = 2048
+BLOCK_BYTES = 64 * limits.KIB
+BLOCKS = b"millrace.blocks"
+"""The footer's entry: base64 of the blocks' BLAKE3 digests, `BLOCK_DIGEST` bytes of each."""
+BLOCK_DIGEST = 16
 
 _MEMBER = pa.struct(
     [
@@ -46,7 +56,6 @@ _VIDEO: dict[str, Any] = {
     "duration_pts": pa.int64(),
     "pixel_format": pa.string(),
     "rotation": pa.int16(),
-    "key_frames": pa.list_(pa.field("item", _KEY_FRAME, nullable=False)),
 }
 _AUDIO: dict[str, Any] = {
     "audio_ext": pa.string(),
@@ -57,23 +66,29 @@ _AUDIO: dict[str, Any] = {
     "samples": pa.int64(),
 }
 
+# what is asked for often lies together, what is long comes last
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
         pa.field("shard", pa.string(), nullable=False),
-        pa.field("members", pa.list_(pa.field("item", _MEMBER, nullable=False)), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),  # of all members
         pa.field("duration", pa.float64(), nullable=False),
         *(pa.field(name, kind) for name, kind in (_VIDEO | _AUDIO).items()),
         pa.field("text", pa.string()),
         pa.field("fields", pa.string()),  # a JSON object: the promoted fields of the sample's JSON
+        pa.field("members", pa.list_(pa.field("item", _MEMBER, nullable=False)), nullable=False),
+        pa.field("key_frames", pa.list_(pa.field("item", _KEY_FRAME, nullable=False))),
     ]
 )
-
-_POSITIVE = (
-    *("width", "height", "fps_numerator", "fps_denominator", "frames", "time_base_numerator", "time_base_denominator"),
-    *("sample_rate", "channels", "samples"),
+_RULES = index_checks.Rules(
+    required=tuple(field.name for field in SCHEMA if not field.nullable),
+    together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO)},
+    positive=(
+        *("width", "height", "fps_numerator", "fps_denominator", "frames", "time_base_numerator"),
+        *("time_base_denominator", "sample_rate", "channels", "samples"),
+    ),
+    not_negative=("bytes", "duration", "video_stream", "duration_pts", "audio_stream"),
 )
-_NOT_NEGATIVE = ("duration", "video_stream", "duration_pts", "audio_stream")
 
 
 # --- Sample -> row -> Sample
@@ -85,6 +100,7 @@ def to_row(sample: Sample) -> dict[str, Any]:
         "key": sample.key,
         "shard": sample.shard,
         "members": [{"ext": m.ext, "offset": m.offset, "length": m.length, "xxh3": m.xxh3} for m in sample.members],
+        "bytes": sum(m.length for m in sample.members),
         "duration": sample.duration,
         "text": sample.text,
         "fields": json.dumps(dict(sample.fields), sort_keys=True, ensure_ascii=False) if sample.fields else None,
@@ -94,13 +110,13 @@ def to_row(sample: Sample) -> dict[str, Any]:
 
 def _video_columns(v: VideoInfo | None) -> dict[str, Any]:
     if v is None:
-        return dict.fromkeys(_VIDEO)
+        return dict.fromkeys((*_VIDEO, "key_frames"))
     values = (
         *(v.ext, v.stream, v.codec, v.width, v.height, v.fps.numerator, v.fps.denominator, v.frames),
         *(v.time_base.numerator, v.time_base.denominator, v.start_pts, v.duration_pts, v.pixel_format, v.rotation),
-        [{"pts": k.pts, "index": k.index} for k in v.key_frames],
     )
-    return dict(zip(_VIDEO, values, strict=True))
+    key_frames = [{"pts": k.pts, "index": k.index} for k in v.key_frames]
+    return {**dict(zip(_VIDEO, values, strict=True)), "key_frames": key_frames}
 
 
 def _audio_columns(a: AudioInfo | None) -> dict[str, Any]:
@@ -124,9 +140,13 @@ def from_row(row: Mapping[str, Any], number: int) -> Sample:
     )
 
 
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _fields(text: str | None, key: str) -> dict[str, Any]:
     try:
-        fields = json.loads(text or "{}")
+        fields = json.loads(text or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"sample {key!r}: its fields in the index are not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -162,14 +182,36 @@ def digest(data: bytes) -> str:
 
 def write_part(samples: Sequence[Sample]) -> bytes:
     """An index part as Parquet; the same samples give the same bytes."""
-    table = pa.Table.from_pylist([to_row(s) for s in samples], schema=SCHEMA)
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", compression_level=9)
-    return bytes(sink.getvalue().to_pybytes())
+    return write_table(pa.Table.from_pylist([to_row(s) for s in samples], schema=SCHEMA))
+
+
+def write_table(table: Any) -> bytes:
+    """An index part of these rows, which have `SCHEMA`."""
+    sink = io.BytesIO()
+    # of statistics only those of keys are of use, and those of long texts would make every footer long
+    with pq.ParquetWriter(
+        sink, SCHEMA, compression="zstd", compression_level=6, write_statistics=["key"], store_schema=True
+    ) as writer:
+        writer.write_table(table, row_group_size=GROUP_ROWS)
+        digests = block_digests(sink.getbuffer())
+        writer.add_key_value_metadata({BLOCKS: base64.b64encode(b"".join(digests))})
+    return sink.getvalue()
+
+
+def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
+    """The digests of every `BLOCK_BYTES` of `data`; the last block may be short."""
+    view = memoryview(data)
+    blocks = (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
+    return [blake3.blake3(block).digest(BLOCK_DIGEST) for block in blocks]
+
+
+def footer_bytes(data: bytes) -> int:
+    """How many bytes at the end of a Parquet file are its footer."""
+    return int.from_bytes(data[-8:-4], "little") + 8
 
 
 def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards: Mapping[str, int]) -> Any:
-    """The checked Arrow table of an index part. `shards` gives the size of every shard that it may refer to."""
+    """The checked Arrow table of a whole index part. `shards` gives the size of every shard that it may refer to."""
     found = digest(data)
     if found != expected_digest:
         raise CorruptionError(f"{name}: BLAKE3 is {found}, the dataset version says {expected_digest}")
@@ -186,57 +228,10 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
         )
     if table.num_rows != rows:
         raise CorruptionError(f"{name}: holds {table.num_rows} rows, the dataset version says {rows}")
-    _check_values(table.combine_chunks(), name, shards)
+    check(table, name, shards)
     return table
 
 
-def _check_values(table: Any, name: str, shards: Mapping[str, int]) -> None:
-    for field in SCHEMA:
-        if not field.nullable:
-            _refuse(pc.is_null(table[field.name]), name, field.name, "is missing")
-    for columns, codec in ((_VIDEO, "video_codec"), (_AUDIO, "audio_codec")):
-        absent = pc.is_null(table[codec])
-        for column in columns:
-            _refuse(pc.xor(pc.is_null(table[column]), absent), name, column, "is there without its stream, or missing")
-    for column in _POSITIVE:
-        _refuse(pc.less_equal(table[column], 0), name, column, "is not positive")
-    for column in _NOT_NEGATIVE:
-        _refuse(pc.less(table[column], 0), name, column, "is negative")
-    _refuse(pc.invert(pc.is_finite(table["duration"])), name, "duration", "is not finite")
-    _refuse(pc.equal(table["key"], ""), name, "key", "is empty")
-    known = pa.array(list(shards), pa.string())
-    _refuse(pc.invert(pc.is_in(table["shard"], known)), name, "shard", "is not a shard of this dataset version")
-    _check_members(table, name, shards, known)
-    _check_key_frames(table, name)
-
-
-def _check_members(table: Any, name: str, shards: Mapping[str, int], known: Any) -> None:
-    lists = table["members"].combine_chunks()
-    rows = pc.list_parent_indices(lists)
-    _refuse(pc.less(pc.list_value_length(table["members"]), 1), name, "members", "is empty")
-    flat = pc.list_flatten(lists)
-    offset, length = flat.field("offset"), flat.field("length")
-    sizes = pa.array(list(shards.values()), pa.int64()).take(
-        pc.index_in(table["shard"].take(rows), known).combine_chunks()
-    )
-    # compared by subtraction, since offset + length may overflow
-    outside = pc.or_(pc.greater(offset, sizes), pc.greater(length, pc.subtract(sizes, offset)))
-    bad = pc.or_(pc.or_(pc.less(offset, 0), pc.less(length, 0)), outside)
-    _refuse(bad, name, "members", "lies outside its shard", rows)
-
-
-def _check_key_frames(table: Any, name: str) -> None:
-    lists = table["key_frames"].combine_chunks()
-    _refuse(pc.less(pc.list_value_length(table["key_frames"]), 1), name, "key_frames", "is empty")
-    rows = pc.list_parent_indices(lists)
-    index = pc.list_flatten(lists).field("index")
-    bad = pc.or_(pc.less(index, 0), pc.greater(index, table["frames"].take(rows).combine_chunks()))
-    _refuse(bad, name, "key_frames", "lies outside the video", rows)
-
-
-def _refuse(bad: Any, name: str, column: str, why: str, rows: Any = None) -> None:
-    """Raise for the first true value of `bad`; `rows` maps its places to rows where it is not one a row."""
-    first = pc.index(bad, True).as_py()
-    if first >= 0:
-        row = first if rows is None else rows[first].as_py()
-        raise CorruptionError(f"{name}: row {row}: {column} {why}")
+def check(table: Any, name: str, shards: Mapping[str, int], first_row: int = 0) -> None:
+    """`CorruptionError` for the first value that cannot be meant, in whichever columns of `SCHEMA` `table` has."""
+    index_checks.check(table, _RULES, name, shards, first_row)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataio.shards.dataset import Dataset
 
+_COLUMNS = ("duration", "width", "height", "frames", "video_codec", "audio_codec", "sample_rate", "text")
+
 
 def summary(dataset: Dataset) -> dict[str, Any]:
     """Figures for people and scripts: seconds, bytes, codecs and sizes with their counts, most frequent first."""
-    table = dataset.table
-    lengths = pc.list_flatten(table["members"]).combine_chunks()
-    members = lengths.field("length") if len(lengths) else pa.array([], pa.int64())
+    table = dataset.columns(_COLUMNS)
     video = pc.is_valid(table["video_codec"])
     return {
         "url": dataset.url,
@@ -27,8 +26,8 @@ def summary(dataset: Dataset) -> dict[str, Any]:
         "created": dataset.document.created,
         "samples": len(dataset),
         "shards": len(dataset.document.shards),
-        "bytes": dataset.total_bytes,
-        "member_bytes": pc.sum(members, min_count=0).as_py(),
+        "bytes": sum(shard.size for shard in dataset.document.shards),
+        "member_bytes": dataset.total_bytes,
         "seconds": pc.sum(table["duration"], min_count=0).as_py(),
         "video_seconds": pc.sum(table["duration"].filter(video), min_count=0).as_py(),
         "video_frames": pc.sum(table["frames"], min_count=0).as_py(),

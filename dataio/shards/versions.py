@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from dataio.core import limits
+from dataio.core import limits, strictjson
 from dataio.core.errors import (
     CapacityError,
     ConflictError,
@@ -40,6 +40,8 @@ FORMAT = 1
 DATASET_KEY = "dataset.json"
 COMMIT_TRIES = 64
 """Races that `commit` may lose before it gives up."""
+PART_BYTES = 256 * limits.MIB
+"""The largest index part that is read; those written here hold at most `dataio.shards.parts.PART_ROWS` rows."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
@@ -52,20 +54,56 @@ class DatasetDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """One tar of a version; `size` in bytes."""
+    """One tar of a version; `size` in bytes. `samples` counts those that it was written with, also after some were removed."""
 
     key: str
     size: int
     samples: int
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rows of an index part are left: `size` bytes of object `key` from `offset`, `digest` being their BLAKE3.
+
+    They hold a bitmap (`dataio.shards.kept`). `rows` are left, whose members have `bytes` bytes.
+    """
+
+    key: str
+    offset: int
+    size: int
+    digest: str
+    rows: int
+    bytes: int
+
+
 class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One Parquet file of a version; `digest` is its BLAKE3."""
+    """One Parquet file of a version, of `rows` rows; `bytes` have the members of all of them.
+
+    `digest` is the file's BLAKE3, `footer_digest` that of its last `footer` bytes, which hold the digests of what comes before;
+    so parts of it can be read and checked. `prefix` goes in front of the shards' names that the rows hold, where the
+    part was written for another dataset. `fields` says of what type the promoted fields are: integer, number, text,
+    boolean or mixed. Without `kept`, all rows are samples of the version.
+    """
 
     key: str
     size: int
     rows: int
+    bytes: int
     digest: str
+    footer: int
+    footer_digest: str
+    fields: dict[str, str] = {}
+    prefix: str = ""
+    kept: Kept | None = None
+
+    @property
+    def left(self) -> int:
+        """Samples of the version in this part."""
+        return self.rows if self.kept is None else self.kept.rows
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of those samples' members."""
+        return self.bytes if self.kept is None else self.kept.bytes
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +183,7 @@ def new_document(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         nonce=secrets.token_hex(16),
         message=message,
-        samples=sum(shard.samples for shard in shards),
+        samples=sum(part.left for part in index),
         shards=shards,
         index=index,
         mounts=mounts,
@@ -262,7 +300,7 @@ def _load(store: Store, version: int) -> tuple[VersionDocument, str]:
 
 def decode_dataset(data: bytes, name: str) -> DatasetDocument:
     """The checked `dataset.json`; `name` names it in errors."""
-    _check_bytes(data, name)
+    check_bytes(data, name)
     try:
         return msgspec.json.decode(data, type=DatasetDocument)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -273,21 +311,22 @@ class _Format(msgspec.Struct):
     format: int
 
 
-def _check_bytes(data: bytes, name: str) -> None:
+def check_bytes(data: bytes, name: str) -> None:
     if seal.is_sealed(data):
         seal.unseal(data, name)
     try:
+        strictjson.loads(data, unique_names=True)
         found = msgspec.json.decode(data, type=_Format).format
         if found != FORMAT:
             raise UnsupportedError(f"{name} has format {found}; this Millrace reads {FORMAT}", hint="upgrade Millrace")
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise CorruptionError(f"{name} is not a version document or dataset.json: {error}") from error
     seal.unseal(data, name)
 
 
 def decode(data: bytes, version: int, name: str) -> VersionDocument:
     """The checked document of `version`; `name` names it in errors."""
-    _check_bytes(data, name)
+    check_bytes(data, name)
     try:
         document = msgspec.json.decode(data, type=VersionDocument)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -297,23 +336,33 @@ def decode(data: bytes, version: int, name: str) -> VersionDocument:
 
 
 def _check(document: VersionDocument, version: int, name: str) -> None:
-    sizes = [*(s.size for s in document.shards), *(p.size for p in document.index)]
-    counts = [*(s.samples for s in document.shards), *(p.rows for p in document.index)]
     keys = [s.key for s in document.shards]
     consistent = (
         document.version == version
         and 1 <= document.trunk <= version
-        and all(n >= 0 for n in sizes + counts)
-        and document.samples == sum(s.samples for s in document.shards) == sum(p.rows for p in document.index)
+        and all(s.size >= 0 and s.samples >= 0 for s in document.shards)
+        and all(map(_part_agrees, document.index))
+        and document.samples == sum(p.left for p in document.index) <= sum(s.samples for s in document.shards)
         and len(keys) == len(set(keys))
-        and _mounts_agree(document, keys)
+        and _mounts_agree(document, [*keys, *(p.key for p in document.index)])
     )
     if not consistent:
         raise CorruptionError(f"{name} contradicts itself: version, counts or shards do not agree")
 
 
+def _part_agrees(part: IndexPart) -> bool:
+    kept = part.kept
+    return (
+        part.rows >= 0
+        and part.bytes >= 0
+        and 0 <= part.footer <= part.size <= PART_BYTES
+        and (kept is None or (0 <= kept.rows <= part.rows and 0 <= kept.bytes <= part.bytes))
+        and (kept is None or (kept.offset >= 0 and 0 <= kept.size <= part.rows + 1024))
+    )
+
+
 def _mounts_agree(document: VersionDocument, keys: list[str]) -> bool:
-    """Whether every shard below `mounts/` names one of at most `MAX_MOUNTS` mounts."""
+    """Whether every shard and part below `mounts/` names one of at most `MAX_MOUNTS` mounts."""
     names = [mount.name for mount in document.mounts]
     used = {key.split("/")[1] for key in keys if key.startswith(PREFIX)}
     return len(set(names)) == len(names) <= MAX_MOUNTS and used <= set(names)

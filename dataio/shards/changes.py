@@ -1,0 +1,264 @@
+"""Versions made of versions: saved views, removals, merges.
+
+Purpose: every change of a dataset is a further version; shards and index parts are never rewritten or copied.
+Invariants: what a version names is stored before its document is. Changes are made to the newest version, also when it became
+the newest only while the change was being made; a saved view is fixed, stands beside the others and is not the newest.
+A merged dataset's shards and parts stay in its own store, which becomes a mount.
+Failure behaviour: `ConflictError` as `versions.commit` says, and for a key that two merged datasets hold; `NotFoundError` for
+keys to be removed that nothing has; `UsageError` for a change that would leave no samples, or none at all.
+Objects stored by then are named by nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
+from dataio.shards import kept, query, versions
+from dataio.shards.kept import Rows
+from dataio.shards.mounting import mount_of, with_mounts
+from dataio.shards.open_index import OpenIndex
+from dataio.shards.versions import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
+from dataio.store.contract import Location, Store
+from dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
+
+if TYPE_CHECKING:
+    from dataio.shards.dataset import Dataset
+
+_NAMED = 5
+
+
+def save(dataset: Dataset, message: str) -> VersionDocument:
+    """Make a version of the view that `dataset` is."""
+    view = dataset.view
+    if view is None:
+        raise UsageError(f"version {dataset.version} is stored already", hint="`save` is for what `where` returns")
+    parts = _narrowed(dataset.store, dataset.document, view.rows, view.bytes)
+    if not parts:
+        raise UsageError(f"no sample meets {' and '.join(view.lineage.where)}", hint="there is nothing to save")
+    document = dataset.document
+    made = versions.new_document(
+        document.name,
+        document.shards,
+        parts,
+        version=document.version + 1,
+        parent=document.version,
+        message=message or f"where {' and '.join(view.lineage.where)}",
+        mounts=document.mounts,
+        lineage=view.lineage,
+    )
+    return versions.commit(dataset.store, lambda _: made, trunk=False)
+
+
+def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
+    """Make the newest version without some samples the next one."""
+    if (keys is None) == (where is None):
+        raise UsageError("remove takes either keys or where")
+    if isinstance(keys, str):
+        raise UsageError("keys must be a collection of keys, not one string", hint=f"keys=[{keys!r}]")
+    listed = None if keys is None else set(keys)
+    _refuse_view(dataset)
+
+    def build(base: VersionDocument) -> VersionDocument:
+        with _mounted(dataset.store, base) as store:
+            opened = OpenIndex(store, base)
+            if listed is not None:
+                gone, missing = query.rows_with_keys(opened, listed)
+                if missing:
+                    raise NotFoundError(f"{dataset.url} has no sample {_some(missing)}", hint="nothing was removed")
+            else:
+                gone = list(query.matching(opened, base, where or ""))
+            count = sum(len(rows) for rows, _ in gone)
+            if not count or count == len(opened):
+                which = "no sample is" if not count else "all samples are"
+                raise UsageError(f"{which} to be removed from {dataset.url}", hint="no version was made")
+            left = [_without(opened, part, rows) for part, (rows, _) in enumerate(gone)]
+            sizes = [part.left_bytes - size for part, (_, size) in zip(base.index, gone, strict=True)]
+            parts = _narrowed(store, base, left, sizes)
+        how = Lineage(operation="remove", where=(where,) if where else ())
+        return _next(base, base.shards, parts, message or f"removed {count} samples", base.mounts, how)
+
+    return versions.commit(dataset.store, build)
+
+
+def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> VersionDocument:
+    """Make the newest version with the samples of `others` the next one."""
+    if not others:
+        raise UsageError("merge takes at least one other dataset")
+    _refuse_view(dataset)
+    guests = [_guest(dataset, other) for other in others]
+    sources = tuple(Source(name=o.name, version=o.version, digest=o.digest) for o in others)
+    names = ", ".join(f"{o.name} version {o.version}" for o in others)
+
+    def build(base: VersionDocument) -> VersionDocument:
+        shards = {shard.key: shard for shard in base.shards}
+        mounts = {mount.name: mount for mount in base.mounts}
+        for guest in guests:
+            mounts |= {mount.name: mount for mount in guest.mounts}
+            for shard in guest.shards:
+                if shards.setdefault(shard.key, shard).size != shard.size:
+                    raise CorruptionError(f"{shard.key} has two sizes in the datasets that are to be merged")
+        if len(mounts) > MAX_MOUNTS:
+            raise UsageError(f"the datasets lie in {len(mounts)} places", hint=f"at most {MAX_MOUNTS} can be joined")
+        how, text = Lineage(operation="merge", sources=sources), message or f"merged {names}"
+        parts = [*base.index, *(part for guest in guests for part in guest.parts)]
+        made = _next(base, tuple(shards.values()), tuple(parts), text, tuple(mounts.values()), how)
+        with _mounted(dataset.store, made) as store:
+            made = _joined(store, made)
+            _refuse_repeated(store, made)
+        return made
+
+    return versions.commit(dataset.store, build)
+
+
+# --- what is left of a part
+
+
+def _without(opened: OpenIndex, part: int, gone: Rows) -> Rows:
+    left = opened.kept(part)
+    before = np.arange(opened.part_rows(part), dtype=np.uint32) if left is None else left
+    return np.setdiff1d(before, gone, assume_unique=True)
+
+
+def _narrowed(
+    store: Store, document: VersionDocument, rows: Sequence[Rows], sizes: Sequence[int]
+) -> tuple[IndexPart, ...]:
+    """The parts of `document` with only these rows, their members having so many bytes; parts without rows fall away."""
+    there = [(p, r, s) for p, r, s in zip(document.index, rows, sizes, strict=True) if len(r)]
+    changed = iter(kept.store_all(store, [item for item in there if len(item[1]) != item[0].left]))
+    return tuple(part if len(r) == part.left else next(changed) for part, r, _ in there)
+
+
+def _next(
+    base: VersionDocument,
+    shards: tuple[Shard, ...],
+    parts: tuple[IndexPart, ...],
+    message: str,
+    mounts: tuple[Mount, ...],
+    lineage: Lineage,
+) -> VersionDocument:
+    return versions.new_document(
+        base.name,
+        shards,
+        parts,
+        version=base.version + 1,
+        parent=base.version,
+        message=message,
+        mounts=mounts,
+        lineage=lineage,
+    )
+
+
+@contextlib.contextmanager
+def _mounted(store: Store, document: VersionDocument) -> Iterator[Store]:
+    whole, owned = with_mounts(store, document, False, {})
+    try:
+        yield whole
+    finally:
+        if owned and whole is not store:
+            whole.close()
+
+
+def _refuse_view(dataset: Dataset) -> None:
+    if dataset.view is not None:
+        raise UsageError("a view cannot be changed", hint="narrow it with where, or change the dataset it came from")
+
+
+def _some(keys: Iterable[str]) -> str:
+    listed = sorted(keys)
+    return ", ".join(map(repr, listed[:_NAMED])) + (f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else "")
+
+
+# --- merging
+
+
+@dataclass(frozen=True)
+class _Guest:
+    """What a merged dataset brings, by the names that it has in the other one."""
+
+    shards: tuple[Shard, ...]
+    parts: tuple[IndexPart, ...]
+    mounts: tuple[Mount, ...]
+
+
+def _guest(host: Dataset, other: Dataset) -> _Guest:
+    document, place = other.document, _place(other.store)
+    if place == _place(host.store):
+        prefix, mounts = "", document.mounts
+    else:
+        mount = mount_of(Location(place[0], place[1], True))
+        prefix, mounts = f"{PREFIX}{mount.name}/", (mount, *document.mounts)
+
+    def here(key: str) -> str:
+        return key if key.startswith(PREFIX) else prefix + key
+
+    def moved(part: IndexPart) -> IndexPart:
+        left = None if part.kept is None else msgspec.structs.replace(part.kept, key=here(part.kept.key))
+        # rows of a part that lies in a mount already were given that mount's prefix, or lie in a mount of their own
+        outer = part.prefix if part.key.startswith(PREFIX) else prefix + part.prefix
+        return msgspec.structs.replace(part, key=here(part.key), prefix=outer, kept=left)
+
+    shards = tuple(msgspec.structs.replace(shard, key=here(shard.key)) for shard in document.shards)
+    guest = msgspec.structs.replace(document, index=tuple(map(moved, document.index)))
+    parts = guest.index
+    if other.view is not None:
+        parts = _narrowed(host.store, guest, other.view.rows, other.view.bytes)
+    return _Guest(shards, parts, mounts)
+
+
+def _place(store: Store) -> tuple[str, dict[str, object]]:
+    location = (store.base if isinstance(store, Mounts) else store).location
+    return location.url, {name: value for name, value in location.options.items() if name != OPTION}
+
+
+def _joined(store: Store, document: VersionDocument) -> VersionDocument:
+    """`document` with every part once, whatever rows are left of it in any of its places, in the order of their samples."""
+    places = {shard.key: place for place, shard in enumerate(document.shards)}
+    groups = dict[tuple[str, str], list[IndexPart]]()
+    for part in document.index:
+        groups.setdefault((part.key, part.prefix), []).append(part)
+    parts = [part if len(same) == 1 else _union(store, document, same) for same in groups.values() for part in same[:1]]
+    document = msgspec.structs.replace(document, index=tuple(parts), samples=sum(p.left for p in parts))
+    firsts = [_first(OpenIndex(store, document), number, places) for number in range(len(parts))]
+    order = sorted(range(len(parts)), key=firsts.__getitem__)
+    return msgspec.structs.replace(document, index=tuple(parts[number] for number in order))
+
+
+def _union(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -> IndexPart:
+    whole = msgspec.structs.replace(same[0], kept=None)
+    if any(part.kept is None for part in same):
+        return whole
+    loaded = [rows for part in same if (rows := kept.load(store, part, part.key)) is not None]
+    rows = np.unique(np.concatenate(loaded)).astype(np.uint32)
+    if len(rows) == whole.rows:
+        return whole
+    for part, its in zip(same, loaded, strict=True):
+        if len(its) == len(rows):
+            return part
+    table = OpenIndex(store, msgspec.structs.replace(document, index=(whole,))).part_table(0, ["bytes"])
+    size: int = pc.sum(table["bytes"].take(pa.array(rows)), min_count=0).as_py()
+    return kept.store_all(store, [(whole, rows, size)])[0]
+
+
+def _first(opened: OpenIndex, part: int, places: Any) -> tuple[int, int]:
+    """Where the first row of a part lies, also when that one was removed."""
+    table = opened.group(part, 0).slice(0, 1).select(["shard", "members"])
+    row = table.to_pylist()[0]
+    return places[row["shard"]], row["members"][0]["offset"]
+
+
+def _refuse_repeated(store: Store, document: VersionDocument) -> None:
+    twice = query.repeated_keys(OpenIndex(store, document).tables(["key"]))
+    if twice:
+        raise ConflictError(
+            f"{store.location.url}: two of the merged datasets hold {_some(twice)}",
+            hint="leave the samples of one of them out with where, or remove them first",
+        )

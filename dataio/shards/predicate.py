@@ -1,0 +1,204 @@
+"""The condition of `Dataset.where`: one boolean expression, looked at before it is run.
+
+Purpose: people write conditions in SQL's own words, and nothing but a condition gets through.
+Invariants: the text is parsed by DuckDB's parser and its tree walked: only the kinds of expression and the functions named here
+are allowed, so no sub-query, no file, no setting and no other statement can be meant. Every column is one of `COLUMNS` or a
+promoted field. What is run is `sql`, over a table of exactly the columns that the text names.
+Failure behaviour: `UsageError` quoting the text, with near names for an unknown column.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+
+from dataio.core.errors import UsageError
+
+TEXT_BYTES = 16 << 10
+
+COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
+    name: ((name,), name)
+    for name in (
+        *("key", "shard", "bytes", "duration", "width", "height", "frames", "rotation", "pixel_format", "video_codec"),
+        *("video_ext", "audio_codec", "audio_ext", "sample_rate", "channels", "samples", "text"),
+    )
+} | {
+    "codec": (("video_codec",), "video_codec"),
+    "caption": (("text",), "text"),
+    "fps": (("fps_numerator", "fps_denominator"), "fps_numerator::DOUBLE / fps_denominator"),
+    "has_video": (("video_codec",), "video_codec IS NOT NULL"),
+    "has_audio": (("audio_codec",), "audio_codec IS NOT NULL"),
+    "has_text": (("text",), "text IS NOT NULL"),
+}
+"""Name → the index's columns that it needs, and how it is made of them."""
+
+_TYPES = {"integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN", "text": "VARCHAR", "mixed": "VARCHAR"}
+_CLASSES = {"COMPARISON", "CONJUNCTION", "CONSTANT", "COLUMN_REF", "FUNCTION", "OPERATOR", "BETWEEN", "CAST", "CASE"}
+_OPERATORS = {
+    *("COMPARE_IN", "COMPARE_NOT_IN", "OPERATOR_NOT", "OPERATOR_IS_NULL", "OPERATOR_IS_NOT_NULL"),
+    "OPERATOR_COALESCE",
+}
+_CASTS = {
+    *("BOOLEAN", "BOOL", "INTEGER", "INT", "BIGINT", "DOUBLE", "FLOAT", "REAL", "VARCHAR", "TEXT", "STRING", "DATE"),
+    "TIMESTAMP",
+}
+_FUNCTIONS = {
+    *("+", "-", "*", "/", "//", "%", "||", "~~", "!~~", "~~*", "!~~*", "~", "!~", "^@", "abs", "ceil", "ceiling"),
+    *("like_escape", "not_like_escape", "ilike_escape", "not_ilike_escape", "regexp_matches", "regexp_full_match"),
+    *("lower", "upper", "length", "len", "contains", "starts_with", "ends_with", "prefix", "suffix", "trim", "ltrim"),
+    *("rtrim", "replace", "substring", "substr", "left", "right", "concat", "round", "floor", "greatest", "least"),
+    *("ifnull", "nullif", "strpos", "instr", "split_part", "sqrt", "ln", "log", "mod"),
+}
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A condition that may be run: `sql` selects `__row` from the table `part`, whose columns are `columns` and `__row`."""
+
+    text: str
+    columns: tuple[str, ...]
+    sql: str
+
+
+def connect() -> Any:
+    """A DuckDB in memory that can reach no file, no network, no extension and no Python variable."""
+    connection = duckdb.connect(
+        ":memory:",
+        config={
+            "enable_external_access": False,
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+            "python_enable_replacements": False,
+            "memory_limit": "1GiB",
+        },
+    )
+    connection.execute("SET lock_configuration = true").fetchall()
+    return connection
+
+
+def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
+    """The condition `text` over `COLUMNS` and the promoted `fields` (name → type), or `UsageError`."""
+    if len(text.encode(errors="replace")) > TEXT_BYTES:
+        raise UsageError(f"the condition is longer than {TEXT_BYTES} bytes")
+    if not text.strip():
+        raise UsageError("the condition is empty", hint="for example: duration > 2 and height >= 720")
+    references = list(_references(_tree(connection, text), text))
+    known = {name.lower(): name for name in fields} | {name: name for name in COLUMNS}
+    used, own = dict[str, str](), set[str]()
+    for path in references:
+        if len(path) == 2 and path[0].lower() == "fields":
+            own.add(_field(path[1], fields, text))
+        elif len(path) == 1 and path[0].lower() in known:
+            used[path[0].lower()] = known[path[0].lower()]
+        else:
+            raise _unknown(".".join(path), fields, text)
+    made, needed = list[str](), set[str]()
+    for name in used.values():
+        columns, expression = COLUMNS[name] if name in COLUMNS else (("fields",), _extract(name, fields[name]))
+        made.append(f"{expression} AS {_quoted(name)}")
+        needed.update(columns)
+    if own:
+        entries = ", ".join(f"{_quoted(name)} := {_extract(name, fields[name])}" for name in sorted(own))
+        made.append(f"struct_pack({entries}) AS fields")
+        needed.add("fields")
+    inner = ", ".join(["__row", *made])
+    return Predicate(text, tuple(sorted(needed)), f"SELECT __row FROM (SELECT {inner} FROM part) WHERE (\n{text}\n)")
+
+
+def quote(text: str) -> str:
+    """The condition as an error names it."""
+    return repr(text if len(text) <= 200 else text[:200] + "…")
+
+
+def _tree(connection: Any, text: str) -> Mapping[str, Any]:
+    """The parsed condition; nothing else may be in the statement around it."""
+    wrapped = f"SELECT 1 FROM part WHERE (\n{text}\n)"
+    try:
+        found = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [wrapped]).fetchall()[0][0])
+    except (duckdb.Error, ValueError, RecursionError, UnicodeError) as error:
+        raise UsageError(f"the condition {quote(text)} cannot be read: {_first_line(error)}") from error
+    if found.get("error"):
+        raise UsageError(f"the condition {quote(text)} cannot be read: {found.get('error_message')}")
+    node = found["statements"][0]["node"]
+    plain = (
+        len(found["statements"]) == 1
+        and node["type"] == "SELECT_NODE"
+        and not any(node.get(part) for part in ("modifiers", "group_expressions", "having", "qualify", "sample"))
+        and not node["cte_map"]["map"]
+        and node["from_table"].get("table_name") == "part"
+    )
+    if not plain or not node["where_clause"]:
+        raise UsageError(f"the condition {quote(text)} is more than one boolean expression")
+    where: Mapping[str, Any] = node["where_clause"]
+    return where
+
+
+def _references(tree: Mapping[str, Any], text: str) -> Iterator[list[str]]:
+    """The columns that the tree names, as paths; `UsageError` for anything in it that is not allowed."""
+    waiting: list[Any] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            if "class" in node:
+                _allow(node, text)
+            if node.get("class") == "COLUMN_REF":
+                yield node["column_names"]
+            waiting += [value for name, value in node.items() if name != "type_expr"]
+
+
+def _allow(node: Mapping[str, Any], text: str) -> None:
+    kind, what = node["class"], ""
+    if kind not in _CLASSES:
+        what = {"SUBQUERY": "a sub-query", "STAR": "a star", "WINDOW": "a window function"}.get(kind, kind.lower())
+    elif kind == "FUNCTION":
+        name = node["function_name"].lower()
+        more = node["schema"] or node["catalog"] or node["filter"] or node["distinct"] or node["order_bys"]["orders"]
+        what = "" if name in _FUNCTIONS and not more else f"the function {name}"
+    elif kind == "OPERATOR" and node["type"] not in _OPERATORS:
+        what = node["type"].lower()
+    elif kind == "CAST":
+        target = node["type_expr"]
+        simple = target.get("class") == "TYPE" and not target["children"] and not target["schema"]
+        what = "" if simple and target["type_name"].upper() in _CASTS else "such a cast"
+    if what:
+        raise UsageError(
+            f"the condition {quote(text)} holds {what}, which is not allowed in one",
+            hint="compare columns with values, and join comparisons with and, or, not",
+        )
+
+
+def _field(name: str, fields: Mapping[str, str], text: str) -> str:
+    for field in fields:
+        if field.lower() == name.lower():
+            return field
+    raise _unknown(f"fields.{name}", fields, text)
+
+
+def _unknown(name: str, fields: Mapping[str, str], text: str) -> UsageError:
+    names = [*COLUMNS, *fields]
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(COLUMNS))}"
+    if not near and fields:
+        hint += f"; and of the samples' JSON {', '.join(sorted(fields)[:30])}"
+    return UsageError(f"the condition {quote(text)} names {name!r}, and there is no such column", hint=hint)
+
+
+def _extract(name: str, kind: str) -> str:
+    pointer = "/" + name.replace("~", "~0").replace("/", "~1")
+    literal = "'" + pointer.replace("'", "''") + "'"
+    return f"TRY_CAST(json_extract_string(fields, {literal}) AS {_TYPES.get(kind, 'VARCHAR')})"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

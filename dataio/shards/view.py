@@ -1,0 +1,69 @@
+"""Views: a version's samples narrowed by conditions.
+
+Purpose: what `Dataset.where` knows beyond the version: which rows are left, and the name of that choice.
+Invariant: the digest names the version's document, the conditions and the chosen rows, so equal digests mean equal samples.
+Failure behaviour: that of `query`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import blake3
+import msgspec
+
+from dataio.shards import query
+from dataio.shards.kept import Rows
+from dataio.shards.open_index import OpenIndex
+from dataio.shards.versions import Lineage, Source
+
+if TYPE_CHECKING:
+    from dataio.shards.dataset import Dataset
+
+
+@dataclass(frozen=True)
+class View:
+    """`rows` and `bytes` part by part: the rows that are left, and the bytes of their members."""
+
+    index: OpenIndex
+    rows: Sequence[Rows]
+    bytes: Sequence[int]
+    lineage: Lineage
+    ids: str
+    """BLAKE3 of the chosen rows."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the samples' members."""
+        return sum(self.bytes)
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of the version's digest, the conditions and the rows."""
+        source = self.lineage.sources[0]
+        named = msgspec.json.encode([source.digest, self.lineage.where, self.ids])
+        return str(blake3.blake3(named).hexdigest())
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a view adds to its version's fingerprint."""
+        source = self.lineage.sources[0]
+        return {"of": source.digest, "where": list(self.lineage.where), "ids": self.ids}
+
+
+def narrow(dataset: Dataset, condition: str) -> View:
+    """The view of those samples of `dataset`, itself a version or a view, that meet `condition`."""
+    found = list(query.matching(dataset.index, dataset.document, condition))
+    rows = [rows for rows, _ in found]
+    hasher = blake3.blake3()
+    for chosen in rows:
+        hasher.update(len(chosen).to_bytes(8, "little"))
+        hasher.update(chosen.astype("<u4").tobytes())
+    source, before = Source(name=dataset.name, version=dataset.version, digest=dataset.digest), tuple[str, ...]()
+    if dataset.view is not None:
+        source, before = dataset.view.lineage.sources[0], dataset.view.lineage.where
+    lineage = Lineage(operation="where", sources=(source,), where=(*before, condition))
+    opened = OpenIndex(dataset.store, dataset.document, rows)
+    return View(opened, rows, [size for _, size in found], lineage, str(hasher.hexdigest()))
