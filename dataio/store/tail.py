@@ -37,7 +37,7 @@ class Tail:
 
     def spend(self) -> bool:
         """Whether a second request may be sent now; if so, it is counted."""
-        allowed = self.hedged < self.burst + self.share * self.requests
+        allowed = self.hedged + 1 <= self.burst + self.share * self.requests
         self.hedged += allowed
         return allowed
 
