@@ -2,8 +2,9 @@
 
 Purpose: the work of one probe worker: hash each file, probe the media among them, take text and fields.
 Invariants: the loaders' video stream is the largest of the sample's media files; its sound comes from the same file where that
-has any, else from the first other member that has. `<key>.txt` is the text. The fields are those top-level values of
-`<key>.json` that are floats, 64-bit integers, booleans, null or short strings; everything else stays in the JSON member alone.
+has any, else from the first other member that has. `<key>.txt` is the text, else what `<key>.vtt` says. The fields are those
+top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings; everything else stays in the
+JSON member alone.
 Failure behaviour: `Failure` names the file and why; one bad member refuses the whole sample.
 """
 
@@ -17,6 +18,7 @@ import xxhash
 
 from dataio.core import limits, strictjson
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
+from dataio.shards import vtt
 from dataio.shards.container import MEDIA_EXTENSIONS
 from dataio.shards.contract import AudioInfo, VideoInfo
 from dataio.shards.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
@@ -32,7 +34,7 @@ def describe(files: Request) -> Answer:
     """Read the files of one sample."""
     at = ""
     facts, probes = [], list[Probe]()
-    text, fields = None, dict[str, Any]()
+    text, said, fields = None, None, dict[str, Any]()
     try:
         for ext, at in files:
             facts.append(_fact(ext, at))
@@ -40,6 +42,8 @@ def describe(files: Request) -> Answer:
                 probes.append(probe(at, ext=ext))
             elif ext == "txt":
                 text = _text(at)
+            elif ext == "vtt":
+                said = vtt.words(vtt.read(at)) or None
             elif ext == "json":
                 fields = _fields(at)
     except MillraceError as error:
@@ -55,7 +59,7 @@ def describe(files: Request) -> Answer:
         duration=duration,
         video=video,
         audio=audio,
-        text=text,
+        text=text if text is not None else said,
         fields=json.dumps(fields, ensure_ascii=False),
         notes=tuple(note for p in probes for note in p.notes),
     )

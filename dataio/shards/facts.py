@@ -8,7 +8,6 @@ Failure behaviour: a malformed answer raises `msgspec.MsgspecError`.
 from __future__ import annotations
 
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,6 +41,19 @@ class Described(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
     notes: tuple[str, ...]
 
 
+class Clip(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample made of a group's files: `suffix` is added to the group's key."""
+
+    suffix: str
+    described: Described
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """What became of a group: one sample, or several where it was split."""
+
+    clips: tuple[Clip, ...]
+
+
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """Why a sample cannot be packed; `code` is that of a Millrace error."""
 
@@ -52,27 +64,71 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 Request = list[tuple[str, str]]
 """(extension, path) of the files of one sample."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A file, or where it lies inside an archive: `length` bytes from `offset`; a length of -1 is the whole file."""
+
+    ext: str
+    path: str
+    offset: int = 0
+    length: int = -1
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done to files with video before they are packed. Sound alone is left as it is.
+
+    `codec` re-encodes the pictures ("h264"), with a key frame every `gop` frames and at most `height` rows (None: as they
+    are). `container` copies the streams into another container ("mp4", "mkv", "webm"). `faststart` puts the index of an MP4
+    in front of its data. `split` cuts into clips of at least so many seconds, at key frames.
+    """
+
+    codec: str | None = None
+    gop: int = 32
+    height: int | None = None
+    container: str | None = None
+    faststart: bool = False
+    split: float | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether any file would be written anew."""
+        return self.codec is not None or self.container is not None or self.faststart or self.split is not None
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is asked: make samples of the files of the group `key`, with new files in the folder `scratch`.
+
+    `caption` becomes the text of a group without a `.txt`; `fields`, a JSON object, are added to those of its `.json`.
+    """
+
+    key: str
+    files: tuple[Span, ...]
+    recipe: Recipe = Recipe()
+    scratch: str = ""
+    caption: str | None = None
+    fields: str | None = None
+
+
 Answer = Described | Failure
+Outcome = Prepared | Failure
 
 
-def _encode_other(value: object) -> str:
+def encode_other(value: object) -> str:
+    """msgspec's `enc_hook` for what index rows hold."""
     if isinstance(value, Fraction):
         return f"{value.numerator}/{value.denominator}"
     raise NotImplementedError(type(value))
 
 
-def _decode_other(kind: type, value: Any) -> Fraction:
+def decode_other(kind: type, value: Any) -> Fraction:
+    """msgspec's `dec_hook` for what index rows hold."""
     if kind is Fraction:
         return Fraction(value)
     raise NotImplementedError(kind)
 
 
-encode_request = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-encode_answer = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
-decode_answer = msgspec.msgpack.Decoder(Answer, dec_hook=_decode_other).decode
-
-
-def as_request(files: tuple[tuple[str, Path], ...]) -> Request:
-    """What is sent for a group's files."""
-    return [(ext, str(path)) for ext, path in files]
+encode_task = msgspec.msgpack.Encoder().encode
+decode_task = msgspec.msgpack.Decoder(Task).decode
+encode_outcome = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
+decode_outcome = msgspec.msgpack.Decoder(Outcome, dec_hook=decode_other).decode

@@ -1,4 +1,4 @@
-"""Probing in worker processes: a file on which libav hangs or crashes costs that file and nothing else.
+"""Reading and converting media in worker processes: a file on which libav hangs or crashes costs that file and nothing else.
 
 Invariants: at most `workers` processes; at most `_AHEAD` samples per worker are in flight, and answers come in the order asked.
 Every request has a time limit; a worker that passes it is killed and replaced. Workers die with this process.
@@ -23,23 +23,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+import blake3
 import msgspec
 
 import dataio
 from dataio.core import limits
 from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
-from dataio.shards.facts import Answer, Failure, as_request, decode_answer, encode_request
+from dataio.shards.facts import Answer, Failure, Outcome, Recipe, Task, decode_outcome, encode_task
 from dataio.shards.probe_worker import HELLO, write_frame
 from dataio.shards.sources import Group
 
 _AHEAD = 4
 _START_SECONDS = 120.0
 _ANSWER_BYTES = 256 * limits.MIB
+_AS_IT_IS = Recipe()
 _COMMAND = (sys.executable, "-P", "-m", "dataio.shards.probe_worker")
 
 
-def seconds_for(group: Group) -> float:
-    """The time limit for a sample: a minute, and more for large files, at 4 MiB/s."""
+def seconds_for(group: Group, recipe: Recipe = _AS_IT_IS) -> float:
+    """The time limit for a sample: a minute, and more for large files, at 4 MiB/s; to re-encode, ten minutes and 128 KiB/s."""
+    if recipe.codec is not None:
+        return 600.0 + group.bytes / (128 * limits.KIB)
     return 60.0 + group.bytes / (4 * limits.MIB)
 
 
@@ -49,7 +53,7 @@ class ProbePool:
     def __init__(
         self,
         workers: int | None = None,
-        seconds: Callable[[Group], float] = seconds_for,
+        seconds: Callable[[Group], float] | None = None,
         command: Sequence[str] = _COMMAND,
     ) -> None:
         self._workers = workers or os.cpu_count() or 1
@@ -62,16 +66,34 @@ class ProbePool:
         self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="probe")
 
     def describe(self, groups: Iterable[Group]) -> Iterator[tuple[Group, Answer]]:
-        """Every group with its answer, in order."""
-        flying: deque[tuple[Group, Future[Answer]]] = deque()
+        """Every group as it is, with its facts, in order."""
+        for group, outcome in self.prepare(groups):
+            yield group, outcome if isinstance(outcome, Failure) else outcome.clips[0].described
+
+    def prepare(
+        self, groups: Iterable[Group], recipe: Recipe = _AS_IT_IS, scratch: str = ""
+    ) -> Iterator[tuple[Group, Outcome]]:
+        """Every group with the samples made of it by `recipe`, in order.
+
+        New files go into a folder of their own below `scratch`, which is `scratch_of(group, recipe, scratch)`.
+        """
+        flying: deque[tuple[Group, Future[Outcome]]] = deque()
         for group in groups:
-            flying.append((group, self._threads.submit(self._one, group)))
+            task = Task(
+                key=group.key,
+                files=group.members(),
+                recipe=recipe,
+                scratch=scratch_of(group, recipe, scratch),
+                caption=group.caption,
+                fields=group.fields,
+            )
+            flying.append((group, self._threads.submit(self._one, group, task)))
             if len(flying) >= _AHEAD * self._workers:
                 yield _landed(flying)
         while flying:
             yield _landed(flying)
 
-    def _one(self, group: Group) -> Answer:
+    def _one(self, group: Group, task: Task) -> Outcome:
         worker = self._idle.get()
         try:
             if worker is None:
@@ -80,7 +102,8 @@ class ProbePool:
                 if self._closing:  # checked after adding: either `close` sees the worker, or this sees `close`
                     worker.kill()
                 worker.start()
-            return worker.ask(group, self._seconds(group))
+            limit = self._seconds(group) if self._seconds else seconds_for(group, task.recipe)
+            return worker.ask(task, limit)
         finally:
             if worker is not None and worker.is_dead():
                 self._all.discard(worker)
@@ -101,7 +124,13 @@ class ProbePool:
         self.close()
 
 
-def _landed(flying: deque[tuple[Group, Future[Answer]]]) -> tuple[Group, Answer]:
+def scratch_of(group: Group, recipe: Recipe, scratch: str) -> str:
+    """The folder for files made for `group`; empty where none are."""
+    needed = recipe.changes or group.spans or group.caption is not None or group.fields is not None
+    return os.path.join(scratch, blake3.blake3(group.key.encode()).hexdigest()[:24]) if needed else ""
+
+
+def _landed(flying: deque[tuple[Group, Future[Outcome]]]) -> tuple[Group, Outcome]:
     group, future = flying.popleft()
     return group, future.result()
 
@@ -132,13 +161,13 @@ class _Worker:
             "the probe's worker process does not start", hint="`python -m dataio.shards.probe_worker` shows why"
         )
 
-    def ask(self, group: Group, seconds: float) -> Answer:
-        """Send a request and wait for the answer for at most `seconds`."""
-        first = str(group.files[0][1])
+    def ask(self, task: Task, seconds: float) -> Outcome:
+        """Send a task and wait for the answer for at most `seconds`."""
+        first = task.files[0].path
         assert self._process.stdin is not None
         try:
-            write_frame(self._process.stdin, encode_request(as_request(group.files)))
-            answer: Answer = decode_answer(self._read_frame(time.monotonic() + seconds))
+            write_frame(self._process.stdin, encode_task(task))
+            answer: Outcome = decode_outcome(self._read_frame(time.monotonic() + seconds))
             return answer
         except TimeoutError:
             self.kill()

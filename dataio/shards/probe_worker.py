@@ -49,18 +49,18 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """Serve requests for `describe` until standard input ends."""
+    """Serve tasks for `prepare` until standard input ends."""
     die_with_parent()
     limit_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    from dataio.shards.describe import describe
-    from dataio.shards.facts import decode_request, encode_answer
+    from dataio.shards.facts import decode_task, encode_outcome
+    from dataio.shards.prepare import prepare
 
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is not an answer
         write_frame(out, HELLO)
         while (frame := read_frame(sys.stdin.buffer)) is not None:
-            write_frame(out, encode_answer(describe(decode_request(frame))))
+            write_frame(out, encode_outcome(prepare(decode_task(frame))))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from dataio.shards.describe import PROMOTED_STRING, describe
-from dataio.shards.facts import TEXT_BYTES, Answer, Described, Failure, decode_answer, encode_answer
+from dataio.shards.facts import TEXT_BYTES, Clip, Described, Failure, Prepared, decode_outcome, encode_outcome
 
 
 def request(*paths: Path) -> list[tuple[str, str]]:
@@ -107,11 +107,11 @@ def test_a_file_that_went_away_is_named(clip: Path) -> None:
 
 def test_answers_survive_the_way_between_processes(clip: Path, make_wav) -> None:
     for answer in (described(clip, make_wav(clip.with_suffix(".wav"))), Failure("a", "corruption", "why")):
-        assert decode_answer(encode_answer(answer)) == answer
+        outcome = answer if isinstance(answer, Failure) else Prepared((Clip(suffix="-0000", described=answer),))
+        assert decode_outcome(encode_outcome(outcome)) == outcome
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode({"type": "described"}), b"\x93\x01\x02\x03"])
 def test_a_malformed_answer_is_refused(data: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        answer: Answer = decode_answer(data)
-        del answer
+        decode_outcome(data)

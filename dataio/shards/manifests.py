@@ -1,0 +1,179 @@
+"""Lists of media files: CSV, TSV, JSON lines and Parquet.
+
+Purpose: one row is one sample: the path of its media file, optionally its key and caption, and any other columns as fields.
+Invariants: rows are read one after the other (Parquet by batches). Relative paths are relative to the manifest. A CSV cell is a
+number, true or false when it is one in JSON, nothing when it is empty, and else text; of the other formats, values keep their
+type.
+Failure behaviour: `UsageError` names the manifest and the row, and lists the columns where one is missing: a manifest is the
+user's own word, so nothing in it is guessed or passed over.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataio.core import limits
+from dataio.core.errors import NotFoundError, UsageError
+
+EXTENSIONS = frozenset(["csv", "tsv", "jsonl", "ndjson", "parquet"])
+_BATCH = 1024
+_FIELDS_BYTES = 1 * limits.MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the columns with a meaning are called. Only `path` must be there; the others too, once renamed."""
+
+    path: str = "path"
+    key: str = "key"
+    caption: str = "caption"
+
+
+USUAL = Columns()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample as its manifest has it. `where` names the row; `fields` is a JSON object, or None without other columns."""
+
+    where: str
+    path: Path
+    key: str | None
+    caption: str | None
+    fields: str | None
+
+
+def rows(manifest: Path, columns: Columns = USUAL) -> Iterator[Row]:
+    """The rows of a manifest, whose format its suffix says."""
+    suffix = manifest.suffix[1:].lower()
+    read = {"csv": _csv, "tsv": _csv, "parquet": _parquet}.get(suffix, _json_lines)
+    try:
+        for where, row in read(manifest):
+            yield _row(manifest, where, row, columns)
+    except OSError as error:
+        raise NotFoundError(f"{manifest} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{manifest} is not UTF-8", hint="save it as UTF-8") from error
+
+
+def _row(manifest: Path, where: str, row: dict[str, Any], columns: Columns) -> Row:
+    needed = [columns.path, *(c for c, usual in ((columns.key, "key"), (columns.caption, "caption")) if c != usual)]
+    for column in needed:
+        if column not in row:
+            have = ", ".join(map(repr, row)) or "none"
+            raise UsageError(
+                f"{where}: there is no column {column!r}", hint=f"it has {have}; name yours with Columns(...)"
+            )
+    path = row.pop(columns.path)
+    key, caption = row.pop(columns.key, None), row.pop(columns.caption, None)
+    if not isinstance(path, str) or not path:
+        raise UsageError(f"{where}: the column {columns.path!r} holds no path, but {path!r}")
+    if "://" in path or "\0" in path:
+        raise UsageError(f"{where}: {path!r} is not a local path", hint="pack reads files; mount or copy them first")
+    if isinstance(key, int) and not isinstance(key, bool):
+        key = str(key)
+    for column, value in ((columns.key, key), (columns.caption, caption)):
+        if value is not None and not isinstance(value, str):
+            raise UsageError(f"{where}: the column {column!r} holds no text, but {value!r}")
+    return Row(where, manifest.parent / path, key or None, caption or None, _fields(where, row))
+
+
+def _fields(where: str, row: dict[str, Any]) -> str | None:
+    if not row:
+        return None
+    try:
+        text = json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False, allow_nan=False)
+        if len(text.encode()) > _FIELDS_BYTES:
+            raise ValueError(f"its fields are larger than {limits.format_bytes(_FIELDS_BYTES)}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: {error}") from error
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return value
+
+
+# --- the formats
+
+
+def _csv(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(_FIELDS_BYTES)
+    delimiter = "\t" if manifest.suffix.lower() == ".tsv" else ","
+    with manifest.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, None)
+            if not names or len(set(names)) != len(names):
+                raise UsageError(f"{manifest}: its first line must name the columns, each once")
+            for cells in reader:
+                where = f"{manifest}, line {reader.line_num}"
+                if not cells:
+                    continue
+                if len(cells) != len(names):
+                    raise UsageError(f"{where}: {len(cells)} cells in a table of {len(names)} columns")
+                yield where, {name: _cell(cell) for name, cell in zip(names, cells, strict=True)}
+        except csv.Error as error:
+            raise UsageError(f"{manifest}, line {reader.line_num}: {error}") from error
+
+
+def _cell(cell: str) -> Any:
+    if not cell:
+        return None
+    if cell[0] in "-0123456789tf":
+        try:
+            value = json.loads(cell)
+        except ValueError:
+            return cell
+        return value if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)) else cell
+    return cell
+
+
+def _json_lines(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with manifest.open("rb") as file:
+        number = 0
+        while line := file.readline(_FIELDS_BYTES + 1):
+            number += 1
+            where = f"{manifest}, line {number}"
+            if len(line) > _FIELDS_BYTES:
+                raise UsageError(f"{where}: longer than {limits.format_bytes(_FIELDS_BYTES)}")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{where}: not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise UsageError(f"{where}: a row must be a JSON object")
+            yield where, row
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parquet(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(os.fspath(manifest), pre_buffer=False) as file:
+            for batch in file.iter_batches(_BATCH, use_threads=False):
+                for row in batch.to_pylist():
+                    yield f"{manifest}, row {number}", row
+                    number += 1
+    except pa.ArrowException as error:
+        raise UsageError(f"{manifest}: not a readable Parquet file: {error}") from error
