@@ -1,8 +1,9 @@
 """From a URL to a store.
 
-Invariant: the back-end is chosen by the URL's scheme alone, imported only then, and wrapped in metrics and the one retry policy.
-Failure behaviour: an unknown scheme raises `UnsupportedError` naming the known ones. Opening makes no request, so a missing
-bucket or wrong credentials show at the first operation (or in `millrace doctor URL`).
+Invariant: the back-end is chosen by the URL's scheme alone, imported only then, and wrapped in metrics and the one retry
+policy.
+Failure behaviour: a scheme that fsspec does not know either raises `UnsupportedError` naming the known ones. Opening
+makes no request, so a missing bucket or wrong credentials show at the first operation (or in `millrace doctor URL`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from dataio.core.errors import UnsupportedError, UsageError
 from dataio.core.redact import has_secrets
 from dataio.store.contract import Location, Store
 
-_SUPPORTED = "a path, file:///path, or s3://bucket/prefix"
+_SUPPORTED = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
 
 
 def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
-    """The store at `url`: a path, `file:///path` or `s3://bucket/prefix`.
+    """The store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or any other scheme of fsspec.
 
     `storage_options` are for S3 (see `dataio.store.s3config`): s3fs's own names, and `endpoint_url`, `region`,
-    `path_style`. What is not given comes from the AWS variables and profiles. `mounts` adds other stores below
+    `path_style`, `client`. What is not given comes from the AWS variables and profiles. For other schemes they are the
+    file system's own, and the store has the limits of `dataio.store.other`. `mounts` adds other stores below
     `mounts/<name>/` (`dataio.store.mounts`).
     """
     text = os.fspath(url)
@@ -36,7 +38,7 @@ def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
         return _posix(_path_of(rest, text), storage_options)
     if scheme.lower() == "s3":
         return _s3(text, storage_options)
-    raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {_SUPPORTED}")
+    return _other(scheme.lower(), rest, storage_options)
 
 
 def open_location(location: Location) -> Store:
@@ -70,6 +72,18 @@ def _path_of(rest: str, url: str) -> str:
     if host not in ("", "localhost"):
         raise UsageError(f"{url!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
     return "/" + urllib.parse.unquote(path)
+
+
+def _other(scheme: str, rest: str, options: dict[str, object]) -> Store:
+    from fsspec.registry import known_implementations, registry
+
+    from dataio.store.metered import Metered
+    from dataio.store.other import FsspecStore
+    from dataio.store.retry import Retry
+
+    if scheme not in registry and scheme not in known_implementations:
+        raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {_SUPPORTED}")
+    return Retry(Metered(FsspecStore(f"{scheme}://{rest}", options), "fsspec"))
 
 
 def _s3(url: str, options: dict[str, object]) -> Store:

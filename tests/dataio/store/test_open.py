@@ -25,10 +25,9 @@ def test_a_location_of_an_odd_path_opens_it_again(tmp_path: Path) -> None:
     assert open_location(store.location).get("k") == b"1"
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/x", "http://host/x", "memory://x"])
-def test_an_unknown_scheme_names_the_known_ones(url: str) -> None:
+def test_an_unknown_scheme_names_the_known_ones() -> None:
     with pytest.raises(UnsupportedError, match=r"file:///path.*s3://bucket/prefix"):
-        open_store(url)
+        open_store("gopher://host/x")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,280 @@
+"""The storage contract on any other file system that fsspec knows, as far as that one keeps it.
+
+Purpose: to read a dataset from wherever it lies (HTTP, HDFS, SFTP, a hub) and to write where a write is one atomic
+request.
+Invariants: only file systems of `_ATOMIC`, whose `pipe_file` is one request that shows all or nothing, are written to; a
+body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, since it publishes what
+an exception cut short. Nothing is cached. `put_if_absent` works in `memory://`, within the process that has it, and
+nowhere else.
+Failure behaviour: what the file system does not give is an `UnsupportedError`. Listings are collected and sorted, at most
+`LISTED` keys. Errors are translated by their Python class; one of a library's own class becomes a plain `MillraceError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import itertools
+import threading
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import fsspec
+
+from dataio.core import limits
+from dataio.core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    MillraceError,
+    NotFoundError,
+    TransientError,
+    UnsupportedError,
+    UsageError,
+)
+from dataio.core.redact import has_secrets, without_secrets
+from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
+from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from dataio.store.oserrors import from_os_error
+
+WRITE_BYTES = 256 * limits.MIB
+LISTED = 1_000_000
+_ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az"}
+_HTTP = {"http", "https"}
+_READ_BYTES = 8 * limits.MIB
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_one_at_a_time = threading.Lock()  # makes a create in memory:// atomic, which lives in this process anyway
+
+
+class FsspecStore(Store):
+    """Objects below `url` of an fsspec file system; `options` are that file system's own."""
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self._protocol, _, path = url.partition("://")
+        self._url, self._options = url.rstrip("/"), dict(options)
+        _check_url(url, path)
+        self._fs = _file_system(self._protocol, url, options)
+        self._root = self._url if self._protocol in _HTTP else str(self._fs._strip_protocol(self._url)).rstrip("/")
+
+    @property
+    def location(self) -> Location:
+        shareable = self._protocol != "memory" and not has_secrets(self._options)
+        return Location(self._url, without_secrets(self._options), shareable)
+
+    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
+        size = self.stat(key).size
+        if size > max_bytes:
+            raise too_large(self._name(key), size, max_bytes)
+        data = bytearray(size)
+        self._fill(key, 0, memoryview(data))
+        return bytes(data)
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        target = writable_bytes(buffer)
+        check_range(self._name(key), offset, len(target), self.stat(key).size)
+        self._fill(key, offset, target)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.put_multipart(key, [data])
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        path = self._path(key)
+        check_conditional_size(self._name(key), data)
+        if self._protocol != "memory":
+            raise UnsupportedError(
+                f"{self._url} has no conditional write that is known to have one winner",
+                hint="keep datasets and checkpoints with several writers on S3 or in a directory",
+            )
+        with self._translated(key), _one_at_a_time:
+            if self._fs.isfile(path):
+                return bool(self._fs.cat_file(path) == bytes(data))
+            self._fs.pipe_file(path, bytes(data))
+            return True
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        path, body = self._writable(key), bytearray()
+        for part in parts:
+            body += part
+            if len(body) > WRITE_BYTES:
+                raise CapacityError(
+                    f"{self._name(key)}: an object is written at once here, and may have at most "
+                    f"{limits.format_bytes(WRITE_BYTES)}",
+                    hint="write several, or use S3 or a directory",
+                )
+        with self._translated(key):
+            self._fs.pipe_file(path, bytes(body))
+        return len(body)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        if not check_prefix(prefix):
+            return
+        folder = f"{self._root}/{prefix.rpartition('/')[0]}".rstrip("/")
+        with self._translated(prefix):
+            try:
+                found = self._fs.find(folder + "/" if self._protocol in _HTTP else folder, detail=True)
+            except FileNotFoundError:
+                return
+        if len(found) > LISTED:
+            raise CapacityError(
+                f"{self._url}: more than {LISTED:,} keys are not sorted in memory", hint="list by a longer prefix"
+            )
+        named = {self._key(path): entry for path, entry in found.items()}
+        for key in sorted(key for key in named if key is not None and key.startswith(prefix)):
+            yield _info(key, named[key]) if named[key].get("size") is not None else self.stat(key)
+
+    def stat(self, key: str) -> ObjectInfo:
+        with self._translated(key):
+            entry = self._fs.info(self._path(key))
+        if entry.get("type") == "directory":
+            raise NotFoundError(f"{self._name(key)} does not exist", hint="check the URL and the key")
+        if entry.get("size") is None:
+            raise UnsupportedError(f"{self._name(key)}: the server does not say how large it is")
+        return _info(key, entry)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._writable(key)
+            with contextlib.suppress(NotFoundError), self._translated(key):
+                if self._fs.isfile(path):
+                    self._fs.rm_file(path)
+
+    def close(self) -> None:
+        session = getattr(self._fs, "_session", None)
+        if self._protocol in _HTTP and session is not None:
+            self._fs.close_session(self._fs.loop, session)
+
+    def _fill(self, key: str, offset: int, target: memoryview) -> None:
+        """Fill `target`, in bounded pieces; a file system that answers with more than was asked for is refused."""
+        for at in range(0, len(target), _READ_BYTES):
+            piece = target[at : at + _READ_BYTES]
+            start = offset + at
+            with self._translated(key):
+                data = self._read(self._path(key), start, start + len(piece))
+            if len(data) < len(piece):
+                raise TransientError(f"{self._name(key)} ended at byte {start + len(data)} while it was read")
+            if len(data) > len(piece):
+                raise _no_ranges(self._name(key))
+            piece[:] = data
+
+    def _read(self, path: str, start: int, stop: int) -> bytes:
+        if self._protocol not in _HTTP:
+            return bytes(self._fs.cat_file(path, start=start, end=stop))
+        with self._fs.open(path, "rb", cache_type="none") as file:  # stops reading when a server ignores the range
+            if not file.seekable():
+                raise _no_ranges(path)
+            file.seek(start)
+            return bytes(file.read(stop - start))
+
+    # names
+
+    def _name(self, key: str) -> str:
+        return f"{self._url}/{key}"
+
+    def _path(self, key: str) -> str:
+        name = check_key(key)
+        return f"{self._root}/{urllib.parse.quote(name) if self._protocol in _HTTP else name}"
+
+    def _writable(self, key: str) -> str:
+        path = self._path(key)
+        if self._protocol not in _ATOMIC:
+            raise UnsupportedError(
+                f"{self._url} is read only here: fsspec does not say whether a write to {self._protocol}:// is atomic",
+                hint="write to S3 or a directory; a local path is opened as such, without fsspec",
+            )
+        return path
+
+    def _key(self, path: str) -> str | None:
+        """The key of a listed path; None for what lies elsewhere or is no key."""
+        if not path.startswith(self._root + "/"):
+            return None
+        key = path[len(self._root) + 1 :]
+        try:
+            return check_key(urllib.parse.unquote(key) if self._protocol in _HTTP else key)
+        except UsageError:
+            return None
+
+    @contextlib.contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        doing = f"at {self._name(key)}"
+        try:
+            yield
+        except MillraceError:
+            raise
+        except Exception as error:
+            raise _from(_cause(error), doing) from error
+
+
+def _check_url(url: str, path: str) -> None:
+    if "::" in url:
+        raise UnsupportedError(f"{url!r}: chained URLs are not taken", hint="open the inner URL")
+    if "@" in path.partition("/")[0]:
+        raise UsageError("the URL holds credentials", hint="give them as storage options")
+    if "?" in url or "#" in url:
+        raise UsageError(f"{url!r} names more than a place", hint="give a URL without query and fragment")
+
+
+def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
+    extra: dict[str, object] = {}
+    if protocol in _HTTP:
+        import aiohttp
+
+        waits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=60)
+        extra = {"encoded": True, "client_kwargs": {"timeout": waits}}
+    try:
+        return fsspec.filesystem(
+            protocol, **{**extra, **options, "skip_instance_cache": True, "use_listings_cache": False}
+        )
+    except ImportError as error:
+        raise UnsupportedError(f"{url}: {error}", hint=f"install what fsspec needs for {protocol}://") from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{url}: fsspec refused it: {error}", hint="check the scheme and the storage options"
+        ) from error
+
+
+def _info(key: str, entry: Mapping[str, Any]) -> ObjectInfo:
+    stamp = next((entry[name] for name in _TIMES if entry.get(name) is not None), 0.0)
+    if isinstance(stamp, datetime.datetime):
+        stamp = stamp.timestamp()
+    return ObjectInfo(key, int(entry["size"]), float(stamp) if isinstance(stamp, int | float) else 0.0)
+
+
+def _no_ranges(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}: the server answered a request for a range with the whole object",
+        hint="Millrace needs a server that supports ranged reads; see `millrace doctor URL`",
+    )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """fsspec says FileNotFoundError for every failure of an HTTP request; the one below it is what happened."""
+    chain = itertools.islice(_chain(error), 8)
+    return next((e for e in chain if type(e).__module__.startswith("aiohttp")), error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _from(error: BaseException, doing: str) -> MillraceError:
+    status = getattr(error, "status", None)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return NotFoundError(f"{doing}: it does not exist", hint="check the URL and the key")
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return AccessDeniedError(f"{doing}: access is denied", hint="check the storage options and what they may do")
+    if isinstance(error, NotImplementedError):
+        return UnsupportedError(f"{doing}: the file system cannot do this")
+    if isinstance(error, asyncio.TimeoutError | TimeoutError | ConnectionError) or (
+        isinstance(status, int) and status >= 500
+    ):
+        return TransientError(f"{doing}: {error or type(error).__name__}", hint="check the server and the network")
+    if type(error).__module__.startswith("aiohttp"):
+        return TransientError(f"{doing}: {type(error).__name__}: {error}", hint="check the server and the network")
+    if isinstance(error, OSError):
+        return from_os_error(error, doing)
+    if isinstance(error, ValueError) and "range request" in str(error):
+        return _no_ranges(doing)
+    return MillraceError(f"{doing}: {type(error).__name__}: {error}")
