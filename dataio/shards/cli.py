@@ -22,6 +22,7 @@ from dataio.core.errors import UsageError
 
 if TYPE_CHECKING:
     from dataio.shards.contract import Sample
+    from dataio.shards.dataset import Dataset
     from dataio.shards.report import PackReport, Progress
 
 _LISTED = 50
@@ -73,13 +74,14 @@ def info(argv: list[str]) -> int:
     """`millrace info DATASET`"""
     parser = _parser("info", "Say what a dataset holds: samples, hours, bytes, codecs and sizes.")
     _add_dataset(parser)
+    _add_where(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
     from dataio.shards.summary import summary
 
     with Dataset(args.dataset, args.version) as dataset:
-        found = summary(dataset)
+        found = summary(_narrowed(dataset, args.where))
     if args.json:
         _print_json(found)
     else:
@@ -91,13 +93,14 @@ def ls(argv: list[str]) -> int:
     """`millrace ls DATASET`"""
     parser = _parser("ls", "List the samples of a dataset, in the order of their numbers.")
     _add_dataset(parser)
+    _add_where(parser)
     parser.add_argument("--limit", metavar="N", type=_positive, help="list only the first N")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
 
     with Dataset(args.dataset, args.version) as dataset:
-        for number, sample in enumerate(dataset):
+        for number, sample in enumerate(_narrowed(dataset, args.where)):
             if args.limit is not None and number >= args.limit:
                 break
             if args.json:
@@ -144,7 +147,23 @@ def _parser(name: str, description: str, epilog: str = "") -> argparse.ArgumentP
 
 def _add_dataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
-    parser.add_argument("--version", metavar="N", type=_positive, help="which version (default: the newest)")
+    parser.add_argument("--version", metavar="N", type=_version, help="a version or tag (default: the newest)")
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--where",
+        metavar="CONDITION",
+        help='only these samples: "duration > 2 and height >= 720" (millrace filter --help)',
+    )
+
+
+def _narrowed(dataset: Dataset, where: str | None) -> Dataset:
+    return dataset if where is None else dataset.where(where)
+
+
+def _version(text: str) -> int | str:
+    return _positive(text) if text.isdecimal() else text
 
 
 def _positive(text: str) -> int:
