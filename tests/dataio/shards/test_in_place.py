@@ -345,7 +345,7 @@ def test_progress_ends_at_all_bytes(put, tmp_path: Path) -> None:
     put("a.tar", [("a.bin", b"1" * 5000), ("b.json", b"no")])
     said: list[IndexProgress] = []
     with index(tmp_path / "from", tmp_path / "set", progress=said.append) as dataset:
-        size = dataset.total_bytes
+        size = dataset.document.shards[0].size
     assert [p.bytes for p in said] == sorted(p.bytes for p in said)
     assert said[-1] == IndexProgress(1, 1, size, size, 1, 1)
 
