@@ -22,9 +22,9 @@ def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
     """The store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or any other scheme of fsspec.
 
     `storage_options` are for S3 (see `dataio.store.s3config`): s3fs's own names, and `endpoint_url`, `region`,
-    `path_style`, `client`. What is not given comes from the AWS variables and profiles. For other schemes they are the
-    file system's own, and the store has the limits of `dataio.store.other`. `mounts` adds other stores below
-    `mounts/<name>/` (`dataio.store.mounts`).
+    `path_style`, `client`. What is not given comes from the AWS variables and profiles. A directory takes `direct` (large
+    reads past the page cache). For other schemes they are the file system's own, and the store has the limits of
+    `dataio.store.other`. `mounts` adds other stores below `mounts/<name>/` (`dataio.store.mounts`).
     """
     text = os.fspath(url)
     if "mounts" in storage_options:
@@ -60,11 +60,11 @@ def _posix(path: str, options: dict[str, object]) -> Store:
     from dataio.store.posix import PosixStore
     from dataio.store.retry import Retry
 
-    if options:
-        raise UsageError(f"a directory takes no storage options, and got {', '.join(sorted(options))}")
+    if unknown := sorted(options.keys() - {"direct"}):
+        raise UsageError(f"unknown storage option {', '.join(unknown)} of a directory", hint="known is direct")
     if not path or "\0" in path:
         raise UsageError("a store needs a path", hint=f"give {_SUPPORTED}")
-    return Retry(Metered(PosixStore(path), "posix"))
+    return Retry(Metered(PosixStore(path, direct=bool(options.get("direct"))), "posix"))
 
 
 def _path_of(rest: str, url: str) -> str:

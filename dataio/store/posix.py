@@ -28,6 +28,7 @@ from dataio.core.crashpoints import declare
 from dataio.core.errors import AmbiguousWriteError, CapacityError, NotFoundError, TransientError, UnsupportedError
 from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from dataio.store.direct import fill_directly
 from dataio.store.oserrors import AMBIGUOUS, translated
 
 TEMPORARY = ".millrace-tmp"
@@ -41,15 +42,19 @@ _named = declare("store.posix.named", "the object has its new content; its direc
 
 
 class PosixStore(Store):
-    """Objects as files under `root`, which is made on the first write."""
+    """Objects as files under `root`, which is made on the first write.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = os.path.realpath(os.fspath(root))
+    `direct` reads large ranges past the page cache where that is possible (`dataio.store.direct`).
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, direct: bool = False) -> None:
+        self._root, self._direct = os.path.realpath(os.fspath(root)), direct
         self._swept = False
 
     @property
     def location(self) -> Location:
-        return Location("file://" + urllib.parse.quote(self._root), {}, shareable=True)
+        options = {"direct": True} if self._direct else {}
+        return Location("file://" + urllib.parse.quote(self._root), options, shareable=True)
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
         with self._reading(key) as file:
@@ -66,7 +71,7 @@ class PosixStore(Store):
         with self._reading(key) as file:
             for offset, buffer in ranges:
                 check_range(self._name(key), offset, len(target := writable_bytes(buffer)), file.size)
-                file.fill(offset, target)
+                file.fill(offset, target, direct=self._direct)
 
     def put(self, key: str, data: Buffer) -> None:
         self.put_multipart(key, [data])
@@ -262,7 +267,12 @@ class _OpenFile:
             raise FileNotFoundError(path)
         return cls(path, fd, found.st_size, found.st_mtime)
 
-    def fill(self, offset: int, buffer: memoryview) -> None:
+    def fill(self, offset: int, buffer: memoryview, *, direct: bool = False) -> None:
+        start, stop = fill_directly(self.fd, offset, buffer) if direct else (0, 0)
+        self._fill(offset, buffer[:start])
+        self._fill(offset + stop, buffer[stop:])
+
+    def _fill(self, offset: int, buffer: memoryview) -> None:
         done = 0
         while done < len(buffer):
             n = os.preadv(self.fd, [buffer[done:]], offset + done)

@@ -21,8 +21,9 @@ from dataio.store.probe import certify, probe_preconditions, require_preconditio
 from dataio.testing.s3server import S3Server
 
 
-@pytest.fixture
-def rclone_url(rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["s3fs", "obstore"])
+def rclone_url(request: pytest.FixtureRequest, rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MILLRACE_S3", request.param)
     for name, value in rclone_server.environment().items():
         monkeypatch.setenv(name, value)
     return "s3://millrace/probe"

@@ -1,0 +1,183 @@
+"""Reads past the page cache, and what is on the disk when a write has returned."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from dataio.store import direct
+from dataio.store.direct import ALIGN, LEAST_BYTES, aligned_part, fill_directly
+from dataio.store.open import open_location, open_store
+from dataio.store.posix import TEMPORARY
+from dataio.testing.conformance import some_bytes
+
+MIB = 1 << 20
+
+
+@given(offset=st.integers(0, 1 << 40), address=st.integers(0, 1 << 47), length=st.integers(0, 1 << 32))
+def test_only_what_is_aligned_in_file_and_memory_is_read_directly(offset: int, address: int, length: int) -> None:
+    start, stop = aligned_part(offset, address, length)
+    assert 0 <= start <= stop <= length
+    if stop > start:
+        assert stop - start >= LEAST_BYTES
+        assert [(offset + start) % ALIGN, (address + start) % ALIGN, (stop - start) % ALIGN] == [0, 0, 0]
+        assert start < ALIGN
+        assert length - stop < ALIGN
+    elif (address + (-offset % ALIGN)) % ALIGN == 0:
+        assert length < LEAST_BYTES + 2 * ALIGN
+
+
+def _watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    filled: list[tuple[int, int]] = []
+
+    def watch(fd: int, offset: int, buffer: memoryview) -> tuple[int, int]:
+        filled.append(fill_directly(fd, offset, buffer))
+        return filled[-1]
+
+    monkeypatch.setattr("dataio.store.posix.fill_directly", watch)
+    return filled
+
+
+@pytest.mark.parametrize(
+    ("offset", "shift", "length"),
+    [(0, 0, 4 * MIB), (0, 0, 4 * MIB + 5), (5, 5, 3 * MIB), (4096, 0, MIB), (7, 0, 2 * MIB), (0, 0, 100), (3, 3, 0)],
+)
+def test_a_direct_read_gives_the_same_bytes(
+    tmp_path: Path, offset: int, shift: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = _watched(monkeypatch)
+    store, body = open_store(tmp_path / "store", direct=True), some_bytes(5 * MIB)
+    store.put("k", body)
+    with mmap.mmap(-1, 8 * MIB) as memory, memoryview(memory) as whole, whole[shift : shift + length] as buffer:
+        store.get_into("k", offset, buffer)
+        assert buffer == body[offset : offset + length]
+        assert bytes(whole[shift + length :]) == bytes(8 * MIB - shift - length)
+    assert open_location(store.location).location == store.location
+    ((start, stop),) = filled
+    if (offset - shift) % ALIGN == 0 and length >= 2 * MIB and stop == 0:
+        pytest.skip("this file system has no O_DIRECT; the bytes were right without it")
+    assert (stop > start) == ((offset - shift) % ALIGN == 0 and length >= MIB)
+
+
+def test_a_refusal_of_o_direct_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control, refused = fcntl.fcntl, []
+
+    def refuse(fd: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            refused.append(fd)
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return control(fd, command, flags)
+
+    monkeypatch.setattr(direct.fcntl, "fcntl", refuse)
+    _read_direct(tmp_path / "store")
+    assert len(refused) == 1
+
+
+def _read_direct(root: Path) -> None:
+    store, body = open_store(root, direct=True), some_bytes(3 * MIB)
+    store.put("k", body)
+    with mmap.mmap(-1, 3 * MIB) as memory, memoryview(memory) as buffer:
+        store.get_into("k", 0, buffer)
+        assert buffer == body
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+def test_it_works_on_a_memory_file_system(tmp_path: Path) -> None:
+    folder = Path("/dev/shm") / f"millrace-{os.getpid()}-{tmp_path.name}"
+    try:
+        _read_direct(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_ON_RAMFS = """
+import fcntl, mmap, os, sys
+from dataio.store.open import open_store
+store = open_store(sys.argv[1], direct=True)
+store.put("k", bytes(range(256)) * 8192)
+fd = os.open(sys.argv[1] + "/k", os.O_RDONLY)
+try: fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+except OSError as error: print("refused", error.errno)
+memory = mmap.mmap(-1, 2 << 20)
+store.get_into("k", 0, memoryview(memory))
+print("equal", memory[:] == bytes(range(256)) * 8192)
+"""
+
+
+def test_it_works_on_a_file_system_without_o_direct(tmp_path: Path) -> None:
+    (tmp_path / "ram").mkdir()
+    inside = 'mount -t ramfs none "$0" && exec "$1" -c "$2" "$0"'
+    command = ["unshare", "-Urm", "sh", "-c", inside, str(tmp_path / "ram"), sys.executable, _ON_RAMFS]
+    if shutil.which("unshare") is None or (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        pytest.skip("no user namespace in which a ramfs can be mounted")
+    if "refused" not in done.stdout:
+        pytest.skip("ramfs takes O_DIRECT in this kernel")
+    assert done.stdout.split() == ["refused", str(errno.EINVAL), "equal", "True"]
+
+
+# what is on the disk
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> list[str]:
+    """The system calls on files of a program that makes a store and writes a/b/c, by strace, with descriptors resolved."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    log = tmp_path / "trace"
+    program = f"from dataio.store.open import open_store\nopen_store({str(tmp_path / 'store')!r}).put('a/b/c', b'body')"
+    calls = "trace=write,fsync,rename,renameat,renameat2,mkdir,mkdirat"
+    done = subprocess.run(["strace", "-f", "-y", "-e", calls, "-o", str(log), sys.executable, "-B", "-c", program])
+    if done.returncode or "fsync" not in log.read_text():
+        pytest.skip("strace may not trace here")
+    return [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(tmp_path / "store") in line]
+
+
+def test_bytes_are_on_the_disk_before_they_are_named_and_the_names_before_the_write_returns(
+    traced: list[str], tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+
+    def at(pattern: str) -> int:
+        found = [n for n, line in enumerate(traced) if re.search(pattern, line)]
+        assert found, (pattern, traced)
+        return found[-1]
+
+    wrote, synced, named = at(r"^write\(.*\"body\""), at(rf"^fsync\(.*{TEMPORARY}/"), at(r"^rename")
+    assert wrote < synced < named
+    for folder in (root / "a" / "b", root / "a", root):
+        assert at(rf"^fsync\(\d+<{re.escape(str(folder))}>\)") > named
+    made = [re.findall(r'"([^"]*)"', line)[0] for line in traced if line.startswith("mkdir")]
+    assert {str(root), str(root / "a"), str(root / "a" / "b")} <= set(made)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_write_whose_fsync_fails_is_not_reported_as_done(tmp_path: Path, nth: int) -> None:
+    """fsync of the new file, then of its folder, fails with EIO in the kernel's answer: strace injects it."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    root, log = tmp_path / "store", tmp_path / "trace"
+    open_store(root).put("k", b"old")
+    program = (
+        "import sys\nfrom dataio.store.posix import PosixStore\nfrom dataio.core.errors import TransientError\n"
+        f"try: PosixStore({str(root)!r}).put('k', b'new')\nexcept TransientError as error: print(error)\n"
+    )
+    inject = f"inject=fsync:error=EIO:when={nth}"
+    command = ["strace", "-f", "-e", "trace=fsync", "-e", inject, "-o", str(log), sys.executable, "-B", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not log.exists():
+        pytest.skip("strace may not trace here")
+    assert log.read_text().count("INJECTED") == 1
+    assert "Input/output error" in done.stdout
+    assert open_store(root).get("k") == (b"old" if nth == 1 else b"new")
+    assert os.listdir(root / TEMPORARY) == []
