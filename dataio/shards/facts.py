@@ -121,10 +121,12 @@ def encode_other(value: object) -> str:
     raise NotImplementedError(type(value))
 
 
-def decode_other(kind: type, value: Any) -> Fraction:
+def decode_other(kind: type, value: Any) -> object:
     """msgspec's `dec_hook` for what index rows hold."""
     if kind is Fraction:
         return Fraction(value)
+    if kind is object:
+        return value
     raise NotImplementedError(kind)
 
 

@@ -20,8 +20,21 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What one machine's packer did: groups of input files prepared, their bytes, and for how many seconds it was at work."""
+
+    name: str
+    groups: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PackReport:
-    """`bytes` are those of the shards written. `notes` are remarks about samples that were packed."""
+    """`samples` and `bytes` are those of the shards written. `notes` are remarks about samples that were packed.
+
+    `resumed` counts the units of the plan that an earlier, interrupted start of the same pack had finished.
+    """
 
     files: int
     samples: int
@@ -31,11 +44,13 @@ class PackReport:
     skipped: tuple[Skipped, ...]
     ignored: tuple[str, ...]
     notes: tuple[str, ...]
+    resumed: int = 0
+    workers: tuple[WorkerReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far packing has come: samples looked at of all, and their input bytes of all; skipped ones count."""
+    """How far packing has come: groups of files looked at of all, and their bytes of all; skipped ones count."""
 
     samples: int
     samples_total: int

@@ -50,14 +50,15 @@ _NOT_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
 class Group:
     """The files of one sample: (extension, path), sorted by extension.
 
-    `bytes` is their size when they were found and `stamp` their newest time of change, in nanoseconds. `spans`, where there are
-    any, say where in its file each lies. `caption` and `fields` (a JSON object) are a manifest's.
+    `bytes` is their size when they were found, `sizes` that of each, and `stamp` their newest time of change, in nanoseconds.
+    `spans`, where there are any, say where in its file each lies. `caption` and `fields` (a JSON object) are a manifest's.
     """
 
     key: str
     files: tuple[tuple[str, Path], ...]
     bytes: int
     stamp: int = 0
+    sizes: tuple[int, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
     caption: str | None = None
     fields: str | None = None
@@ -177,7 +178,8 @@ class _Collected:
 def _archived(key: str, spans: list[Span], stamp: int) -> Group:
     files = tuple((span.ext, Path(span.path)) for span in spans)
     places = tuple((span.offset, span.length) for span in spans)
-    return Group(key, files, sum(span.length for span in spans), stamp, places)
+    sizes = tuple(span.length for span in spans)
+    return Group(key, files, sum(sizes), stamp, sizes, places)
 
 
 def _expand(source: str) -> Iterator[_Found]:
@@ -233,9 +235,15 @@ def _group(members: list[tuple[_Found, os.stat_result]]) -> Group:
         if twin != item.path:
             raise UsageError(f"{twin} and {item.path} would be the same member of a sample", hint="rename one of them")
     first = min((item for item, _ in members), key=lambda item: str(item.path))
-    infos = [info for _, info in members]
-    stamp = max(info.st_mtime_ns for info in infos)
-    return Group(_key(first), tuple(sorted(files.items())), sum(info.st_size for info in infos), stamp)
+    stamp = max(info.st_mtime_ns for _, info in members)
+    sizes = {_ext(item.path): info.st_size for item, info in members}
+    return Group(
+        _key(first),
+        tuple(sorted(files.items())),
+        sum(sizes.values()),
+        stamp,
+        tuple(size for _, size in sorted(sizes.items())),
+    )
 
 
 def _key(item: _Found) -> str:

@@ -34,10 +34,12 @@ def pack_until(point: str, clips: Path, url: str, mark: Path) -> None:
 
 
 def test_the_points_are_those_that_the_tests_know() -> None:
-    assert POINTS == ["pack.shard-stored", "pack.index-stored", "pack.version-stored"]
+    assert POINTS == ["pack.shard-stored", "pack.unit-sealed", "pack.index-stored", "pack.version-stored"]
 
 
-@pytest.mark.parametrize("point", ["pack.shard-stored", "pack.shard-stored#2", "pack.index-stored"])
+@pytest.mark.parametrize(
+    "point", ["pack.shard-stored", "pack.shard-stored#2", "pack.unit-sealed#2", "pack.index-stored"]
+)
 def test_killed_before_the_version_nothing_is_visible_and_a_rerun_succeeds(
     clips: Path, store_url: str, tmp_path: Path, point: str
 ) -> None:
@@ -50,6 +52,12 @@ def test_killed_before_the_version_nothing_is_visible_and_a_rerun_succeeds(
         kept = {info.key for info in again.store.list("shards/")}
         assert kept == {shard.key for shard in again.document.shards}  # what the dead one left was used again
         assert [again.read(s, "mp4") for s in again] == [p.read_bytes() for p in sorted(clips.iterdir())]
+        assert again.report is not None
+        assert again.report.samples == 3
+        assert again.report.resumed == {"pack.shard-stored#2": 1, "pack.unit-sealed#2": 2, "pack.index-stored": 3}.get(
+            point, 0
+        )
+        assert not list(again.store.list("packing/"))
 
 
 def test_killed_after_the_version_the_dataset_is_whole(clips: Path, store_url: str, tmp_path: Path) -> None:
@@ -57,4 +65,7 @@ def test_killed_after_the_version_the_dataset_is_whole(clips: Path, store_url: s
     with Dataset(store_url) as dataset:
         assert [dataset.read(s, "mp4") for s in dataset] == [p.read_bytes() for p in sorted(clips.iterdir())]
     with pytest.raises(ConflictError):
-        pack(clips, store_url)
+        pack(clips, store_url)  # not the same plan
+    with pack(clips, store_url, shard_bytes=4096) as again:
+        assert (again.version, len(again)) == (1, 3)
+        assert not list(again.store.list("packing/"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import tarfile
 import threading
 from pathlib import Path
@@ -13,8 +14,7 @@ import pytest
 
 from dataio import Dataset, pack
 from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, TransientError, UsageError
-from dataio.shards import pack as pack_module
-from dataio.shards import tar
+from dataio.shards import engines, tar
 from dataio.shards.pool import ProbePool
 from dataio.shards.report import Progress
 from dataio.store.contract import Store
@@ -174,7 +174,7 @@ describe.describe = spoilt
 probe_worker.main()
 """
     monkeypatch.setattr(
-        pack_module,
+        engines,
         "ProbePool",
         lambda workers: ProbePool(workers, lambda g: 0.5 if g.key == "video/2" else 60.0, [sys.executable, "-c", stub]),
     )
@@ -198,16 +198,16 @@ def test_nothing_usable_is_an_error_with_the_first_reason(tmp_path: Path) -> Non
 def test_a_file_that_changes_while_it_is_packed_stops_the_packing(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ProbePool.describe
+    real = ProbePool.prepare
 
-    def describe_and_change(self, groups):
-        for group, answer in real(self, groups):
+    def prepare_and_change(self, *arguments):
+        for group, answer in real(self, *arguments):
             if group.key == "video/1":
                 path = clips / "video" / "1.mp4"
                 path.write_bytes(path.read_bytes()[::-1])
             yield group, answer
 
-    monkeypatch.setattr(ProbePool, "describe", describe_and_change)
+    monkeypatch.setattr(ProbePool, "prepare", prepare_and_change)
     with pytest.raises(TransientError, match=r"1\.mp4 changed while it was being packed"):
         pack(clips, tmp_path / "ds")
     with pytest.raises(NotFoundError):
@@ -264,7 +264,7 @@ def test_progress_counts_every_sample_and_byte(clips: Path, tmp_path: Path) -> N
 
 
 def test_many_index_parts_are_one_dataset(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_module, "PART_ROWS", 2)
+    monkeypatch.setattr(sys.modules["dataio.shards.pack"], "PART_ROWS", 2)
     with pack(clips, tmp_path / "ds", shard_bytes=1) as dataset:
         assert [part.rows for part in dataset.document.index] == [2, 2, 1]
         assert len(dataset.document.shards) == 5
