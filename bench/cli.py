@@ -37,10 +37,15 @@ _CHECKPOINT = {
 
 def bench(argv: list[str]) -> int:
     """Run the benchmarks; see `millrace bench --help`."""
+    if argv[:1] == ["store"]:
+        from bench.store import main
+
+        return main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="millrace bench",
         description="Measure loaders and checkpoints beside their peers on this machine.",
-        epilog="exit codes: 0 all candidates ran; 1 one failed and is named; others as in millrace --help",
+        epilog="`millrace bench store [URL]` measures a bucket and has options of its own. "
+        "exit codes: 0 all candidates ran; 1 one failed and is named; others as in millrace --help",
     )
     parser.add_argument("what", nargs="?", choices=("loader", "checkpoint", "all"), default="all")
     parser.add_argument("--rounds", type=int, default=3, help="times that every candidate runs (default: %(default)s)")

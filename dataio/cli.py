@@ -18,15 +18,22 @@ from dataio.core.errors import MillraceError
 from dataio.core.redact import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "pack": ("dataio.shards.cli:pack", "write media files into tar shards with an index, as version 1 of a dataset"),
+    "pack": ("dataio.shards.cli_pack:pack", "write media files into tar shards with an index, as a version of a dataset"),
     "index": ("dataio.shards.cli_index:index", "make a dataset over WebDataset tars where they are"),
     "info": ("dataio.shards.cli:info", "say what a dataset holds"),
     "ls": ("dataio.shards.cli:ls", "list the samples of a dataset"),
     "cat": ("dataio.shards.cli:cat", "write one member of one sample to standard output"),
+    "log": ("dataio.shards.cli_versions:log", "list the versions of a dataset"),
+    "filter": ("dataio.shards.cli_versions:filter_", "save the samples that meet a condition as a version"),
+    "remove": ("dataio.shards.cli_versions:remove", "make a version without some samples"),
+    "merge": ("dataio.shards.cli_versions:merge", "make a version that also holds other datasets"),
+    "tag": ("dataio.shards.cli_versions:tag", "name a version, or list the names"),
+    "diff": ("dataio.shards.cli_versions:diff", "say what changed between two versions"),
     "sidecar": ("dataio.sidecar.cli:sidecar", "run the node's daemon, or ask it for its status"),
     "ckpt": ("checkpoint.cli:ckpt", "list and check the steps of a checkpoint repository"),
+    "trace": ("dataio.core.cli_trace:trace", "turn event logs into one trace for Perfetto"),
     "doctor": ("dataio.store.cli:doctor", "say whether a store gives what shared checkpoints need"),
-    "bench": ("bench.cli:bench", "measure loaders and checkpoints beside their peers"),
+    "bench": ("bench.cli:bench", "measure loaders, checkpoints and stores beside their peers"),
     "demo": ("bench.demo.cli:demo", "pack, train, kill, resume and prove it, on a local S3 server"),
 }
 """Sub-command → (module:function, one line of help). The function takes the remaining arguments and returns an exit code."""
