@@ -35,6 +35,8 @@ from checkpoint.stage import Staging
 from dataio.core import metrics
 from dataio.core.errors import ConflictError, DeadlineError, MillraceError, UnsupportedError, UsageError
 from dataio.core.log import get_logger
+from dataio.core.trace import span
+from dataio.sidecar.client import SaveMeter
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 
@@ -85,7 +87,8 @@ class Checkpointer:
         self._ranks = Ranks.here(rank, world_size)
         self._owns_store = not isinstance(url, Store)
         self._store = url if isinstance(url, Store) else open_store(url, **storage_options)
-        self._carriers = Carriers(self._store, sidecar)
+        self._meter = SaveMeter(self._run)
+        self._carriers = Carriers(self._store, sidecar, self._meter)
         self._staging = Staging()
         self._compression, self._wait = compression, wait_seconds
         self._timeline = 0
@@ -111,7 +114,8 @@ class Checkpointer:
         arena = self._staging.take(layout, self._wait)
         handle = Handle(step, ticket.attempt)
         try:
-            self._staging.copy(arena, [x.tensor for x in prepared.mine], specs, layout)
+            with span("stage.d2h", step=step, bytes=layout.total):
+                self._staging.copy(arena, [x.tensor for x in prepared.mine], specs, layout)
             cargo = Cargo(
                 self._plan(step, ticket, prepared, specs, layout),
                 arena.fd,
@@ -127,6 +131,7 @@ class Checkpointer:
             raise
         self._saves[step] = handle
         metrics.checkpoint_stall_seconds.observe(handle.stall)
+        self._meter.held(handle.stall)
         return handle
 
     def restore(self, state: dict[str, Any], step: int | str = "latest") -> int | None:
@@ -250,7 +255,8 @@ class Checkpointer:
     def _carry(self, cargo: Cargo, handle: Handle) -> None:
         """In its own thread: from staged to committed."""
         try:
-            result = self._carriers.carry(cargo)
+            with span("commit", step=handle.step):
+                result = self._carriers.carry(cargo)
         except BaseException as error:
             metrics.checkpoint_saves.labels("failed").inc()
             detail = None if isinstance(error, MillraceError) else error
@@ -259,6 +265,7 @@ class Checkpointer:
             return
         saved = msgspec.convert(result | {"stall": handle.stall, "carrier": handle.carrier}, SaveResult)
         metrics.checkpoint_saves.labels("committed").inc()
+        self._meter.committed(handle.step, msgspec.convert(result["committed"], float))
         for kind in ("state", "written", "deduplicated"):
             metrics.checkpoint_bytes.labels(kind).inc(getattr(saved, f"bytes_{kind}"))
         handle.set_result(saved)

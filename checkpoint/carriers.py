@@ -22,7 +22,7 @@ from checkpoint.plan import PutPlan
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import DeadlineError, MillraceError, TransientError
 from dataio.core.log import get_logger, warn_once
-from dataio.sidecar.client import Sidecar, Staged
+from dataio.sidecar.client import SaveMeter, Sidecar, Staged
 from dataio.store.contract import Store
 
 CARRY_SECONDS = 6 * 3600.0
@@ -47,8 +47,10 @@ class Cargo:
 class Carriers:
     """Chooses the carrier for every save of one `Checkpointer`."""
 
-    def __init__(self, store: Store, sidecar: str | os.PathLike[str] | None, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._store, self._wanted, self._clock = store, sidecar, clock
+    def __init__(
+        self, store: Store, sidecar: str | os.PathLike[str] | None, meter: SaveMeter, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._store, self._wanted, self._meter, self._clock = store, sidecar, meter, clock
         self._sidecar: Sidecar | None = None
         self._lock = threading.Lock()
 
@@ -85,7 +87,8 @@ class Carriers:
             warn_once(_log, "no sidecar answers: saving inside this process")
             return None, None
         try:
-            return sidecar, sidecar.stage(kind="checkpoint", arena_fd=cargo.arena_fd, plan=plans.encode(cargo.plan))
+            plan, about = plans.encode(cargo.plan), _about(cargo.plan)
+            return sidecar, sidecar.stage(kind="checkpoint", arena_fd=cargo.arena_fd, plan=plan, about=about)
         except MillraceError as error:
             warn_once(_log, f"the sidecar did not take the save over, saving inside this process: {error}")
             unsure = sidecar.broken or isinstance(error, DeadlineError)
@@ -96,6 +99,8 @@ class Carriers:
         with self._lock:
             if self._sidecar is None or self._sidecar.broken:
                 self._sidecar = Sidecar.find(self._wanted)
+                if self._sidecar is not None:
+                    self._sidecar.reporting = self._meter.report
             return self._sidecar
 
     def _here(self, cargo: Cargo, *, shared: bool) -> dict[str, object]:
@@ -138,3 +143,9 @@ class Carriers:
             if found is not None or self._clock.monotonic() >= deadline:
                 raise error
             self._clock.sleep(0.2)
+
+
+def _about(plan: PutPlan) -> str:
+    """The save, for people."""
+    rank = f", rank {plan.rank} of {plan.world_size}" if plan.world_size > 1 else ""
+    return f"{plan.run}, step {plan.step}{rank}"

@@ -18,6 +18,7 @@ from fractions import Fraction
 import torch
 
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
+from dataio.core.trace import span
 from dataio.shards.contract import Sample
 from loaders.audio import AudioSpec, decode_audio
 from loaders.clip import Clip, choose
@@ -98,7 +99,8 @@ class ClipMaker:
 
     def _try(self, places: Sequence[Place]) -> list[Finished | MillraceError]:
         prepared = [self._prepare(place) for place in places]
-        decoded = iter(self._decoder.decode([p.request for p in prepared if isinstance(p, _Prepared)]))
+        with span("decode", clips=len(places)):
+            decoded = iter(self._decoder.decode([p.request for p in prepared if isinstance(p, _Prepared)]))
         return [self._finish(p, next(decoded)) if isinstance(p, _Prepared) else p for p in prepared]
 
     def _prepare(self, place: Place) -> _Prepared | MillraceError:

@@ -13,7 +13,6 @@ batch would have been, and leaves the position before that batch.
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -23,8 +22,9 @@ import pyarrow.compute as pc
 
 from dataio.core import metrics
 from dataio.core.errors import UsageError
+from dataio.core.trace import span
 from dataio.shards.dataset import Dataset
-from dataio.sidecar.client import open_reader
+from dataio.sidecar.client import LoaderMeter, open_reader
 from loaders import arguments
 from loaders import state as states
 from loaders.ahead import Ahead, Plan
@@ -107,6 +107,7 @@ class VideoLoader:
         self._epoch = self._batch = 0
         self._ahead: Ahead | None = None
         self._finalizer: weakref.finalize[[], VideoLoader] | None = None
+        self._meter = LoaderMeter()
         self._closed = False
 
     def _make_plan(
@@ -193,15 +194,17 @@ class VideoLoader:
         if self._batch >= self._plan.batches:
             self._epoch, self._batch = self._epoch + 1, 0
             return None
-        begun = time.perf_counter()
+        self._meter.asked()
         try:
-            self._ahead = self._ahead or self._start()
-            batch = self._ahead.next()
+            with span("loader.wait", epoch=self._epoch, batch=self._batch):
+                self._ahead = self._ahead or self._start()
+                batch = self._ahead.next()
             self._quarantine.deliver(refusal for clip in batch.clips if clip for refusal in clip.refusals)
         except BaseException:  # also Ctrl-C: the position stays, the threads end
+            self._meter.got(0, steps=0)
             self._stop()
             raise
-        metrics.loader_wait_seconds.observe(time.perf_counter() - begun)
+        metrics.loader_wait_seconds.observe(self._meter.got(len(batch.clips)))
         for clip in batch.clips:
             metrics.loader_samples.labels("substituted" if clip and clip.refusals else "delivered").inc()
         self._batch += 1
@@ -209,7 +212,7 @@ class VideoLoader:
 
     def _start(self) -> Ahead:
         store, device = self._dataset.store, self._output.device
-        source = Source(open_reader(store, self._sidecar), store)
+        source = Source(open_reader(store, self._sidecar, self._meter), store)
         decoder = AutoDecoder(device.type, device.index or 0)
         maker = ClipMaker(self.order, self._look, source, decoder, self._quarantine, self._plan.sample)
         prefetcher = Prefetcher(maker.make, self._output, self._threads, GPU_BATCH if device.type == "cuda" else 1)

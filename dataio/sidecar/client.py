@@ -8,18 +8,20 @@ from dataio.core.log import get_logger, warn_once
 from dataio.sidecar.connection import Sidecar, SidecarName, Staged
 from dataio.sidecar.paths import chosen
 from dataio.sidecar.reader import SidecarReader
+from dataio.sidecar.reporting import LoaderMeter, SaveMeter
 from dataio.store.contract import Store
 
-__all__ = ["Sidecar", "Staged", "open_reader"]
+__all__ = ["LoaderMeter", "SaveMeter", "Sidecar", "Staged", "open_reader"]
 
 _log = get_logger(__name__)
 
 
-def open_reader(store: Store, sidecar: SidecarName = "auto") -> ShardReader:
+def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter | None = None) -> ShardReader:
     """A reader of `store`'s objects: through the node's sidecar while one answers, else by a cache inside this process.
 
     `sidecar` is "auto" (the default socket, or none where MILLRACE_SIDECAR=off), a socket's path, or None for never. Which it
-    is, and why, is logged once. A sidecar that dies is done without, and used again when it is back; the bytes are the same.
+    is, and why, is logged once. The sidecar is told what `meter` says. A sidecar that dies is done without, and used again when
+    it is back; the bytes are the same.
     """
     if chosen(sidecar) is None:
         return PrivateReader(store)
@@ -27,4 +29,4 @@ def open_reader(store: Store, sidecar: SidecarName = "auto") -> ShardReader:
         why = "it was opened with secrets in its options, which never leave this process"
         warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}")
         return PrivateReader(store)
-    return SidecarReader(store, sidecar)
+    return SidecarReader(store, sidecar, meter=meter)

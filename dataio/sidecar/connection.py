@@ -130,6 +130,9 @@ class Sidecar:
         """Files to give back to the daemon; appended to by finalizers, so anywhere and at any time."""
         self.touched_files: set[int] = set()
         self.forgotten: Callable[[int], None] = lambda _file: None
+        self.reporting: Callable[[], m.Report | None] = lambda: None
+        """Asked once a tick for what to report, where the daemon understands that."""
+        self._reports = False
         self._thread = threading.Thread(target=self._receive, name="millrace-sidecar", daemon=True)
 
     @classmethod
@@ -171,6 +174,7 @@ class Sidecar:
             for frame in self._framer.feed(data, descriptors):
                 answer = m.decode_from_daemon(frame.payload)
                 if isinstance(answer, m.Welcome):
+                    self._reports = answer.reports
                     return
                 if isinstance(answer, m.Refused):
                     raise m.error_of(answer.code, answer.message, "")
@@ -178,14 +182,15 @@ class Sidecar:
 
     # what it can do
 
-    def stage(self, kind: str, arena_fd: int, plan: bytes) -> Staged:
+    def stage(self, kind: str, arena_fd: int, plan: bytes, about: str = "") -> Staged:
         """Hand over an arena (a memory file sealed against shrinking) and its plan; returns once the daemon owns both.
 
-        The caller keeps its own descriptor, and must not write to the arena before `Staged.wait_released` returns.
+        `about` tells people what is saved. The caller keeps its own descriptor, and must not write to the arena before
+        `Staged.wait_released` returns.
         """
         plan_fd = sealed("millrace-plan", plan)
         try:
-            answer, _ = self.call(lambda id: m.Stage(id, kind), (arena_fd, plan_fd))
+            answer, _ = self.call(lambda id: m.Stage(id, kind, about[:256]), (arena_fd, plan_fd))
         finally:
             os.close(plan_fd)
         return self._staged(answer)
@@ -300,6 +305,7 @@ class Sidecar:
                 if time.monotonic() >= tick:
                     tick = time.monotonic() + TICK_SECONDS
                     self._housekeeping()
+                    self._report()
         except (OSError, ValueError, MillraceError) as error:
             reason = str(error)
         self._break(reason)
@@ -343,6 +349,11 @@ class Sidecar:
             touched, self.touched_files = self.touched_files, set()
             if touched:
                 self.tell(m.Touched(sorted(touched)[:BATCH]))
+
+    def _report(self) -> None:
+        if self._reports and (report := self.reporting()) is not None:
+            with contextlib.suppress(TransientError):
+                self.tell(report)
 
     def _break(self, reason: str) -> None:
         with self._lock:

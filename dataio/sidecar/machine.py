@@ -31,6 +31,8 @@ class Holdable(Protocol):
     def size(self) -> int: ...
     @property
     def present(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def once(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class StartJob:
     kind: str
     arena: int
     plan: int
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,13 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Remember what a trainer says of its time."""
+
+    report: m.Report
+
+
+@dataclass(frozen=True, slots=True)
 class Discard:
     """Close these descriptors."""
 
@@ -97,7 +107,7 @@ class HangUp:
     reason: str
 
 
-Instruction = Send | StartOpen | Prefetch | Touch | StartJob | FollowJob | Report | Discard | HangUp
+Instruction = Send | StartOpen | Prefetch | Touch | StartJob | FollowJob | Report | Record | Discard | HangUp
 
 
 class Session:
@@ -124,8 +134,8 @@ class Session:
                 return self._hello(message)
             case _ if self.state == "new":
                 return [*([Discard(descriptors)] if descriptors else []), *self._end("a message before hello")]
-            case m.Stage(id, kind):
-                return self._stage(id, kind, descriptors)
+            case m.Stage():
+                return self._stage(message, descriptors)
             case m.Open():
                 return self._open(message)
             case m.Announce():
@@ -138,6 +148,8 @@ class Session:
                 return [FollowJob(id, token)]
             case m.AskStatus(id):
                 return [Report(id)]
+            case m.Report():
+                return [Record(message)]
 
     def over(self) -> None:
         """The connection has ended: everything held is let go."""
@@ -155,7 +167,7 @@ class Session:
         have = self._opens.pop(request)
         if lease is None:
             return [Send(m.Bypassed(request))]
-        answer = m.Opened(request, lease.file, lease.size, list(lease.present))
+        answer = m.Opened(request, lease.file, lease.size, list(lease.present), lease.once)
         if lease.file == have and lease.file in self._held:
             return [Send(answer)]
         if self._holds >= HELD:
@@ -208,7 +220,7 @@ class Session:
             )
             return [Send(m.Refused("unsupported", text)), *self._end(text)]
         self.state, self.client_pid = "ready", hello.pid
-        return [Send(m.Welcome(m.VERSION, self._daemon_pid))]
+        return [Send(m.Welcome(m.VERSION, self._daemon_pid, reports=True))]
 
     def _open(self, request: m.Open) -> list[Instruction]:
         if request.id in self._opens:
@@ -218,11 +230,11 @@ class Session:
         self._opens[request.id] = request.have
         return [StartOpen(request)]
 
-    def _stage(self, request: int, kind: str, descriptors: tuple[int, ...]) -> list[Instruction]:
+    def _stage(self, message: m.Stage, descriptors: tuple[int, ...]) -> list[Instruction]:
         if len(descriptors) != 2:
             error = UsageError(f"{len(descriptors)} descriptors with a checkpoint; it takes the arena's and the plan's")
-            return [*([Discard(descriptors)] if descriptors else []), *self._fail(request, error)]
-        return [StartJob(request, kind, *descriptors)]
+            return [*([Discard(descriptors)] if descriptors else []), *self._fail(message.id, error)]
+        return [StartJob(message.id, message.kind, *descriptors, message.about)]
 
     def _closed(self, files: list[int]) -> list[Instruction]:
         for file in files:

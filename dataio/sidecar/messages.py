@@ -25,6 +25,7 @@ Name = Annotated[str, msgspec.Meta(max_length=64)]
 Key = Annotated[str, msgspec.Meta(max_length=limits.OBJECT_KEY_BYTES)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 Files = Annotated[list[Id], msgspec.Meta(max_length=4096)]
 
 
@@ -85,6 +86,8 @@ class Stage(Message, frozen=True, tag="stage"):
 
     id: Id
     kind: Name
+    about: Text = ""
+    """For people: what is saved."""
 
 
 class Follow(Message, frozen=True, tag="follow"):
@@ -100,14 +103,33 @@ class AskStatus(Message, frozen=True, tag="status?"):
     id: Id
 
 
+class Report(Message, frozen=True, tag="report"):
+    """Totals of one loader or checkpointer since it began (docs/design/0003), so a lost one harms nobody. Not answered."""
+
+    source: Id
+    group: Name
+    run: Name = ""
+    wall: Seconds = 0.0
+    wait: Seconds = 0.0
+    idle: Seconds = 0.0
+    steps: Size = 0
+    samples: Size = 0
+    read: Size = 0
+    stall: Seconds = 0.0
+    saves: Size = 0
+    step: Id | None = None
+    committed: Seconds = 0.0
+
+
 # from the daemon
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The handshake is done."""
+    """The handshake is done. `reports`: whether `Report` is understood."""
 
     version: int
     pid: int
+    reports: bool = False
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -119,12 +141,14 @@ class Refused(Message, frozen=True, tag="refused"):
 
 class Opened(Message, frozen=True, tag="opened"):
     """The ranges are in `file`, whose read-only descriptor comes along unless the client has it. (first, end) runs of
-    `present` are there as well; what is there stays there."""
+    `present` are there as well; what is there stays there. `once`: the cache has dropped the file already, so close it after this
+    read; no `Forget` follows."""
 
     id: Id
     file: Id
     size: Size
     present: list[tuple[Size, Size]]
+    once: bool = False
 
 
 class Bypassed(Message, frozen=True, tag="bypassed"):
@@ -192,7 +216,7 @@ class Status(Message, frozen=True, tag="status"):
     status: str
 
 
-FromClient = Hello | Open | Announce | Touched | Closed | Stage | Follow | AskStatus
+FromClient = Hello | Open | Announce | Touched | Closed | Stage | Follow | AskStatus | Report
 FromDaemon = (
     Welcome | Refused | Opened | Bypassed | Forget | Staged | Progress | Released | Done | JobFailed | Failed | Status
 )

@@ -24,6 +24,7 @@ from dataio.core.errors import MillraceError
 from dataio.core.log import get_logger, warn_once
 from dataio.sidecar import messages as m
 from dataio.sidecar.connection import Sidecar, SidecarName
+from dataio.sidecar.reporting import LoaderMeter
 from dataio.sidecar.wire import close_all
 from dataio.store.contract import Store
 
@@ -57,8 +58,11 @@ class _Known:
 class SidecarReader:
     """A `ShardReader` of `store` by the daemon at `sidecar`, or by a cache of its own while there is none."""
 
-    def __init__(self, store: Store, sidecar: SidecarName, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, store: Store, sidecar: SidecarName, clock: Clock = SYSTEM_CLOCK, *, meter: LoaderMeter | None = None
+    ) -> None:
         self._store, self._sidecar, self._clock = store, sidecar, clock
+        self._meter = meter
         self._where = m.where(store.location)
         self._lock = threading.Lock()
         self._connection: Sidecar | None = None
@@ -76,6 +80,8 @@ class SidecarReader:
             try:
                 found = self._read(connection, key, ranges)
                 if found is not None:
+                    if self._meter is not None:
+                        self._meter.read(sum(length for _, length in ranges))
                     return found
             except (MillraceError, OSError) as error:
                 warn_once(_log, f"the sidecar could not serve {self._where.url}, so this process does: {error}")
@@ -155,6 +161,8 @@ class SidecarReader:
             hold = _Hold(connection, answer.file)
             mapped = map_file(descriptors[0], answer.size, hold) if answer.size else None
         learnt = _Known(answer.file, mapped, answer.present)
+        if answer.once:
+            return learnt
         with self._lock:
             gone = self._known.get(key)
             if self._connection is connection and answer.file not in self._dropped:
@@ -190,6 +198,8 @@ class SidecarReader:
             return None
         forget = weakref.WeakMethod(self._forget)  # the connection's thread must not keep this reader alive
         found.forgotten = lambda file: (call := forget()) and call(file)
+        if self._meter is not None:
+            found.reporting = self._meter.report
         weakref.finalize(self, found.close)
         with self._lock:
             self._connection = found

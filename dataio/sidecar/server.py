@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -31,14 +30,17 @@ from dataio.core.errors import MillraceError, UsageError
 from dataio.core.log import get_logger
 from dataio.sidecar import machine, paths, wire
 from dataio.sidecar import messages as m
+from dataio.sidecar.board import POINT_SECONDS
 from dataio.sidecar.jobs import Jobs
 from dataio.sidecar.peer import Peer
 from dataio.sidecar.status import StatusServer
 from dataio.sidecar.stores import Stores
+from dataio.sidecar.view import View, fitting
 from dataio.store.contract import Location, Store
 
 HELLO_SECONDS = 10.0
 LISTED_CLIENTS = 64
+STATUS_BYTES = limits.MESSAGE_BYTES - 1024
 
 _log = get_logger(__name__)
 
@@ -68,6 +70,11 @@ class _Client:
     announced: bool = False
     opening: bool = False  # the store of an announcement
 
+    @property
+    def process(self) -> int:
+        """The kernel's word for who it is; the client's own from another pid namespace, where the kernel has none."""
+        return self.pid or self.session.client_pid
+
 
 class Daemon:
     """One daemon; `serve` runs it to its end."""
@@ -81,16 +88,19 @@ class Daemon:
         self._port: int | None = None
         self._stopping = False
         self._opener = opener
+        self._view = View()
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
         """Run until SIGTERM or SIGINT; whether every staged checkpoint was finished."""
         lock = paths.claim(self._config.socket)
         try:
             self._loop = asyncio.get_running_loop()
+            self._view.start()
             self._build()
             await self._serve(ready)
             return await self._drain()
         finally:
+            self._view.close()
             os.close(lock)
 
     def _build(self) -> None:
@@ -117,7 +127,7 @@ class Daemon:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, stop.set)
-        http = StatusServer(self.status, lambda: not self._stopping)
+        http = StatusServer(self.status, self._view.history, lambda: not self._stopping)
         if self._config.http_port is not None:
             try:
                 self._port = await http.start(self._config.http_port)
@@ -131,6 +141,7 @@ class Daemon:
         _log.info(
             "ready on %s, cache in %s, status on port %s", self._config.socket, self._config.cache_dir, self._port
         )
+        self._tick()
         ready()
         await stop.wait()
         self._stopping = True
@@ -215,6 +226,7 @@ class Daemon:
     def _ended(self, number: int) -> None:
         client = self._clients.pop(number)
         client.session.over()
+        self._view.board.ended(id(client), client.process)
         if client.listener is not None:
             self._jobs.leave(client.listener)
         if client.announced:
@@ -246,7 +258,9 @@ class Daemon:
                 case machine.FollowJob(id, token):
                     self._follow(client, id, token)
                 case machine.Report(id):
-                    peer.send(m.encode(m.Status(id, json.dumps(self.status()))))
+                    peer.send(m.encode(m.Status(id, fitting(self.status(), STATUS_BYTES))))
+                case machine.Record(report):
+                    self._reported(client, report)
                 case machine.Discard(descriptors):
                     wire.close_all(descriptors)
                 case machine.HangUp(reason):
@@ -260,7 +274,7 @@ class Daemon:
         try:
             store = self._stores.acquire_open(location)
             if store is not None:
-                future = self._engine.open(store, request.key, request.ranges)
+                future = self._engine.open(store, request.key, request.ranges, id(client))
                 if future.done():
                     self._stores.release(location)
                     self._opened(client, request.id, future)
@@ -268,6 +282,7 @@ class Daemon:
         except Exception as error:  # whatever a location or a store does, this client alone hears of it
             self._carry_out(client, client.session.open_failed(request.id, error))
             return
+        self._view.board.waited(client.process, sum(length for _, length in request.ranges))
         self._spawn(self._finish_open(client, request, location, future if store is not None else None))
 
     async def _finish_open(
@@ -281,7 +296,7 @@ class Daemon:
             if future is None:
                 store = await self._loop.run_in_executor(None, self._stores.acquire, location)
                 acquired = True
-                future = self._engine.open(store, request.key, request.ranges)
+                future = self._engine.open(store, request.key, request.ranges, id(client))
             wrapped = asyncio.wrap_future(future)
             await asyncio.wait([wrapped])
             self._opened(client, request.id, wrapped)
@@ -333,6 +348,7 @@ class Daemon:
         except MillraceError as error:
             self._carry_out(client, client.session.refused(request.id, error))
             return
+        self._jobs.follow(job, self._view.saves.listener(job.token, request.about))
         self._carry_out(client, client.session.staged(request.id, job.token))
         if client.listener is not None and client.session.state == "ready":
             self._jobs.follow(job, client.listener)
@@ -348,6 +364,9 @@ class Daemon:
         if client.listener is not None and client.session.state == "ready":
             self._jobs.follow(job, client.listener)
 
+    def _reported(self, client: _Client, report: m.Report) -> None:
+        self._view.board.report(id(client), client.process, report)
+
     # state
 
     def status(self) -> dict[str, object]:
@@ -361,13 +380,20 @@ class Daemon:
             "draining": self._stopping,
             "uptime_seconds": round(time.time() - self._started, 3),
             "cache": {"directory": str(self._config.cache_dir), **self._engine.stats()},
+            "prefetch": self._engine.prefetch_stats(),
             "stores": len(self._stores),
             "clients": len(clients),
             "client_list": [
                 {"pid": c.pid, "held_files": c.session.held, "opens": c.session.opens} for c in clients[:LISTED_CLIENTS]
             ],
             "jobs": self._jobs.status(),
+            **self._view.status(time.time()),
         }
+
+    def _tick(self) -> None:
+        """A point of the charts."""
+        self._view.tick(self._engine.stats())
+        self._loop.call_later(POINT_SECONDS, self._tick)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)

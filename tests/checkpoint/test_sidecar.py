@@ -157,10 +157,12 @@ def test_two_carriers_of_one_save_do_each_other_no_harm(
 ) -> None:
     """The daemon took the save over, but its answer was lost: this process cannot know, and carries it too."""
     daemon.start()
-    real = Sidecar.stage
+    real, seen = Sidecar.stage, list[str]()
 
-    def deaf(self: Sidecar, kind: str, arena_fd: int, plan: bytes) -> Any:
-        real(self, kind, arena_fd, plan)
+    def deaf(self: Sidecar, kind: str, arena_fd: int, plan: bytes, about: str) -> Any:
+        assert about == f"exp, step {1 + len(seen)}"
+        seen.append(about)
+        real(self, kind, arena_fd, plan, about)
         raise DeadlineError("the sidecar did not answer")
 
     monkeypatch.setattr(Sidecar, "stage", deaf)
@@ -198,7 +200,7 @@ def test_a_save_whose_carrier_is_lost_for_good_fails_and_its_arena_is_given_up(
     class Gone:
         broken = True
 
-        def stage(self, kind: str, arena_fd: int, plan: bytes) -> Staged:
+        def stage(self, kind: str, arena_fd: int, plan: bytes, about: str) -> Staged:
             staged = Staged("token")
             staged.broke(TransientError("the connection to the sidecar ended"))
             return staged

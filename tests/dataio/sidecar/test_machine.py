@@ -24,7 +24,7 @@ class Lease:
 
 def ready() -> Session:
     session = Session(7)
-    assert session.received(m.Hello(m.VERSION, 1), ()) == [Send(m.Welcome(m.VERSION, 7))]
+    assert session.received(m.Hello(m.VERSION, 1), ()) == [Send(m.Welcome(m.VERSION, 7, True))]
     return session
 
 

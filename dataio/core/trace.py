@@ -1,0 +1,120 @@
+"""Named spans of time: ranges for NVIDIA's profilers, and a log of events in files.
+
+Purpose: `with span("loader.wait", batch=7): ...` shows up in Nsight Systems where the package nvtx is there (NVTX_DISABLE turns
+it off), and as a line of JSON in `$MILLRACE_EVENTS/rank-<rank>-<pid>.jsonl` where that variable names a directory.
+Invariant: with neither, a span costs one call and allocates nothing. A process writes at most two files of `FILE_BYTES`: the
+newest and, as `….1`, the one before; what is older is dropped.
+Failure behaviour: an event log that cannot be written costs one warning and ends; a span never raises, and never hides an
+error of what it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from dataio.core.limits import MIB
+from dataio.core.log import get_logger, warn_once
+
+FILE_BYTES = 64 * MIB
+HEADER = "millrace_events"
+VERSION = 1
+
+_log = get_logger(__name__)
+_NOTHING = nullcontext()
+Value = int | float | str
+
+
+class EventLog:
+    """Appends spans to a file of this process. Safe for threads; a forked child writes a file of its own."""
+
+    def __init__(self, directory: str, rank: str = "0", file_bytes: int = FILE_BYTES) -> None:
+        self._directory, self._limit = Path(directory), file_bytes
+        self._rank = int(rank) if rank.isdecimal() else 0
+        self._lock = threading.Lock()
+        self._fd, self._pid, self._size, self._broken = -1, 0, 0, False
+
+    def write(self, name: str, began: float, seconds: float, about: Mapping[str, Value]) -> None:
+        """A span from `began` (Unix time) that took `seconds`."""
+        event = {"name": name, "ts": round(began * 1e6), "dur": round(seconds * 1e6), "tid": threading.get_native_id()}
+        line = json.dumps(event | ({"args": dict(about)} if about else {})).encode() + b"\n"
+        with self._lock:
+            if self._broken:
+                return
+            try:
+                self._append(line)
+            except OSError as error:
+                self._broken = True
+                warn_once(_log, f"no more events are logged in {self._directory}: {error.strerror}")
+
+    @property
+    def path(self) -> Path:
+        """This process's file."""
+        return self._directory / f"rank-{self._rank}-{os.getpid()}.jsonl"
+
+    def _append(self, line: bytes) -> None:
+        if self._pid != os.getpid():
+            self._start()
+        elif self._size + len(line) > self._limit:
+            os.close(self._fd)
+            self.path.replace(f"{self.path}.1")
+            self._start()
+        self._size += os.write(self._fd, line)
+
+    def _start(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd, self._pid = os.open(self.path, flags, 0o600), os.getpid()
+        header = {HEADER: VERSION, "rank": self._rank, "pid": self._pid, "host": socket.gethostname()}
+        self._size = os.fstat(self._fd).st_size + os.write(self._fd, json.dumps(header).encode() + b"\n")
+
+
+class Tracer:
+    """Where spans go: decided once, from the environment."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        directory = environ.get("MILLRACE_EVENTS")
+        self._events = EventLog(directory, environ.get("RANK", "0")) if directory else None
+        self._nvtx = _find_nvtx() if not environ.get("NVTX_DISABLE") else None
+
+    def span(self, name: str, about: Mapping[str, Value]) -> AbstractContextManager[object]:
+        if self._events is None and self._nvtx is None:
+            return _NOTHING
+        return self._span(name, about)
+
+    @contextlib.contextmanager
+    def _span(self, name: str, about: Mapping[str, Value]) -> Iterator[None]:
+        began, clock = time.time(), time.perf_counter()
+        if self._nvtx is not None:
+            self._nvtx.push_range(name, domain="millrace")
+        try:
+            yield
+        finally:
+            if self._nvtx is not None:
+                self._nvtx.pop_range(domain="millrace")
+            if self._events is not None:
+                self._events.write(name, began, time.perf_counter() - clock, about)
+
+
+def span(name: str, **about: Value) -> AbstractContextManager[object]:
+    """What happens inside is one span of this name; `about` goes to the event log."""
+    global _tracer
+    if _tracer is None:  # not at import: looking for nvtx takes a while, and the command line need not wait for it
+        _tracer = Tracer()
+    return _tracer.span(name, about)
+
+
+def _find_nvtx() -> Any:
+    return importlib.import_module("nvtx") if importlib.util.find_spec("nvtx") else None
+
+
+_tracer: Tracer | None = None

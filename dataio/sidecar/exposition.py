@@ -1,0 +1,102 @@
+"""The daemon's metrics of jobs, saves and the cache, gathered when somebody scrapes.
+
+Invariant: every name has its unit and a fixed set of labels; the values of `job` are the board's, at most 33 at a time.
+Failure behaviour: a figure that is not known is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from dataio.sidecar.board import Board, Totals
+from dataio.sidecar.saves import Saves
+
+_COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
+    ("wall_seconds", "Time of a job's trainers since their first batch was asked for", lambda t: t.wall),
+    ("wait_seconds", "Time of it in which a trainer waited for a batch", lambda t: t.wait),
+    ("stall_seconds", "Time of it in which save() held a trainer", lambda t: t.stall),
+    ("compute_seconds", "Time of it that is left: the trainers computed", lambda t: t.compute),
+    ("steps", "Batches handed to a job's trainers", lambda t: t.steps),
+    ("samples", "Samples in them", lambda t: t.samples),
+    ("saves", "Saves begun by a job's trainers", lambda t: t.saves),
+)
+_CACHE = (
+    ("budget_bytes", "What the cache may hold"),
+    ("in_flight_bytes", "Bytes that are being fetched"),
+    ("waiting", "Requests that wait for bytes"),
+    ("paused", "1 while the cache's disk cannot be written"),
+)
+
+
+class JobMetrics(Collector):
+    """Registered by the daemon."""
+
+    def __init__(self, board: Board, saves: Saves, cache: Callable[[], Mapping[str, int | bool]]) -> None:
+        self._board, self._saves, self._cache = board, saves, cache
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._of_jobs()
+        yield from self._of_board()
+        yield from self._of_saves()
+        yield from self._of_cache()
+
+    def _of_jobs(self) -> Iterable[Metric]:
+        totals = self._board.totals()
+        for name, help_line, value in _COUNTERS:
+            counter = CounterMetricFamily(f"millrace_job_{name}", help_line, labels=["job"])
+            for job, total in totals.items():
+                counter.add_metric([job], value(total))
+            yield counter
+        read = CounterMetricFamily(
+            "millrace_job_read_bytes", "Bytes delivered, by whether the cache had them", labels=["job", "source"]
+        )
+        for job, total in totals.items():
+            late = min(total.waited, total.read)
+            read.add_metric([job, "cache"], total.read - late)
+            read.add_metric([job, "store"], late)
+        yield read
+
+    def _of_board(self) -> Iterable[Metric]:
+        trainers = GaugeMetricFamily("millrace_job_trainers", "Processes of a job", labels=["job"])
+        goodput = GaugeMetricFamily(
+            "millrace_job_goodput_ratio", "Share of the last minute that was computed", labels=["job"]
+        )
+        step = GaugeMetricFamily("millrace_job_last_committed_step", "Newest committed step", labels=["job"])
+        when = GaugeMetricFamily(
+            "millrace_job_last_commit_timestamp_seconds", "When it was committed, Unix time", labels=["job"]
+        )
+        for line in self._board.jobs(0.0):
+            name = str(line["job"])
+            _add(trainers, name, line["trainers"])
+            _add(goodput, name, line["goodput"])
+            _add(step, name, line["last_step"])
+        for name, committed in self._board.commits().items():
+            when.add_metric([name], committed)
+        yield from (trainers, goodput, step, when)
+
+    def _of_saves(self) -> Iterable[Metric]:
+        ended = CounterMetricFamily("millrace_staged_saves", "Staged checkpoints that ended", labels=["outcome"])
+        for outcome, number in self._saves.outcomes.items():
+            ended.add_metric([outcome], number)
+        yield ended
+        flying = sum(save["state"] in ("sending", "committing") for save in self._saves.listed())
+        yield GaugeMetricFamily("millrace_staged_saves_in_flight", "Staged checkpoints on their way", flying)
+
+    def _of_cache(self) -> Iterable[Metric]:
+        cache = self._cache()
+        if "fetched_bytes" in cache:
+            yield CounterMetricFamily(
+                "millrace_cache_fetched_bytes", "Bytes fetched from stores into the cache", int(cache["fetched_bytes"])
+            )
+        for name, help_line in _CACHE:
+            if name in cache:
+                yield GaugeMetricFamily(f"millrace_cache_{name}", help_line, int(cache[name]))
+
+
+def _add(family: GaugeMetricFamily, job: str, value: object) -> None:
+    if isinstance(value, int | float):
+        family.add_metric([job], value)
