@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
+    from dataio.shards.facts import Recipe
     from dataio.shards.in_place import index
-    from dataio.shards.pack import PackReport, pack
+    from dataio.shards.manifests import Columns
+    from dataio.shards.pack import PackReport, append, pack
     from dataio.store.open import open_store
 
-__all__ = ["Dataset", "PackReport", "index", "open_store", "pack"]
+__all__ = ["Columns", "Dataset", "PackReport", "Recipe", "append", "index", "open_store", "pack"]
 
 _HOME = {
+    "Columns": "dataio.shards.manifests",
     "Dataset": "dataio.shards.dataset",
     "PackReport": "dataio.shards.pack",
+    "Recipe": "dataio.shards.facts",
+    "append": "dataio.shards.pack",
     "index": "dataio.shards.in_place",
     "open_store": "dataio.store.open",
     "pack": "dataio.shards.pack",

@@ -1,20 +1,18 @@
-"""`millrace pack`, `info`, `ls` and `cat`.
+"""`millrace info`, `ls` and `cat`, and what other commands print with.
 
 Invariant: standard output holds results only (with `--json`, JSON only), progress goes to standard error and only to a
 terminal. Names from files are printed without control characters.
-Failure behaviour: errors are raised for `dataio.cli` to report; `pack` returns 1 when inputs were skipped.
+Failure behaviour: errors are raised for `dataio.cli` to report.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dataio.core import limits
@@ -23,51 +21,10 @@ from dataio.core.errors import UsageError
 if TYPE_CHECKING:
     from dataio.shards.contract import Sample
     from dataio.shards.dataset import Dataset
-    from dataio.shards.report import PackReport, Progress
+    from dataio.shards.report import PackReport
 
 _LISTED = 50
 _SPOOL_BYTES = 64 * limits.MIB
-
-_PACK_HELP = """\
-Files of the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt (text), clip.wav and so on.
-DST is a folder or s3://bucket/prefix; S3 credentials and endpoint come from the usual AWS variables and profiles."""
-_PACK_CODES = """\
-exit codes: 0 all packed · 1 packed, but some files were skipped (they are listed) · 2 wrong use, or a source or bucket that
-does not exist · 3 passing trouble, try again · 4 a damaged file, with --strict · 5 DST already holds a dataset"""
-
-
-def pack(argv: list[str]) -> int:
-    """`millrace pack SRC... DST`"""
-    parser = _parser("pack", _PACK_HELP, _PACK_CODES)
-    parser.add_argument("sources", metavar="SRC", nargs="+", help="a file, a folder or a quoted glob")
-    parser.add_argument("destination", metavar="DST", help="where the dataset goes")
-    parser.add_argument("--shard-size", metavar="SIZE", default="256MiB", help="size of a shard (default: 256MiB)")
-    parser.add_argument("--strict", action="store_true", help="stop at the first file that cannot be packed")
-    parser.add_argument("--workers", metavar="N", type=_positive, help="probing processes (default: one a core)")
-    parser.add_argument("--name", help="name of the dataset (default: the last part of DST)")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    args = parser.parse_args(argv)
-    shard_bytes = limits.parse_bytes(args.shard_size)
-    from dataio.shards.pack import pack as pack_files
-
-    with _progress(quiet=args.json) as progress:
-        dataset = pack_files(
-            args.sources,
-            args.destination,
-            shard_bytes=shard_bytes,
-            strict=args.strict,
-            progress=progress,
-            workers=args.workers,
-            name=args.name,
-        )
-    with dataset:
-        report = dataset.report
-        assert report is not None
-        if args.json:
-            _print_json({"url": dataset.url, "version": dataset.version, **dataclasses.asdict(report)})
-        else:
-            _print_report(report, dataset.url, dataset.version)
-    return 1 if report.skipped else 0
 
 
 def info(argv: list[str]) -> int:
@@ -183,28 +140,6 @@ def _main_ext(sample: Sample) -> str:
 
 
 # --- output
-
-
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("packing {task.fields[samples]}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Bar(
-        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("", samples="…", total=None)
-
-        def show(done: Progress) -> None:
-            samples = f"{done.samples}/{done.samples_total}" + (f" ({done.skipped} skipped)" if done.skipped else "")
-            bar.update(task, total=done.bytes_total, completed=done.bytes, samples=samples)
-
-        yield show
 
 
 def _print_report(report: PackReport, url: str, version: int) -> None:

@@ -111,7 +111,7 @@ def run(
             hint="give credentials by environment variables or profiles on every machine",
         )
     with _cluster(workers):
-        count = min(len(todo), workers or int(ray.cluster_resources().get("CPU", 1)))
+        count = min(len(todo), workers or int(_cores()))
         kind = ray.remote(num_cpus=1, max_restarts=_RESTARTS, max_task_retries=_RESTARTS)(_Packer)
         arguments = (location.url, dict(location.options), journal.plan, msgspec.msgpack.encode(settings))
         actors = [kind.remote(*arguments) for _ in range(count)]
@@ -179,3 +179,8 @@ def _error(done: _Done) -> MillraceError:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MillraceError)]
     kind = next((kind for kind in kinds if kind.code == done.code), MillraceError)
     return kind(done.message, hint=done.hint)
+
+
+def _cores() -> float:
+    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # ray has no types here
+    return found.get("CPU", 1)
