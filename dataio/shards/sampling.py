@@ -1,0 +1,38 @@
+"""Which samples are decoded by `verify --decode`: the same ones in every run.
+
+Invariant: a sample is chosen by the hash of its key alone, so a run again, on another machine or on a later version, looks at the
+same samples. Memory is that of the number asked for.
+Failure behaviour: `UsageError` for an amount that is neither a share nor a number.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Iterable
+
+import xxhash
+
+from dataio.core.errors import UsageError
+
+MOST = 1_000_000
+"""The largest number of samples that can be asked for; a share has no such limit."""
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%?)")
+
+
+def chooser(amount: str, keys: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
+    """Whether the sample of a key is chosen. `amount` is `2.5%` or a number; `keys` gives all keys, asked for only then."""
+    match = _AMOUNT.fullmatch(amount.strip())
+    share = float(match[1]) if match else 0.0
+    if match is None or (match[2] and share > 100) or (not match[2] and ("." in match[1] or share > MOST)):
+        raise UsageError(f"{amount!r} is not how many samples to decode", hint=f"write 1%, or a number up to {MOST}")
+    if match[2]:
+        limit = int(share / 100 * 2**64)
+    else:
+        smallest = heapq.nsmallest(int(share), map(_place, keys()))
+        limit = smallest[-1] + 1 if smallest else 0
+    return lambda key: _place(key) < limit
+
+
+def _place(key: str) -> int:
+    return int(xxhash.xxh3_64_intdigest(key.encode()))
