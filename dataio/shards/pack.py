@@ -186,13 +186,13 @@ class _Job:
         if not gathered.groups:
             raise tally.nothing()
         journal = Journal(store, plan.digest(gathered.groups, self._settings, append=True))
-        salted = msgspec.structs.replace(self._settings, salt=journal.begin(newest.version))
-        work = _Work(store, journal, plan.units(gathered.groups, self._settings), salted)
+        work = _Work(store, journal, plan.units(gathered.groups, self._settings), self._settings)
         found = work.published()
         if found is not None:
             return self._finish(work, tally, (), found)
         if self._recipe.split is None:
             _refuse_known(store, newest, {group.key for group in gathered.groups})
+        work.settings = msgspec.structs.replace(self._settings, salt=journal.begin(newest.version))
         workers = work.run(self._engine, self._workers, tally)
         shards, parts = work.index(len(newest.index), tally.nothing)
         _at_index()
