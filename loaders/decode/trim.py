@@ -27,6 +27,7 @@ import av.container
 from av.packet import Packet
 from av.video.stream import VideoStream
 
+from dataio.core import limits
 from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 from dataio.shards.container import check_complete
 from dataio.shards.contract import KeyFrame
@@ -35,6 +36,9 @@ from loaders.clip import Wanted
 from loaders.decode.contract import MAX_CLIP_BYTES, Request
 
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
+_DECODING = {
+    "max_pixels": str(limits.FRAME_PIXELS)
+}  # the index knows the first frame's size; a later one may be a bomb
 _READ_BYTES = 1 << 18
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 
@@ -91,9 +95,9 @@ class ViewFile(io.RawIOBase):
 def open_media(data: memoryview) -> Iterator[av.container.InputContainer]:
     """The container of `data`, complete and of a kind that cannot name other files; errors of libav become ours."""
     check_complete(cast(BinaryIO, ViewFile(data)), len(data))
-    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": ""}
+    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_DECODING}
     try:
-        with av.open(ViewFile(data), "r", buffer_size=_READ_BYTES, container_options=options) as container:
+        with av.open(ViewFile(data), "r", buffer_size=_READ_BYTES, options=options) as container:
             yield container
     except (av.FFmpegError, OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -114,6 +118,7 @@ def _read(container: av.container.InputContainer, request: Request) -> Window:
     stream = container.streams[info.stream] if info.stream < len(container.streams) else None
     if not isinstance(stream, VideoStream):
         raise CorruptionError(f"stream {info.stream} is not the video stream that the index lists")
+    stream.codec_context.options = _DECODING
     if _is_counted(container, info.codec):
         return _whole(container, stream, wanted, info.frames)
     packets, times, ended = _collect(_from_key(container, stream, wanted), wanted)
