@@ -1,15 +1,16 @@
 """The cache's disk: one sparse file per cached object, without a name.
 
 Purpose: somewhere to put blocks that can be mapped, handed to another process and dropped at any moment.
-Invariant: a file is unlinked as soon as it is open, so its bytes live exactly as long as somebody holds a descriptor or a
-mapping: dropping it never changes what a holder sees, and a killed process leaves nothing behind. Descriptors handed
-out are read-only. No file is ever truncated or punched.
+Invariant: a file is unlinked as soon as it is open (but see `kept`), so its bytes live exactly as long as somebody holds a
+descriptor or a mapping: dropping it never changes what a holder sees, and a killed process leaves nothing behind.
+Descriptors handed out are read-only. No file is ever truncated or punched.
 Failure behaviour: `OSError` (no space, directory gone) goes to the caller, who continues without the cache.
 `private_directory` refuses a directory that belongs to somebody else, or that others may enter, with `AccessDeniedError`.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -47,6 +48,21 @@ class BlockFile:
         done = 0
         while done < len(data):
             done += os.pwrite(self._writer.fileno(), data[done:], offset + done)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes at `offset`; OSError when the file ends before."""
+        done = 0
+        while done < len(into):
+            got = os.preadv(self.reader.fileno(), [into[done:]], offset + done)
+            if not got:
+                raise OSError(errno.EIO, "a cache file is shorter than it was")
+            done += got
+
+    def wrote(self, block: int, data: memoryview) -> None:
+        """These are all bytes of the block, and they are in the file. A file without a name keeps no list of them."""
+
+    def unlink(self) -> None:
+        """Forget the file's name, if it has one."""
 
 
 class BlockDirectory:

@@ -3,24 +3,27 @@
 Purpose: the one cache engine, the same inside a trainer and inside the daemon.
 Invariants: the plan is touched only under the lock; stores and futures are touched only outside it. A block that several
 ask for at once is fetched once and all of them are woken, with the bytes or with the store's error; errors are not kept.
-Failure behaviour: a cache disk that fails (full, gone) costs one warning; from then on, for `RECOVER_SECONDS`, nothing new
-is admitted and `open` answers None: read the store directly. After `close` every open future ends with an error.
+Failure behaviour: a cache disk that fails (full, gone, read-only) costs one warning; from then on, for `RECOVER_SECONDS`,
+nothing new is admitted and `open` answers None: read the store directly. After `close` every open future ends with an error.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+from dataio.cache import kept
 from dataio.cache.blocks import BlockDirectory, BlockFile, Descriptor
-from dataio.cache.plan import Bypass, CachePlan, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready
+from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready, Want
+from dataio.cache.fetcher import DiskError, Fetcher, Flight
+from dataio.cache.forecast import Forecast
+from dataio.cache.plan import CachePlan
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError, TransientError, UsageError
@@ -38,15 +41,19 @@ RUNS = 256
 
 _log = get_logger(__name__)
 Ranges = Sequence[tuple[int, int]]
+Ranges3 = Sequence[tuple[str, int, int]]
 
 
 class Lease:
-    """A file that holds the asked-for ranges. While it lives, its bytes count as held."""
+    """A file that holds the asked-for ranges. While it lives, its bytes count as held. `once`: the cache has forgotten it
+    already, so there is no use in keeping its mapping."""
 
-    __slots__ = ("_ended", "descriptor", "file", "present", "size")
+    __slots__ = ("_ended", "descriptor", "file", "once", "present", "size")
 
-    def __init__(self, file: int, opened: BlockFile, present: list[tuple[int, int]], ended: deque[int]) -> None:
-        self.file, self.size, self.present = file, opened.size, present
+    def __init__(
+        self, file: int, opened: BlockFile, present: list[tuple[int, int]], ended: deque[int], once: bool = False
+    ) -> None:
+        self.file, self.size, self.present, self.once = file, opened.size, present, once
         self.descriptor: Descriptor = opened.reader
         self._ended = ended
 
@@ -55,7 +62,8 @@ class Lease:
 
 
 class Engine:
-    """A cache of `budget` bytes in `directory`."""
+    """A cache of `budget` bytes in `directory`. With `keep`, its files outlive it, and what an earlier engine left in the
+    directory is adopted; then the directory must belong to this engine alone."""
 
     def __init__(
         self,
@@ -66,11 +74,13 @@ class Engine:
         max_files: int = 1024,
         block_bytes: int = limits.CACHE_BLOCK_BYTES,
         clock: Clock = SYSTEM_CLOCK,
+        keep: bool = False,
     ) -> None:
+        self._keep = keep
         self._directory, self._clock = BlockDirectory(directory), clock
         self._listeners: list[Callable[[int], None]] = []
         self._plan = CachePlan(
-            budget, block_bytes=block_bytes, max_files=max_files, prefetch_blocks=max(1, threads // 2)
+            budget, block_bytes=block_bytes, max_files=max_files, prefetch_parts=max(1, threads // 2)
         )
         self._lock = threading.Lock()
         self._files: dict[int, BlockFile] = {}
@@ -82,16 +92,15 @@ class Engine:
         self._tickets = itertools.count()
         self._paused_until = 0.0
         self._closed = False
-        self._fetched_bytes = 0
-        self._jobs: queue.SimpleQueue[Callable[[memoryview], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"millrace-cache-{n}", daemon=True) for n in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._counts = {"fetched_bytes": 0, "asked_bytes": 0, "hit_bytes": 0, "reads_ready": 0, "reads_late": 0}
+        self._forecast = Forecast()
+        if keep:
+            self._adopt(directory, block_bytes)
+        self._fetcher = Fetcher(threads, block_bytes, clock, self._landed)
 
-    def open(self, store: Store, key: str, ranges: Ranges) -> Future[Lease | None]:
+    def open(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Future[Lease | None]:
         """A lease on a file that holds `ranges` ((offset, length)) of the object `key`, or None: read the store directly.
+        `stream` is what the asker announces as.
 
         `UsageError` for a range past the end; otherwise the store's own errors.
         """
@@ -99,30 +108,26 @@ class Engine:
         future.set_running_or_notify_cancel()  # from here on a cancel() has no effect, and set_result never meets one
         known = self._lookup(store, key)
         if known is not None:
-            self._request(store, known, ranges, future)
+            self._request(store, known, ranges, future, stream)
         else:
-            self._submit(lambda _: self._guard(future, lambda: self._stat_then_request(store, key, ranges, future)))
+            later = partial(self._stat_then_request, store, key, ranges, future, stream)
+            self._fetcher.submit(lambda _: self._guard(future, later))
         return future
 
     def announce(self, stream: int, store: Store, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Prefetch (key, offset, length), soonest first; replaces what `stream` announced before."""
-        budget, cut = self._plan.budget // 4, list[tuple[str, int, int]]()
-        for key, offset, length in upcoming[:ANNOUNCED]:
-            if budget <= 0:
-                break
-            cut.append((key, offset, length))
-            budget -= length
         with self._lock:
             scheduled = stream in self._announced
-            self._announced[stream] = (store, cut)
+            self._announced[stream] = (store, list(upcoming[:ANNOUNCED]))
         if not scheduled:  # at most one job for each stream, whatever the number of announcements
-            self._submit(lambda _: self._announce(stream))
+            self._fetcher.submit(lambda _: self._announce(stream))
 
     def withdraw(self, stream: int) -> None:
         """Forget what `stream` announced."""
         with self._lock:
             self._announced.pop(stream, None)
-            later = self._execute(self._plan.announce(stream, []))
+            self._forecast.over(stream)
+            later = self._execute(self._plan.withdraw(stream))
         _finish(later)
 
     def subscribe(self, dropped: Callable[[int], None]) -> Callable[[], None]:
@@ -146,11 +151,28 @@ class Engine:
         with self._lock:
             self._sources.pop(source, None)
 
+    def resize(self, budget: int) -> None:
+        """Another budget in bytes; a smaller one takes effect as soon as holders let go."""
+        with self._lock:
+            later = self._execute(self._plan.resize(budget))
+        _finish(later)
+
     def stats(self) -> dict[str, int | bool]:
         """Bytes and numbers for status."""
         self._run([])
         with self._lock:
-            return {**self._plan.counts(), "fetched_bytes": self._fetched_bytes, "paused": not self._plan.admitting}
+            return {**self._plan.counts(), **self._counts, "paused": not self._plan.admitting}
+
+    def prefetch_stats(self) -> dict[str, float | int]:
+        """How prefetching does: the window, and predicted against actual need."""
+        with self._lock:
+            ready, late = self._counts["reads_ready"], self._counts["reads_late"]
+            return {
+                "reads_ready": ready,
+                "reads_late": late,
+                **self._forecast.report(),
+                **self._fetcher.report(),
+            }
 
     def close(self) -> None:
         """Stop the threads after what they are doing; whoever still waits gets a `TransientError`."""
@@ -158,8 +180,7 @@ class Engine:
             self._closed = True
             waiting, self._waiting = list(self._waiting.values()), {}
             self._files.clear()
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._fetcher.close()
         for future in waiting:
             future.set_exception(TransientError("the cache was closed"))
 
@@ -182,15 +203,17 @@ class Engine:
                 self._known.popitem(last=False)
         return obj
 
-    def _stat_then_request(self, store: Store, key: str, ranges: Ranges, future: Future[Lease | None]) -> None:
+    def _stat_then_request(
+        self, store: Store, key: str, ranges: Ranges, future: Future[Lease | None], stream: int
+    ) -> None:
         known = self._lookup(store, key)  # somebody may have asked meanwhile
-        self._request(store, known or self._stat(store, key), ranges, future)
+        self._request(store, known or self._stat(store, key), ranges, future, stream)
 
     # requests
 
-    def _request(self, store: Store, obj: ObjectId, ranges: Ranges, future: Future[Lease | None]) -> None:
+    def _request(self, store: Store, obj: ObjectId, ranges: Ranges, future: Future[Lease | None], stream: int) -> None:
         try:
-            blocks = self._blocks(obj, ranges)
+            wanted = _checked(obj, ranges)
         except UsageError as error:
             future.set_exception(error)
             return
@@ -199,27 +222,21 @@ class Engine:
             self._waiting[ticket] = future
             self._recover()
             self._sources[obj.source] = store
-            there = self._plan.has_all(obj, blocks)
-            instructions = [] if self._closed else self._plan.request(ticket, obj, blocks)
+            there = self._plan.has_all(obj, wanted)
+            instructions = [] if self._closed else self._plan.request(ticket, obj, wanted, stream)
             later = self._execute(instructions)
+            self._count(sum(length for _, length in wanted), there, Bypass(ticket) in instructions, stream)
         if self._closed:
             later = [self._settle(ticket, TransientError("the cache is closed"))]
-        source = "bypass" if Bypass(ticket) in instructions else "cache" if there else "store"
-        metrics.cache_bytes.labels(source).inc(sum(length for _, length in ranges))
         _finish(later)
 
-    def _blocks(self, obj: ObjectId, ranges: Ranges) -> set[int]:
-        blocks: set[int] = set()
-        for offset, length in ranges:
-            if offset < 0 or length < 0 or offset + length > obj.size:
-                raise UsageError(
-                    f"bytes [{offset}, {offset + length}) are not inside {obj.key}, which has {obj.size} bytes",
-                    hint="the index does not fit the shard: run verify on the dataset",
-                )
-            if length:
-                size = self._plan.block_bytes
-                blocks.update(range(offset // size, (offset + length - 1) // size + 1))
-        return blocks
+    def _count(self, size: int, there: bool, bypassed: bool, stream: int) -> None:
+        source = "bypass" if bypassed else "cache" if there else "store"
+        metrics.cache_bytes.labels(source).inc(size)
+        self._counts["asked_bytes"] += size
+        self._counts["hit_bytes"] += size if there else 0
+        if stream:
+            self._counts["reads_ready" if there else "reads_late"] += 1
 
     def _announce(self, stream: int) -> None:
         with self._lock:
@@ -227,19 +244,26 @@ class Engine:
         if announced is None:  # withdrawn
             return
         store, upcoming = announced
-        wanted: dict[tuple[ObjectId, int], None] = {}
-        try:
-            for key, offset, length in upcoming:
+        wants: list[tuple[ObjectId, tuple[tuple[int, int], ...]]] = []
+        for key, ranges in grouped(upcoming, self._plan.block_bytes):
+            try:
                 obj = self._lookup(store, key) or self._stat(store, key)
-                wanted.update(dict.fromkeys((obj, block) for block in sorted(self._blocks(obj, [(offset, length)]))))
-        except MillraceError as error:
-            _log.debug("not prefetching: %s", error)
+                wants.append((obj, _checked(obj, ranges)))
+            except MillraceError as error:
+                _log.debug("not prefetching: %s", error)
         with self._lock:
             if self._closed:
                 return
             self._recover()
-            self._sources[source_of(store.location)] = store
-            later = self._execute(self._plan.announce(stream, list(wanted)))
+            source = source_of(store.location)
+            self._sources[source] = store
+            self._plan.prefetch_bytes = self._fetcher.window_bytes()
+            due = self._forecast.announced(
+                stream, [(obj.key, ranges[0][0]) for obj, ranges in wants], self._clock.monotonic()
+            )
+            later = self._execute(
+                self._plan.announce(stream, source, [Want(*want, when) for want, when in zip(wants, due, strict=True)])
+            )
         _finish(later)
 
     # instructions
@@ -257,15 +281,16 @@ class Engine:
                 todo.extend(self._plan.released(self._ended.popleft()))
                 continue
             match todo.popleft():
-                case Create(file, obj):
-                    self._create(file, obj)
+                case Create(file, obj, keep):
+                    self._create(file, obj, keep and self._keep)
                 case Fetch() as fetch:
                     self._submit_fetch(fetch, todo)
-                case Drop(file):
-                    self._files.pop(file, None)
-                    later.extend(partial(listener, file) for listener in self._listeners)
-                case Ready(ticket, file):
-                    later.append(self._settle(ticket, self._lease(file)))
+                case Drop(file, once):
+                    if (dropped := self._files.pop(file, None)) is not None:
+                        dropped.unlink()
+                    later.extend(partial(listener, file) for listener in self._listeners if not once)
+                case Ready(ticket, file, once):
+                    later.append(self._settle(ticket, self._lease(file, once)))
                 case Bypass(ticket):
                     later.append(self._settle(ticket, None))
                 case Failed(ticket):
@@ -273,27 +298,43 @@ class Engine:
         metrics.cache_resident_bytes.set(self._plan.used)
         return later
 
-    def _create(self, file: int, obj: ObjectId) -> None:
+    def _create(self, file: int, obj: ObjectId, keep: bool) -> None:
         try:
-            self._files[file] = self._directory.create(obj.size)
+            self._files[file] = (
+                kept.create(self._directory.path, obj, self._plan.block_bytes)
+                if keep
+                else self._directory.create(obj.size)
+            )
         except OSError as error:
             self._pause(error)
+
+    def _adopt(self, directory: Path, block_bytes: int) -> None:
+        """Take over what an earlier engine left: its blocks are checked when they are first asked for."""
+        for found in kept.adopt(directory, block_bytes):
+            file = self._plan.adopt(found.object, found.file.digests)
+            if file is None:
+                found.file.unlink()
+            else:
+                self._files[file] = found.file
 
     def _submit_fetch(self, fetch: Fetch, todo: deque[Instruction]) -> None:
         opened = self._files.get(fetch.file)
         obj = self._plan.object_of(fetch.file) if opened is not None else None
         store = self._sources.get(obj.source) if obj is not None else None
-        if opened is None or obj is None or store is None:
+        here = [self._files.get(file) for file, _, _ in fetch.here]
+        if opened is None or obj is None or store is None or None in here:
             todo.extend(self._plan.lost(fetch.file))
             return
-        self._submit(lambda buffer: self._fetch(fetch, opened, store, obj.key, buffer))
+        waited_for = partial(self._plan.waited_for, fetch.file, fetch.block)
+        sources = [file for file in here if file is not None]
+        self._fetcher.start(Flight(fetch, opened, store, obj.key, sources, waited_for))
 
-    def _lease(self, file: int) -> Lease | None:
+    def _lease(self, file: int, once: bool) -> Lease | None:
         opened = self._files.get(file)
         if opened is None:  # an object of no bytes whose file could not be made
             self._ended.append(file)
             return None
-        return Lease(file, opened, self._plan.runs(file, RUNS), self._ended)
+        return Lease(file, opened, self._plan.runs(file, RUNS), self._ended, once)
 
     def _settle(self, ticket: int, outcome: Lease | BaseException | None) -> Callable[[], None]:
         future = self._waiting.pop(ticket, None)
@@ -305,44 +346,18 @@ class Engine:
 
     # threads
 
-    def _fetch(self, fetch: Fetch, opened: BlockFile, store: Store, key: str, buffer: memoryview) -> None:
-        view = buffer[: fetch.length]
-        try:
-            store.get_into(key, fetch.offset, view)
-        except Exception as error:  # any error goes to those who wait
-            self._after(fetch, error)
-            return
-        try:
-            opened.write(fetch.offset, view)
-        except OSError as error:
-            with self._lock:
-                self._pause(error)
-                later = self._execute(self._plan.lost(fetch.file))
-            _finish(later)
-            return
-        self._after(fetch, None)
-
-    def _after(self, fetch: Fetch, error: BaseException | None) -> None:
+    def _landed(self, fetch: Fetch, error: BaseException | None, from_store: int) -> None:
         with self._lock:
-            if error is None:
-                self._fetched_bytes += fetch.length
+            self._counts["fetched_bytes"] += from_store
+            if isinstance(error, DiskError):
+                self._pause(error.error)
+                instructions = self._plan.lost(fetch.file)
+            elif error is None:
                 instructions = self._plan.fetched(fetch.file, fetch.block)
             else:
                 instructions = self._plan.failed(fetch.file, fetch.block)
             later = self._execute(instructions, error)
         _finish(later)
-
-    def _submit(self, job: Callable[[memoryview], None]) -> None:
-        self._jobs.put(job)
-
-    def _work(self) -> None:
-        buffer = memoryview(bytearray(self._plan.block_bytes))
-        while (job := self._jobs.get()) is not None:
-            try:
-                job(buffer)
-            except Exception:
-                _log.exception("a job of the cache failed")
-            del job  # or it would keep its file open while this thread waits for the next one
 
     def _guard(self, future: Future[Lease | None], job: Callable[[], None]) -> None:
         try:
@@ -369,6 +384,29 @@ def source_of(location: Location) -> str:
     """Which store a location names: its URL, and its options, since an endpoint may be one of them."""
     options = json.dumps(location.options, sort_keys=True, default=str) if location.options else ""
     return f"{location.url} {options}"
+
+
+def grouped(upcoming: Ranges3, at_most: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """(key, ranges) of neighbours in `upcoming`, which belong to one sample as a rule, up to `at_most` bytes together."""
+    key, ranges, size = "", list[tuple[int, int]](), 0
+    for name, offset, length in upcoming:
+        if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
+            yield key, ranges
+            ranges, size = [], 0
+        key, size = name, size + length
+        ranges.append((offset, length))
+    if ranges:
+        yield key, ranges
+
+
+def _checked(obj: ObjectId, ranges: Ranges) -> tuple[tuple[int, int], ...]:
+    for offset, length in ranges:
+        if offset < 0 or length < 0 or offset + length > obj.size:
+            raise UsageError(
+                f"bytes [{offset}, {offset + length}) are not inside {obj.key}, which has {obj.size} bytes",
+                hint="the index does not fit the shard: run verify on the dataset",
+            )
+    return tuple((offset, length) for offset, length in ranges)
 
 
 def _finish(later: list[Callable[[], None]]) -> None:

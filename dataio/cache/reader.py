@@ -74,7 +74,7 @@ class CachedReader:
     def read(self, key: str, ranges: Ranges) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
         try:
-            lease = self._engine.open(self._store, key, ranges).result(WAIT_SECONDS)
+            lease = self._engine.open(self._store, key, ranges, id(self)).result(WAIT_SECONDS)
         except TimeoutError:
             raise DeadlineError(f"{key}: no bytes after {WAIT_SECONDS:.0f} s", hint="is the store reachable?") from None
         if lease is None:
@@ -94,6 +94,8 @@ class CachedReader:
     def _mapped(self, lease: Lease) -> MappedFile | None:
         if not lease.size:
             return None
+        if lease.once:
+            return map_file(lease.descriptor.fileno(), lease.size, lease)
         mapped = self._maps.get(lease.file)
         if mapped is None:
             mapped = self._maps.add(lease.file, map_file(lease.descriptor.fileno(), lease.size, lease))

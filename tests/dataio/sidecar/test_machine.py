@@ -20,6 +20,7 @@ class Lease:
     file: int
     size: int = 100
     present: tuple[tuple[int, int], ...] = ((0, 10),)
+    once: bool = False
 
 
 def ready() -> Session:

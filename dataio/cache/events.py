@@ -1,0 +1,91 @@
+"""What goes into the cache plan and what comes out of it: plain values, all immutable.
+
+Ranges are (offset, length) in bytes of the object; they lie inside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectId:
+    """One version of one object. `source` names its store; size in bytes; `modified` tells it from an older one."""
+
+    source: str
+    key: str
+    size: int
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One read that a stream announced. `due` is when it is expected, in seconds of the engine's clock."""
+
+    object: ObjectId
+    ranges: Ranges
+    due: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Make an empty sparse file, before anything else is done to it. `keep`: it may outlive the daemon."""
+
+    file: int
+    object: ObjectId
+    keep: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring bytes [offset, offset + length) of the object into the file; answer with `fetched`, `failed` or `lost`.
+
+    `block` numbers the part of the file. `here` are (file, offset, length) that other files of the cache hold already.
+    `adopted`: an earlier daemon left the block; it counts as fetched if its digest is right, and is fetched otherwise.
+    """
+
+    file: int
+    block: int
+    offset: int
+    length: int
+    here: tuple[tuple[int, int, int], ...] = ()
+    adopted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Unlink the file and forget it; holders keep it. `once`: nobody was told to keep its mapping."""
+
+    file: int
+    once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All blocks of the ticket are in the file. It counts as held once; answer with `released` when that ends. `once`: the
+    file is for this read alone."""
+
+    ticket: int
+    file: int
+    once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """There is no room for the ticket's blocks: read the store directly."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The fetch of this block failed, and so did the ticket."""
+
+    ticket: int
+    file: int
+    block: int
+
+
+Instruction = Create | Fetch | Drop | Ready | Bypass | Failed

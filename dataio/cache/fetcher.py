@@ -1,0 +1,197 @@
+"""The engine's threads: fetch parts of objects into cache files, check what an earlier daemon left, ask again when it is late.
+
+Invariants: each fetch reports once, whichever of its attempts ends first; a second attempt is started only while somebody waits
+for the bytes, and for at most one in a hundred fetches. A thread's buffer is one block; nothing else is allocated.
+Failure behaviour: the store's error is reported when no other attempt is under way; trouble with the
+cache's own disk comes as `DiskError`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from dataio.cache import kept
+from dataio.cache.blocks import BlockFile
+from dataio.cache.events import Fetch
+from dataio.cache.window import Window
+from dataio.core.clock import Clock
+from dataio.core.log import get_logger
+from dataio.store.contract import Store
+
+_log = get_logger(__name__)
+Job = Callable[[memoryview], None]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A fetch under way. `here` are the files that have some of its bytes; `wanted()` whether somebody waits for it."""
+
+    fetch: Fetch
+    file: BlockFile
+    store: Store
+    key: str
+    here: Sequence[BlockFile]
+    wanted: Callable[[], bool]
+    attempts: int = 1
+    done: bool = False
+    since: float = 0.0
+    delivered: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class DiskError(Exception):
+    """The cache's own disk failed; `error` says how."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Fetcher:
+    """`threads` threads with a buffer of `block_bytes` each. `landed(fetch, error, bytes from the store)` is called by them."""
+
+    def __init__(
+        self, threads: int, block_bytes: int, clock: Clock, landed: Callable[[Fetch, BaseException | None, int], None]
+    ) -> None:
+        self._block_bytes, self._clock, self._landed = block_bytes, clock, landed
+        self.window = Window(2 * block_bytes, threads * block_bytes)
+        self._lock = threading.Condition()
+        self._flights: dict[Flight, None] = {}
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"millrace-cache-{n}", daemon=True) for n in range(threads)
+        ]
+        self._watch = threading.Thread(target=self._hedge, name="millrace-cache-hedge", daemon=True)
+        for thread in [*self._threads, self._watch]:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Run `job` in one of the threads, with its buffer."""
+        self._jobs.put(job)
+
+    def start(self, flight: Flight) -> None:
+        self._jobs.put(lambda buffer: self._attempt(flight, buffer))
+
+    def window_bytes(self) -> int:
+        """What may be in flight."""
+        with self._lock:
+            return self.window.bytes()
+
+    def report(self) -> dict[str, float | int]:
+        with self._lock:
+            return self.window.report()
+
+    def close(self) -> None:
+        """Stop the threads after what they are doing."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify()
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        buffer = memoryview(bytearray(self._block_bytes))
+        while (job := self._jobs.get()) is not None:
+            try:
+                job(buffer)
+            except Exception:
+                _log.exception("a job of the cache failed")
+            del job  # or it would keep its file open while this thread waits for the next one
+
+    # one attempt
+
+    def _attempt(self, flight: Flight, buffer: memoryview) -> None:
+        if flight.done:
+            return
+        view, fetched = buffer[: flight.fetch.length], 0
+        try:
+            if not self._is_right(flight, view):
+                fetched = self._from_store(flight, view)
+                self._write(flight, view)
+        except Exception as error:  # any error goes to those who wait
+            self._end(flight, error, fetched)
+            return
+        self._end(flight, None, fetched)
+
+    def _is_right(self, flight: Flight, view: memoryview) -> bool:
+        """Whether the part was left by an earlier daemon, and is what it said."""
+        if not flight.fetch.adopted or not isinstance(flight.file, kept.KeptFile):
+            return False
+        try:
+            flight.file.read(flight.fetch.offset, view)
+        except OSError:
+            return False
+        right = kept.digest(view) == flight.file.digests.get(flight.fetch.block)
+        if not right:
+            _log.warning("a block of %s on the cache's disk had other bytes than were written; fetching it", flight.key)
+        return right
+
+    def _from_store(self, flight: Flight, view: memoryview) -> int:
+        """Fill `view`: from other cache files what they have, from the store the rest; returns the bytes from the store."""
+        start, fetched, at = flight.fetch.offset, 0, flight.fetch.offset
+        for (_, offset, length), file in zip(flight.fetch.here, flight.here, strict=True):
+            fetched += self._get(flight, at, view[at - start : offset - start])
+            file.read(offset, view[offset - start : offset - start + length])
+            at = offset + length
+        return fetched + self._get(flight, at, view[at - start :])
+
+    def _get(self, flight: Flight, offset: int, view: memoryview) -> int:
+        if not view:
+            return 0
+        began = self._clock.monotonic()
+        with self._lock:
+            delivered = self.window.delivered
+            if flight.attempts == 1:
+                flight.since = began
+                self._flights[flight] = None
+                if len(self._flights) == 1:
+                    self._lock.notify()
+        flight.store.get_into(flight.key, offset, view)
+        with self._lock:
+            self.window.landed(len(view), self._clock.monotonic() - began, delivered)
+        return len(view)
+
+    def _write(self, flight: Flight, view: memoryview) -> None:
+        with flight.lock:  # the slower of two attempts writes nothing
+            if flight.done:
+                return
+            try:
+                flight.file.write(flight.fetch.offset, view)
+            except OSError as error:
+                raise DiskError(error) from None
+            flight.file.wrote(flight.fetch.block, view)
+
+    def _end(self, flight: Flight, error: BaseException | None, fetched: int) -> None:
+        with self._lock:
+            flight.attempts -= 1
+            first = not flight.done and (error is None or not flight.attempts)
+            if first:
+                flight.done = True
+                self._flights.pop(flight, None)
+        self._landed(flight.fetch if first else _NOTHING, error, fetched)
+
+    # asking again
+
+    def _hedge(self) -> None:
+        """Ask once more for what is late while somebody waits for it."""
+        with self._lock:
+            while not self._closed:
+                late = self.window.late_after()
+                if not self._flights or late is None:
+                    self._lock.wait(None if not self._flights else 0.25)
+                    continue
+                now = self._clock.monotonic()
+                for flight in [f for f in self._flights if f.attempts == 1 and now - f.since >= late]:
+                    if flight.wanted() and self.window.late_after() is not None:
+                        flight.attempts += 1
+                        self.window.hedges += 1
+                        self.start(flight)
+                self._lock.wait(max(0.01, late / 4))
+
+
+_NOTHING = Fetch(-1, 0, 0, 0)
+"""Stands for the slower of two attempts: only its bytes count."""

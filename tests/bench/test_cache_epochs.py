@@ -1,0 +1,99 @@
+"""The cache's policy under the real order of samples: simulated epochs, no disk and no store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from dataio.cache.events import Bypass, Fetch, Instruction, ObjectId, Ready, Want
+from dataio.cache.plan import CachePlan
+from loaders.order import Order
+
+KIB = 1024
+SAMPLE, PER_SHARD, SHARDS, BLOCK = 450 * KIB, 64, 16, 512 * KIB
+SAMPLES = PER_SHARD * SHARDS
+DATASET = SAMPLES * SAMPLE
+BATCH, AHEAD = 48, 8
+
+
+@dataclass
+class Node:
+    """All ranks of a node, each with its loader, on one plan whose fetches land as soon as they are started."""
+
+    plan: CachePlan
+    ranks: int
+    fetched: int = 0
+    bypassed: int = 0
+    tickets: int = 0
+    todo: deque[Instruction] = field(default_factory=deque)
+
+    def do(self, out: list[Instruction]) -> None:
+        self.todo.extend(out)
+        while self.todo:
+            match self.todo.popleft():
+                case Fetch(file, block, _, length, here):
+                    self.fetched += length - sum(size for _, _, size in here)
+                    self.todo.extend(self.plan.fetched(file, block))
+                case Ready(_, file):
+                    self.todo.extend(self.plan.released(file))
+                case Bypass():
+                    self.bypassed += SAMPLE
+
+    def read(self, rank: int, want: Want) -> None:
+        self.tickets += 1
+        self.do(self.plan.request(self.tickets, want.object, want.ranges, rank + 1))
+
+    def epoch(self, order: Order, epoch: int) -> float:
+        """Bytes from the store in this epoch, per byte of the dataset."""
+        before = self.fetched + self.bypassed
+        coming = [deque(self.share(order, epoch, rank)) for rank in range(self.ranks)]
+        while any(coming):
+            for rank, batches in enumerate(coming):
+                if batches:
+                    now = batches.popleft()
+                    ahead = [want for n in range(min(AHEAD, len(batches))) for want in batches[n]]
+                    self.do(self.plan.announce(rank + 1, "s", ahead))
+                    for want in now:
+                        self.read(rank, want)
+        return (self.fetched + self.bypassed - before) / DATASET
+
+    def share(self, order: Order, epoch: int, rank: int) -> Iterator[list[Want]]:
+        for number in range(order.full_batches + bool(order.tail)):
+            yield [want_of(int(s)) for s in order.batch_of(epoch, number, rank, self.ranks)]
+
+
+def want_of(sample: int) -> Want:
+    shard, place = divmod(sample, PER_SHARD)
+    size = PER_SHARD * SAMPLE
+    return Want(
+        ObjectId("s", f"{shard}.tar", size, 0.0), ((place * SAMPLE, 300 * KIB), (place * SAMPLE + 300 * KIB, 150 * KIB))
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
+def test_in_later_epochs_the_hit_rate_is_the_cached_fraction(ranks: int, share: float) -> None:
+    node = Node(CachePlan(int(DATASET * share), block_bytes=BLOCK, prefetch_parts=8), ranks)
+    order = Order.of(SAMPLES, BATCH, sample_bytes=SAMPLE, seed=3)
+    first, *later = (node.epoch(order, epoch) for epoch in range(3))
+    assert first <= 1.02, "the first epoch fetches every byte once"
+    for missed in later:
+        assert 1 - missed == pytest.approx(share, abs=0.02)
+
+
+def test_what_fits_is_fetched_once_and_never_again() -> None:
+    node = Node(CachePlan(int(DATASET * 1.2), block_bytes=BLOCK, prefetch_parts=8), 4)
+    order = Order.of(SAMPLES, BATCH, sample_bytes=SAMPLE)
+    assert [node.epoch(order, epoch) for epoch in range(2)] == [1.0, 0.0]
+
+
+def test_without_announcements_the_same_epochs_are_lost_on_least_recently_used() -> None:
+    node = Node(CachePlan(DATASET // 2, block_bytes=BLOCK, prefetch_parts=8), 1)
+    order = Order.of(SAMPLES, BATCH, sample_bytes=SAMPLE)
+    for batches in (node.share(order, epoch, 0) for epoch in range(2)):
+        for want in (want for batch in batches for want in batch):
+            node.read(0, want)
+    assert node.fetched > 2.5 * DATASET, "1.5 with announcements"
