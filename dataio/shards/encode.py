@@ -40,6 +40,11 @@ def open_output(path: str, ext: str, *, faststart: bool) -> Any:
     return av.open(path, "w", format=FORMATS[ext], options=options)
 
 
+def seconds(time: float) -> Fraction:
+    """The decimal number that was meant: 0.2 as a float is a little more than six frames at 30 a second."""
+    return Fraction(time).limit_denominator(1_000_000)
+
+
 def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
     """Write the file at `source` anew to `target`; where it is to be split later, with key frames there."""
     with probe._open(f"file:{source}") as container, open_output(target, ext, faststart=recipe.faststart) as out:
@@ -80,7 +85,7 @@ class _Pictures:
         self._shape: tuple[object, ...] = ()
         self._size: tuple[int, int] = (0, 0)
         self._last: int | None = None
-        self._next_cut = 0.0
+        self._next_cut = Fraction(0)
 
     def of(self, packet: Any, picture: Any) -> Iterator[Any]:
         try:
@@ -109,10 +114,10 @@ class _Pictures:
         return out
 
     def _at_cut(self, time: int) -> bool:
-        seconds = float(time * self._video.time_base)
-        if self._recipe.split is None or (self._last is not None and self.count > 1 and seconds < self._next_cut):
+        now = time * self._video.time_base
+        if self._recipe.split is None or (self.count > 1 and now < self._next_cut):
             return False
-        self._next_cut = seconds + self._recipe.split
+        self._next_cut = now + seconds(self._recipe.split)
         return True
 
     def _filtered(self, frame: Any) -> Any:

@@ -19,7 +19,7 @@ import av.error
 
 from dataio.core.errors import CorruptionError, UnsupportedError
 from dataio.shards import probe
-from dataio.shards.encode import open_output
+from dataio.shards.encode import open_output, seconds
 
 _OPEN = 64
 
@@ -67,7 +67,7 @@ def _cuts(container: Any, split: float | None) -> _Cuts:
         end = max(end, packet.pts + (packet.duration or 0))
     if not times:
         raise CorruptionError("the file holds no frames")
-    chosen = _choose(times, keys, None if split is None else Fraction(split) / video.time_base)
+    chosen = _choose(times, keys, None if split is None else seconds(split) / video.time_base)
     starts = (min(times), *(times[i] for i in chosen[1:]))
     return _Cuts(tuple(chosen), starts if len(chosen) > 1 else (0,), end)
 
