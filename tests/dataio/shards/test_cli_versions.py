@@ -1,0 +1,99 @@
+"""`millrace log`, `filter`, `remove`, `merge`, `tag`, `diff` and `--where`: output, exit codes, errors."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from dataio.cli import main
+from dataio.store.open import open_store
+from tests.dataio.shards.making import make
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    make(open_store(tmp_path / "set"), range(20))
+    return str(tmp_path / "set")
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> list[str]:
+    found = main(args)
+    out, err = capsys.readouterr()
+    assert found == code, err
+    assert "bug in Millrace" not in err
+    return (out if code in (0, 1) else err).splitlines()
+
+
+def test_a_filter_is_looked_at_then_saved_and_tagged(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = run(capsys, "ls", root, "--where", "duration >= 15", "--json")
+    assert [json.loads(line)["key"] for line in listed] == [f"k{n:05}" for n in range(15, 20)]
+    assert json.loads("\n".join(run(capsys, "info", root, "--where", "duration >= 15", "--json")))["samples"] == 5
+    made = run(capsys, "filter", root, "duration >= 15", "-m", "long ones", "--tag", "long")
+    assert made == [f"file://{root} version 2: 5 samples, long ones"]
+    assert len(run(capsys, "ls", root, "--version", "long")) == 5
+    assert len(run(capsys, "ls", root)) == 20
+    assert run(capsys, "tag", root) == ["long\tversion 2"]
+    assert json.loads("\n".join(run(capsys, "tag", root, "first", "--version", "1", "--json"))) == {"first": 1}
+
+
+def test_samples_are_removed_by_key_file_and_condition(
+    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(capsys, "remove", root, "k00003") == [
+        f"file://{root} version 2: 19 samples (version 1: 20), removed 1 samples"
+    ]
+    (tmp_path / "keys").write_text("k00004\n\nk00005\n")
+    run(capsys, "remove", root, "--keys-from", str(tmp_path / "keys"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("k00006\n"))
+    run(capsys, "remove", root, "--keys-from", "-")
+    found = json.loads("\n".join(run(capsys, "remove", root, "--where", "duration > 17", "-m", "bad", "--json")))
+    assert (found["version"], found["parent"], found["samples"], found["message"]) == (5, 4, 14, "bad")
+    assert "either keys or --where" in run(capsys, "remove", root, code=2)[0]
+    assert "no sample 'k00003'" in run(capsys, "remove", root, "k00003", code=2)[0]
+    assert "No such file" in run(capsys, "remove", root, "--keys-from", str(tmp_path / "none"), code=2)[0]
+
+
+def test_the_log_is_newest_first_and_marks_views(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "filter", root, "duration >= 15", "--tag", "long")
+    run(capsys, "remove", root, "k00003", "-m", "bad")
+    lines = run(capsys, "log", root)
+    assert [line.split()[0] for line in lines] == ["3", "2*", "1"]
+    assert lines[0].endswith("19 samples  bad")
+    assert lines[1].endswith("5 samples  where duration >= 15 [long]")
+    entry = json.loads(run(capsys, "log", root, "--json", "--limit", "1")[0])
+    assert (entry["version"], entry["parent"], entry["lineage"]["operation"]) == (3, 1, "remove")
+
+
+def test_differing_versions_are_exit_code_1(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(open_store(tmp_path / "two"), range(20, 22), name="two")
+    run(capsys, "remove", root, "k00003")
+    made = run(capsys, "merge", root, str(tmp_path / "two"), "-m", "both")
+    assert made == [f"file://{root} version 3: 21 samples (version 2: 19), both"]
+    assert run(capsys, "diff", root, "1", code=1) == [
+        *("+ k00020", "+ k00021", "- k00003", "2 added, 1 removed, 0 changed, 19 unchanged")
+    ]
+    assert run(capsys, "diff", root, "3", "3") == ["0 added, 0 removed, 0 changed, 21 unchanged"]
+    last = json.loads(run(capsys, "diff", root, "1", "2", "--json", code=1)[-1])
+    assert last == {"old": 1, "new": 2, "added": 0, "removed": 1, "changed": 0, "unchanged": 19}
+    two = run(capsys, "diff", root, "1", "--other", str(tmp_path / "two"), "--summary", code=1)
+    assert two == ["2 added, 20 removed, 0 changed, 0 unchanged"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["ls", "{}", "--where", "heigth > 2"], "did you mean height"),
+        (["filter", "{}", "key in (select 1)"], "a sub-query"),
+        (["log", "{}/nothing"], "no dataset"),
+        (["tag", "{}", "7"], "cannot be a tag"),
+        (["ls", "{}", "--version", "nope"], "no version tagged 'nope'"),
+        (["diff", "{}", "1", "9"], "no version 9"),
+    ],
+)
+def test_mistakes_are_one_clear_line(
+    root: str, capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
+    assert words in " ".join(run(capsys, *(arg.format(root) for arg in args), code=2))
