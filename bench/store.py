@@ -141,6 +141,8 @@ def _timed(operation: Operation, name: str, size: int, width: int, count: int) -
     keys = _keys(name, size)
     with ThreadPoolExecutor(width) as pool:
         list(pool.map(time.sleep, [0.01] * width))  # start the threads
+        if name == "get":  # and make their buffers and connections
+            list(pool.map(lambda number: operation(keys[number % _OBJECTS], size), range(width)))
         meter = Meter()
         list(pool.map(lambda number: operation(keys[number % _OBJECTS], size), range(count)))
         return meter.read()
@@ -151,14 +153,14 @@ class _Buffers:
 
     def __init__(self, most: int) -> None:
         self.body = memoryview(random.Random(0).randbytes(most))
-        self._free: list[bytearray] = []
-        self._most = most
+        self._free: dict[int, list[bytearray]] = {}
 
     @contextlib.contextmanager
     def one(self, size: int) -> Iterator[memoryview]:
-        buffer = self._free.pop() if self._free else bytearray(self._most)
-        yield memoryview(buffer)[:size]
-        self._free.append(buffer)
+        free = self._free.setdefault(size, [])
+        buffer = free.pop() if free else bytearray(size)
+        yield memoryview(buffer)
+        free.append(buffer)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from dataio.store.retry import Policy, call_async
 from dataio.store.s3client import connect
 from dataio.store.s3config import S3Config
 from dataio.store.s3errors import PreconditionError, UnreachableError
+from dataio.store.s3session import flat
 from dataio.store.s3upload import Upload, blocks
 
 PUT_BYTES = 5 * limits.GIB
@@ -59,12 +60,12 @@ class S3Store(Store):
         self._session.run(s3read.fill(self._session, self._config.full_key(key), self._name(key), ranges))
 
     def put(self, key: str, data: Buffer) -> None:
-        self._session.run(self._put(key, io.BytesIO(data)))
+        self._session.run(self._put(key, data))
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         check_conditional_size(self._name(key), data)
         try:
-            self._session.run(self._put(key, io.BytesIO(data), IfNoneMatch="*"))
+            self._session.run(self._put(key, data, IfNoneMatch="*"))
             return True
         except UnreachableError:
             raise
@@ -115,11 +116,10 @@ class S3Store(Store):
             await s3read.pour(body, self._name(key), 0, [(size, memoryview(data))])
         return bytes(data)
 
-    async def _put(self, key: str, body: io.BytesIO, **conditions: object) -> None:
-        size = body.getbuffer().nbytes
+    async def _put(self, key: str, body: Buffer | io.BytesIO, **conditions: object) -> None:
+        size = flat(body).nbytes
         if size > PUT_BYTES:
             raise CapacityError(f"{self._name(key)}: one PUT takes at most 5 GiB, not {size}", hint="use put_multipart")
-        body.seek(0)
         full = self._config.full_key(key)
         await self._session.call("put_object", f"writing {self._name(key)}", Key=full, Body=body, **conditions)
 

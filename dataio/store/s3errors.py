@@ -154,4 +154,4 @@ def _never_connected(error: Any) -> bool:
 
 
 def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -26,7 +26,7 @@ from dataio.store.s3config import S3Config
 from dataio.store.s3credentials import Keys
 from dataio.store.s3errors import CHECK_KEYS
 from dataio.store.s3fasterrors import translated_native
-from dataio.store.s3session import S3Session
+from dataio.store.s3session import S3Session, flat
 
 _CHUNK = 1 * limits.MIB
 _PUT_BYTES = 64 * limits.MIB
@@ -66,7 +66,7 @@ class FastSession(S3Session):
 
     async def _request(self, operation: str, doing: str, parameters: Mapping[str, object]) -> dict[str, Any]:
         handler = _HANDLERS.get(operation)
-        if handler is None or _size(parameters.get("Body")) > _PUT_BYTES:
+        if handler is None or flat(parameters.get("Body")).nbytes > _PUT_BYTES:
             return await super()._request(operation, doing, parameters)
         native = await self._connected(doing)
         with translated_native(self.config, doing):
@@ -144,9 +144,9 @@ async def _head(config: S3Config, doing: str, native: Any, parameters: Mapping[s
 
 
 async def _put(config: S3Config, doing: str, native: Any, parameters: Mapping[str, object]) -> dict[str, Any]:
-    body: Any = parameters["Body"]
+    body = flat(parameters["Body"])  # the caller's own bytes, not copied
     mode: Any = "create" if parameters.get("IfNoneMatch") == "*" else "overwrite"
-    done = await obstore.put_async(native, str(parameters["Key"]), body.getbuffer(), mode=mode, use_multipart=False)
+    done = await obstore.put_async(native, str(parameters["Key"]), body, mode=mode, use_multipart=False)
     return {"ETag": done["e_tag"]}
 
 
@@ -161,10 +161,6 @@ def _described(found: Any) -> dict[str, Any]:
         "ETag": meta["e_tag"],
         "Metadata": found.attributes,
     }
-
-
-def _size(body: Any) -> int:
-    return body.getbuffer().nbytes if body is not None else 0
 
 
 class _Body:

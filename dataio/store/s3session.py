@@ -20,7 +20,7 @@ import selectors
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import s3fs
 
@@ -31,6 +31,8 @@ from dataio.store.s3errors import translated_s3
 
 T = TypeVar("T")
 _STOP_SECONDS = 5.0
+_LEAST_RATE = 256 << 10
+"""Bytes a second below which sending a body is given up."""
 
 
 class S3Session:
@@ -84,8 +86,15 @@ class S3Session:
     async def _request(self, operation: str, doing: str, parameters: Mapping[str, object]) -> dict[str, Any]:
         with translated_s3(self.config, doing):
             client = await self._worker.client()
-            answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.config.bucket, **parameters)
+            body = parameters.get("Body")
+            given = {**parameters, "Body": io.BytesIO(flat(body))} if _is_buffer(body) else parameters
+            async with asyncio.timeout(self._patience(body)):
+                answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.config.bucket, **given)
             return answer
+
+    def _patience(self, body: object) -> float:
+        """Seconds for one answer. aiohttp itself has no limit on sending a body, nor on waiting for `100 Continue`."""
+        return self.config.connect_seconds + self.config.read_seconds + flat(body).nbytes / _LEAST_RATE
 
     @contextlib.asynccontextmanager
     async def body(self, doing: str, **parameters: object) -> AsyncIterator[tuple[dict[str, Any], Any]]:
@@ -100,6 +109,16 @@ class S3Session:
     def close(self) -> None:
         """Close connections, loop and thread; may be called twice."""
         self._closer()
+
+
+def flat(body: object) -> memoryview:
+    """The bytes of a request's body: a buffer, a BytesIO, or None."""
+    view = body.getbuffer() if isinstance(body, io.BytesIO) else memoryview(body if _is_buffer(body) else b"")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _is_buffer(body: object) -> TypeGuard[bytes | bytearray | memoryview]:
+    return isinstance(body, bytes | bytearray | memoryview)
 
 
 class _Worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import http.server
 import io
 import os
 import signal
@@ -23,11 +24,12 @@ from dataio.core.errors import (
     AmbiguousWriteError,
     CapacityError,
     NotFoundError,
+    SlowDownError,
     TransientError,
     UnsupportedError,
     UsageError,
 )
-from dataio.store import s3, s3read, s3upload
+from dataio.store import s3, s3read, s3session, s3upload
 from dataio.store.contract import Store
 from dataio.store.open import open_location, open_store
 from dataio.store.probe import certify
@@ -35,6 +37,7 @@ from dataio.store.retry import Policy
 from dataio.store.s3 import S3Store
 from dataio.store.s3client import connect
 from dataio.store.s3config import parse
+from dataio.store.s3errors import from_answer
 from dataio.store.s3session import S3Session
 from dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
 from dataio.testing.proxy import Fault, FaultProxy
@@ -215,10 +218,80 @@ def test_what_the_environment_says_to_obstore_alone_has_no_say(
         assert store.get("k") == b"1"
 
 
-def test_a_silent_server_is_given_up_after_the_read_time_out(client: str, s3_url: str, silent_endpoint: str) -> None:
-    options = {"endpoint_url": silent_endpoint, "config_kwargs": {"read_timeout": 0.3}}
-    with S3Store(parse(s3_url, options)) as store, pytest.raises(TransientError, match=r"(?i)timed? ?out"):
-        store.get("k")
+@pytest.fixture
+def recorder() -> Iterator[tuple[str, list[bytes]]]:
+    """An endpoint that answers 200 to everything, and the heads of the requests it got."""
+    heads: list[bytes] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_PUT(self) -> None:
+            heads.append(f"{self.command} {self.path}\n{self.headers}".encode().lower())
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", heads
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_conditional_write_is_one_single_put(client: str, s3_url: str, recorder: tuple[str, list[bytes]]) -> None:
+    endpoint, heads = recorder
+    with S3Store(parse(s3_url, {"endpoint_url": endpoint})) as store:
+        assert store.put_if_absent("k", bytes(9 * MIB))
+    (head,) = heads
+    assert b"if-none-match: *" in head
+    assert b"uploadid" not in head
+    assert client != "obstore" or b"x-amz-content-sha256: unsigned-payload" in head
+
+
+def test_a_body_too_large_for_obstores_time_out_goes_through_s3fs(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fast = pytest.importorskip("dataio.store.s3fast", reason="the extra fast-s3 is not installed")
+    monkeypatch.setattr(s3fast, "_PUT_BYTES", 4)
+    with S3Store(parse(s3_url, {"client": "obstore"})) as store:
+        store.put("k", b"12345")
+        assert store._session._native is None  # type: ignore[attr-defined]
+        assert store.get("k") == b"12345"
+        assert store._session._native is not None  # type: ignore[attr-defined]
+
+
+def test_an_overloaded_server_is_given_the_pause_it_asked_for() -> None:
+    config = parse("s3://b", {}, {})
+    for status, code in ((503, "SlowDown"), (429, "TooManyRequests"), (503, "")):
+        error = from_answer(status, code, "", "7", config, "reading")
+        assert isinstance(error, SlowDownError)
+        assert error.seconds == 7.0
+    late = from_answer(503, "SlowDown", "", "Wed, 21 Oct 2026 07:28:00 GMT", config, "reading")
+    assert isinstance(late, SlowDownError)
+    assert late.seconds is None
+    assert not isinstance(from_answer(500, "InternalError", "", None, config, "reading"), SlowDownError)
+
+
+def test_a_silent_server_is_given_up_after_the_time_out(
+    client: str, s3_url: str, silent_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"endpoint_url": silent_endpoint, "config_kwargs": {"read_timeout": 0.3, "connect_timeout": 0.3}}
+    monkeypatch.setattr(s3session, "_LEAST_RATE", 64 * MIB)
+    with S3Store(parse(s3_url, options)) as store:
+        for operation in (
+            lambda: store.get("k"),
+            lambda: store.put("k", b"1"),
+            lambda: store.put("k", bytes(9 * MIB)),
+            lambda: list(store.list()),
+        ):
+            with pytest.raises(TransientError, match=r"(?i)timed? ?out"):
+                operation()
 
 
 def test_a_dropped_store_is_collected_with_its_thread(client: str, s3_url: str) -> None:
