@@ -1,0 +1,136 @@
+"""The status page in a real browser, with a daemon, a loader and saves behind it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from dataio import pack
+from dataio.sidecar import messages as m
+from dataio.sidecar import wire
+from dataio.sidecar.client import SaveMeter
+from tests.browser import CHROMIUM, WHY_NOT, Browser
+from tests.dataio.sidecar.conftest import HERE, RunningDaemon, wait_for
+
+RUN = "flow-7b"
+SHOTS = os.environ.get("MILLRACE_SCREENSHOTS")
+COMMANDS = {"checkpoint": [sys.executable, "-m", "checkpoint.carry"]}
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+
+
+@dataclass
+class Job:
+    daemon: RunningDaemon
+    stop: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.daemon.status()['http_port']}/"
+
+
+@pytest.fixture
+def job(daemon: RunningDaemon, media: Path, tmp_path: Path) -> Iterator[Job]:
+    """A trainer that has saved at least once, on the daemon's node."""
+    daemon.kill()
+    daemon.options["commands"] = COMMANDS
+    daemon.start()
+    clips = sorted(media.rglob("*.mp4"))[:4]
+    pack([os.fspath(clip) for clip in clips], os.fspath(tmp_path / "ds")).close()
+    stop = tmp_path / "stop"
+    command = [sys.executable, HERE / "page_trainer.py", tmp_path / "ds", tmp_path / "ck", daemon.socket, stop]
+    with open(tmp_path / "trainer.log", "wb") as log:
+        process = subprocess.Popen([os.fspath(part) for part in command], stdout=log, stderr=log)
+
+    def saved() -> bool:
+        assert process.poll() is None, (tmp_path / "trainer.log").read_text()
+        return any(line["last_step"] and line["steps"] > 30 for line in daemon.status()["training"])
+
+    wait_for(saved, 120)
+    yield Job(daemon, stop, process)
+    stop.touch()
+    assert process.wait(60) == 0, (tmp_path / "trainer.log").read_text()
+
+
+@needs_browser
+def test_the_page_shows_a_real_job_at_both_widths_in_both_schemes(job: Job, tmp_path: Path) -> None:
+    folder = Path(SHOTS or tmp_path)
+    with Browser(tmp_path / "profile") as browser:
+        for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")):
+            browser.look(job.url, width, 900, scheme)
+            browser.wait_until(
+                "document.body.className === 'live' && document.querySelectorAll('.chart path').length >= 6"
+            )
+            text = browser.evaluate("document.body.innerText")
+            assert RUN in text
+            for wanted in ("Goodput", "Data wait", "Save stall", "Cache hits", "ago", "committed", "1 process"):
+                assert wanted in text
+            assert not any(bad in text for bad in ("NaN", "undefined", "null", "Infinity"))
+            assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"too wide at {width}"
+            picture = browser.screenshot(folder / f"page-{width}-{scheme}.png")
+            _is_drawn(folder / f"page-{width}-{scheme}.png", dark=scheme == "dark")
+            assert picture
+        assert browser.errors == []
+
+
+@needs_browser
+def test_the_page_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(job: Job, tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        port = job.daemon.status()["http_port"]
+        browser.look(job.url, 1280, 900, "light")
+        browser.wait_until("document.body.className === 'live'")
+        assert browser.errors == []
+        job.daemon.kill()
+        browser.wait_until("document.getElementById('live').innerText.includes('does not answer')")
+        job.daemon.options["http_port"] = port
+        job.daemon.start()
+        browser.wait_until(
+            "document.body.className === 'live' && document.querySelectorAll('.chart path').length >= 6", 60
+        )
+        assert RUN in browser.evaluate("document.body.innerText")  # the trainer has found it again, too
+        assert all("ERR_CONNECTION_REFUSED" in error for error in browser.errors)
+
+
+@needs_browser
+def test_an_idle_daemon_has_a_page_too(daemon: RunningDaemon, tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        browser.look(f"http://127.0.0.1:{daemon.status()['http_port']}/", 400, 800, "light")
+        browser.wait_until("document.body.className === 'live'")
+        text = browser.evaluate("document.body.innerText")
+        assert "No trainer has reported" in text
+        assert "No checkpoint was handed to this sidecar yet" in text
+        assert "NaN" not in text
+        if SHOTS:
+            browser.screenshot(Path(SHOTS) / "page-idle.png")
+        assert browser.errors == []
+
+
+@needs_browser
+def test_names_from_outside_stay_text(daemon: RunningDaemon, tmp_path: Path) -> None:
+    nasty = "<img src=x onerror=document.title='owned'>"
+    meter = SaveMeter(nasty)
+    with daemon.connect() as trainer, daemon.connect() as bad, Browser(tmp_path / "profile") as browser:
+        trainer.reporting = meter.report
+        bad._sock.sendall(wire.frame(m.encode(m.Hello(m.VERSION, 1))))  # a second one
+        wait_for(lambda: daemon.status()["training"])
+        browser.look(f"http://127.0.0.1:{daemon.status()['http_port']}/", 1280, 800, "dark")
+        browser.wait_until("document.querySelectorAll('h3').length === 1")
+        assert browser.evaluate("document.querySelector('h3').textContent") == nasty
+        assert browser.evaluate("document.images.length") == 0
+        assert "a second hello" in browser.evaluate("document.getElementById('errors').innerText")
+        assert browser.errors == []
+
+
+def _is_drawn(path: Path, *, dark: bool) -> None:
+    with av.open(str(path)) as image:
+        picture = next(image.decode(video=0)).to_ndarray(format="rgb24")
+    assert (float(np.median(picture)) < 90) is dark
+    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 50
