@@ -157,6 +157,12 @@ class Engine:
             later = self._execute(self._plan.resize(budget))
         _finish(later)
 
+    def replace(self, source: str, store: Store) -> None:
+        """Fetch from `store` instead of the one known for `source`, if one is."""
+        with self._lock:
+            if source in self._sources:
+                self._sources[source] = store
+
     def stats(self) -> dict[str, int | bool]:
         """Bytes and numbers for status."""
         self._run([])
@@ -322,8 +328,11 @@ class Engine:
         obj = self._plan.object_of(fetch.file) if opened is not None else None
         store = self._sources.get(obj.source) if obj is not None else None
         here = [self._files.get(file) for file, _, _ in fetch.here]
-        if opened is None or obj is None or store is None or None in here:
+        if opened is None or obj is None or None in here:
             todo.extend(self._plan.lost(fetch.file))
+            return
+        if store is None:  # its store was closed: only a prefetch comes so late
+            todo.extend(self._plan.failed(fetch.file, fetch.block))
             return
         waited_for = partial(self._plan.waited_for, fetch.file, fetch.block)
         sources = [file for file in here if file is not None]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dataio.core import log
-from dataio.core.errors import NotFoundError, TransientError, UsageError
-from dataio.core.limits import format_bytes, parse_bytes
+from dataio.core.errors import NotFoundError, TransientError
+from dataio.core.limits import format_bytes
+from dataio.sidecar import settings
 from dataio.sidecar.paths import default_socket
 
 COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "checkpoint.carry")}
@@ -31,12 +32,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", help="run the daemon in the foreground until SIGTERM, which drains it")
-    run.add_argument("--socket", type=Path, help="default: $MILLRACE_SIDECAR, or a private directory of this user")
-    run.add_argument("--cache-dir", type=Path, help="default: a cache directory beside the socket's")
-    run.add_argument("--cache-bytes", default="20GiB", metavar="SIZE", help="the most that the cache holds (20GiB)")
-    run.add_argument("--http-port", default="0", metavar="N|off", help="status on 127.0.0.1: 0 takes any free port")
-    run.add_argument("--drain-seconds", type=float, default=300.0, help="how long SIGTERM waits for checkpoints (300)")
-    run.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    run.add_argument(
+        "--config", metavar="FILE", help="TOML with the same names as the flags, _ for -; SIGHUP reads it again"
+    )
+    for setting in settings.SETTINGS:
+        default = f" ({setting.default})" if setting.default else ""
+        flag = "--" + setting.name.replace("_", "-")
+        run.add_argument(flag, dest=setting.name, metavar=setting.metavar, help=setting.help + default)
     status = actions.add_parser("status", help="ask the running daemon; exit code 2 when there is none")
     status.add_argument("--socket", type=Path)
     status.add_argument("--json", action="store_true")
@@ -44,34 +46,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from dataio.sidecar.server import Config, Daemon
+    from dataio.sidecar.server import Daemon
     from dataio.store.open import open_location
 
-    log.setup(options.log_level)
-    config = Config(
-        socket=(options.socket or default_socket()).absolute(),
-        cache_dir=(options.cache_dir or _default_cache()).absolute(),
-        cache_bytes=parse_bytes(options.cache_bytes),
-        http_port=_port(options.http_port),
-        drain_seconds=options.drain_seconds,
-        commands=COMMANDS,
-    )
-    drained = asyncio.run(Daemon(config, open_location).serve())
+    given = {name: text for name, text in vars(options).items() if name != "action" and text is not None}
+    found = settings.read(given, commands=COMMANDS)
+    log.setup(found.log_level)
+    daemon = Daemon(found.config, open_location, lambda: settings.read(given, commands=COMMANDS).config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        drained = runner.run(daemon.serve())
     return 0 if drained else TransientError.exit_code
 
 
-def _default_cache() -> Path:
-    import os
-
-    return Path(tempfile.gettempdir()) / f"millrace-cache-{os.geteuid()}"
-
-
-def _port(text: str) -> int | None:
-    if text == "off":
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed."""
+    try:
+        loops = importlib.import_module("uvloop")
+    except ImportError:
         return None
-    if text.isdecimal() and int(text) < 65536:
-        return int(text)
-    raise UsageError(f"{text!r} is no port", hint="give a number below 65536, 0 for any free one, or off")
+    factory: Callable[[], asyncio.AbstractEventLoop] = loops.new_event_loop
+    return factory
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -17,13 +17,12 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from dataio.cache.blocks import private_directory
 from dataio.cache.engine import Engine, Lease
 from dataio.core import limits
 from dataio.core.errors import MillraceError, UsageError
@@ -31,6 +30,8 @@ from dataio.core.log import get_logger
 from dataio.sidecar import machine, paths, wire
 from dataio.sidecar import messages as m
 from dataio.sidecar.board import POINT_SECONDS
+from dataio.sidecar.cachedir import CacheDirectory
+from dataio.sidecar.config import RESTART, Config
 from dataio.sidecar.jobs import Jobs
 from dataio.sidecar.peer import Peer
 from dataio.sidecar.status import StatusServer
@@ -43,22 +44,6 @@ LISTED_CLIENTS = 64
 STATUS_BYTES = limits.MESSAGE_BYTES - 1024
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """What the daemon is told. Bytes and seconds; `http_port` None means no status endpoint, 0 any free port."""
-
-    socket: Path
-    cache_dir: Path
-    cache_bytes: int = 20 * limits.GIB
-    http_port: int | None = 0
-    clients: int = 1024
-    running_jobs: int = 2
-    queued_jobs: int = 16
-    drain_seconds: float = 300.0
-    fetch_threads: int = 16
-    commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +64,11 @@ class _Client:
 class Daemon:
     """One daemon; `serve` runs it to its end."""
 
-    def __init__(self, config: Config, opener: Callable[[Location], Store]) -> None:
-        self._config = config
+    def __init__(
+        self, config: Config, opener: Callable[[Location], Store], reload: Callable[[], Config] | None = None
+    ) -> None:
+        """`reload` reads the configuration again, for SIGHUP."""
+        self._config, self._reload_config = config, reload
         self._clients: dict[int, _Client] = {}
         self._next = 1
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +81,7 @@ class Daemon:
     async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
         """Run until SIGTERM or SIGINT; whether every staged checkpoint was finished."""
         lock = paths.claim(self._config.socket)
+        self._cache = CacheDirectory(self._config.cache_dir, None)
         try:
             self._loop = asyncio.get_running_loop()
             self._view.start()
@@ -101,13 +90,18 @@ class Daemon:
             return await self._drain()
         finally:
             self._view.close()
+            self._cache.close()
             os.close(lock)
 
     def _build(self) -> None:
         files = _raise_descriptor_limit() // 4
-        cache = private_directory(self._config.cache_dir)
+        self._cache = CacheDirectory.claim(self._config.cache_dir, self._config.keep_cache)
         self._engine = Engine(
-            cache, self._budget(cache), threads=self._config.fetch_threads, max_files=max(16, min(8192, files))
+            self._cache.path,
+            self._cache.budget(self._config.cache_bytes),
+            threads=self._config.fetch_threads,
+            max_files=max(16, min(8192, files)),
+            keep=self._cache.lock is not None,
         )
         self._engine.subscribe(lambda file: self._call(partial(self._dropped, file)))
         self._stores = Stores(self._opener, self._engine.forget)
@@ -115,18 +109,11 @@ class Daemon:
             self._config.commands, self._call, running=self._config.running_jobs, queued=self._config.queued_jobs
         )
 
-    def _budget(self, cache: Path) -> int:
-        """What was asked for, or most of the disk's free space when that is less."""
-        disk = os.statvfs(cache)
-        room = disk.f_bavail * disk.f_frsize // 10 * 9
-        if room < self._config.cache_bytes:
-            _log.warning("the disk of %s has room for a cache of %s only", cache, limits.format_bytes(room))
-        return min(room, self._config.cache_bytes)
-
     async def _serve(self, ready: Callable[[], None]) -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, stop.set)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         http = StatusServer(self.status, self._view.history, lambda: not self._stopping)
         if self._config.http_port is not None:
             try:
@@ -149,6 +136,21 @@ class Daemon:
         listening.close()
         self._config.socket.unlink(missing_ok=True)
         self._http = http
+
+    def _reload(self) -> None:
+        """SIGHUP: limits from the configuration, and stores opened anew, with the credentials of now."""
+        try:
+            config = self._reload_config() if self._reload_config is not None else self._config
+        except MillraceError as error:
+            _log.error("the configuration stays as it was: %s", error)
+            return
+        fixed = [name for name in RESTART if getattr(config, name) != getattr(self._config, name)]
+        if fixed:
+            _log.warning("%s can only be changed by a restart", ", ".join(fixed))
+        self._config = replace(config, **{name: getattr(self._config, name) for name in RESTART})
+        self._engine.resize(self._cache.budget(self._config.cache_bytes))
+        self._loop.run_in_executor(None, self._stores.renew, self._engine.replace)
+        _log.info("configuration and credentials were read again")
 
     async def _drain(self) -> bool:
         self._jobs.accepting = False

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 from dataio.cache.engine import source_of
 from dataio.core.errors import CapacityError
+from dataio.core.log import get_logger
 from dataio.store.contract import Location, Store
+
+OLD_SECONDS = 60.0
+_log = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -58,6 +62,27 @@ class Stores:
     def release(self, location: Location) -> None:
         with self._lock:
             self._open[source_of(location)].users -= 1
+
+    def renew(self, replaced: Callable[[str, Store], None]) -> None:
+        """Open every store again, with the credentials of now; `replaced` hears of the new ones. The old ones are closed after
+        `OLD_SECONDS`, when what they were doing is done. One that cannot be opened stays as it is."""
+        with self._lock:
+            locations = {source: entry.store.location for source, entry in self._open.items()}
+        for source, location in locations.items():
+            try:
+                fresh = self._opener(location)
+            except Exception as error:  # whatever a back-end does
+                _log.error("%s cannot be opened again and is used as it was: %s", location.url, error)
+                continue
+            with self._lock:
+                entry = self._open.get(source)
+                old = fresh if entry is None else entry.store
+                if entry is not None:
+                    entry.store = fresh
+                    replaced(source, fresh)
+            timer = threading.Timer(OLD_SECONDS, old.close)
+            timer.daemon = True
+            timer.start()
 
     def __len__(self) -> int:
         return len(self._open)

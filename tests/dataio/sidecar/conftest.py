@@ -47,6 +47,11 @@ class RunningDaemon:
         return self.folder / "s" / "sidecar.sock"
 
     @property
+    def configuration(self) -> Path:
+        """JSON that SIGHUP reads: what is to change."""
+        return self.folder / "changes.json"
+
+    @property
     def pid(self) -> int:
         assert self.process is not None
         return self.process.pid
@@ -59,6 +64,7 @@ class RunningDaemon:
             "http_port": 0,
             "commands": {"test": [sys.executable, str(HERE / "job.py")]},
             "drain_seconds": 30.0,
+            "changes": str(self.configuration),
             **self.options,
         }
         with open(self.log, "ab") as log:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from dataio.core import log
+from dataio.core.errors import UsageError
 from dataio.sidecar.server import Config, Daemon
 from dataio.store.open import open_location
 
 
 def main() -> int:
     options = json.loads(sys.argv[1])
+    changes = Path(options.pop("changes"))
     log.setup("DEBUG")
     config = Config(
         **{
@@ -22,7 +25,14 @@ def main() -> int:
             "cache_dir": Path(options["cache_dir"]),
         }
     )
-    return 0 if asyncio.run(Daemon(config, open_location).serve()) else 3
+
+    def changed() -> Config:
+        try:
+            return replace(config, **json.loads(changes.read_text()))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    return 0 if asyncio.run(Daemon(config, open_location, changed).serve()) else 3
 
 
 if __name__ == "__main__":

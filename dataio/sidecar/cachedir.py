@@ -1,0 +1,66 @@
+"""The daemon's cache directory: whose it is, and how large the cache in it may be.
+
+Invariant: files are kept for the next daemon only by the one that holds `<directory>/lock`; the kernel drops it with its holder.
+Failure behaviour: a directory where no lock can be had or made is used without keeping anything, which is said once;
+`AccessDeniedError` for a directory that others may enter.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataio.cache.blocks import private_directory
+from dataio.core import limits
+from dataio.core.log import get_logger
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class CacheDirectory:
+    """A private directory. `lock` is a descriptor, or None where nothing may be kept."""
+
+    path: Path
+    lock: int | None
+
+    @classmethod
+    def claim(cls, path: Path, keep: bool) -> CacheDirectory:
+        """Make it when absent; become the one that keeps files in it, if that is wanted and possible."""
+        private_directory(path)
+        return cls(path, _lock(path) if keep else None)
+
+    def budget(self, asked: int) -> int:
+        """What was asked for, or most of what the disk has for it when that is less."""
+        disk = os.statvfs(self.path)
+        room = disk.f_bavail * disk.f_frsize // 10 * 9 + self._kept_bytes()
+        if room < asked:
+            _log.warning("the disk of %s has room for a cache of %s only", self.path, limits.format_bytes(room))
+        return min(room, asked)
+
+    def close(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    def _kept_bytes(self) -> int:
+        if self.lock is None:
+            return 0
+        return sum(path.lstat().st_blocks * 512 for path in self.path.glob("*.blocks"))
+
+
+def _lock(path: Path) -> int | None:
+    try:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        _log.warning("nothing in %s will outlive this daemon: %s", path, error.strerror)
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        _log.warning("another daemon keeps its files in %s: nothing of this one will outlive it", path)
+        return None
+    return lock

@@ -1,0 +1,184 @@
+"""The daemon's settings: one list of names, for the flags, the environment and the configuration file.
+
+Purpose: `cache_bytes` is `--cache-bytes`, `MILLRACE_SIDECAR_CACHE_BYTES`, and the key `cache_bytes` of the TOML file that
+`--config` or `MILLRACE_SIDECAR_CONFIG` names. The first of these that says something counts.
+Invariant: nothing is ignored: an unknown key, in the file or in the environment, is an error, as is a value that is none.
+Failure behaviour: `UsageError` naming the setting, where it stands and what it may be.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataio.core.errors import UsageError
+from dataio.core.limits import KIB, parse_bytes
+from dataio.sidecar.config import Config
+from dataio.sidecar.paths import default_socket
+
+PREFIX = "MILLRACE_SIDECAR_"
+FILE_BYTES = 64 * KIB
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `parse` takes text; `default` is text too, None where it is found out at the start."""
+
+    name: str
+    parse: Callable[[str], object]
+    default: str | None
+    help: str
+    metavar: str = "N"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the daemon is started with."""
+
+    config: Config
+    log_level: str
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise UsageError("an empty path")
+    return Path(text).absolute()
+
+
+def _count(least: int, most: int) -> Callable[[str], object]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise UsageError(f"{text!r} is no number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def _size(text: str) -> int:
+    size = parse_bytes(text)
+    if size < 1 << 20:
+        raise UsageError(f"{text!r} is less than 1 MiB")
+    return size
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 7 * 24 * 3600:
+        raise UsageError(f"{text!r} is no number of seconds up to a week")
+    return seconds
+
+
+def _port(text: str) -> int | None:
+    if text == "off":
+        return None
+    if text.isdecimal() and int(text) < 65536:
+        return int(text)
+    raise UsageError(f"{text!r} is no port", hint="give a number below 65536, 0 for any free one, or off")
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise UsageError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _level(text: str) -> str:
+    if text not in LEVELS:
+        raise UsageError(f"{text!r} is none of {', '.join(LEVELS)}")
+    return text
+
+
+SETTINGS = (
+    Setting("socket", _path, None, "default: $MILLRACE_SIDECAR, or a private directory of this user", "PATH"),
+    Setting("cache_dir", _path, None, "default: a private directory of this user in the temporary one", "PATH"),
+    Setting("cache_bytes", _size, "20GiB", "the most that the cache holds", "SIZE"),
+    Setting("keep_cache", _switch, "true", "leave the cache to the next daemon", "true|false"),
+    Setting("http_port", _port, "0", "status on 127.0.0.1: 0 takes any free port", "N|off"),
+    Setting("clients", _count(1, 100_000), "1024", "the most processes that are connected at once"),
+    Setting("running_jobs", _count(1, 1024), "2", "staged checkpoints that are carried out at once"),
+    Setting("queued_jobs", _count(0, 65536), "16", "staged checkpoints that wait; more are refused"),
+    Setting("drain_seconds", _seconds, "300", "how long SIGTERM waits for checkpoints", "SECONDS"),
+    Setting("fetch_threads", _count(2, 256), "16", "the most requests to stores at once, for the cache"),
+    Setting("log_level", _level, "INFO", "how much is logged", "|".join(LEVELS)),
+)
+
+
+def read(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ, **more: object) -> Settings:
+    """Put together what the flags (by setting, `config` among them), the environment and the file say."""
+    file = flags.get("config") or environ.get(PREFIX + "CONFIG")
+    sources = [
+        ("--{}", flags),
+        (PREFIX + "{}", _from_environment(environ)),
+        (f"{{}} in {file}", _from_file(Path(file)) if file else {}),
+    ]
+    values = {setting.name: _value(setting, sources, environ) for setting in SETTINGS}
+    level = str(values.pop("log_level"))
+    return Settings(Config(**values, **more), level)  # type: ignore[arg-type]  # each parser returns its field's type
+
+
+def _value(setting: Setting, sources: Sequence[tuple[str, Mapping[str, str]]], environ: Mapping[str, str]) -> object:
+    for place, values in sources:
+        if setting.name in values:
+            where = place.format(_spelt(setting.name, place))
+            try:
+                return setting.parse(values[setting.name])
+            except UsageError as error:
+                raise UsageError(f"{where}: {error.message}", hint=error.hint or setting.help) from None
+    if setting.default is not None:
+        return setting.parse(setting.default)
+    return default_socket(environ).absolute() if setting.name == "socket" else default_cache()
+
+
+def _spelt(name: str, place: str) -> str:
+    if place.startswith("--"):
+        return name.replace("_", "-")
+    return name.upper() if place.startswith(PREFIX) else name
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    given = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)}
+    given.pop("config", None)
+    _only_known(given, "the environment", lambda name: PREFIX + name.upper())
+    return given
+
+
+def _from_file(path: Path) -> dict[str, str]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES + 1)
+        if len(text) > FILE_BYTES:
+            raise UsageError(f"{path} is larger than {FILE_BYTES} bytes")
+        document = tomllib.loads(text.decode())
+    except OSError as error:
+        raise UsageError(f"the configuration {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise UsageError(f"{path} is not TOML: {error}") from None
+    _only_known(document, str(path), str)
+    return {name: _text(name, value, path) for name, value in document.items()}
+
+
+def _text(name: str, value: object, path: Path) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise UsageError(f"{name} in {path}: a text, a number or true and false are meant, not {type(value).__name__}")
+
+
+def _only_known(given: Mapping[str, object], where: str, spelt: Callable[[str], str]) -> None:
+    known = [setting.name for setting in SETTINGS]
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{spelt(name)} in {where} is no setting", hint=f"there are: {', '.join(known)}")
+
+
+def default_cache() -> Path:
+    return Path(tempfile.gettempdir()) / f"millrace-cache-{os.geteuid()}"

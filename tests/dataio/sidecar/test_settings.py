@@ -1,0 +1,82 @@
+"""One list of names: flags, environment, file."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from dataio.core.errors import UsageError
+from dataio.core.limits import GIB, MIB
+from dataio.sidecar import settings
+
+from .conftest import RunningDaemon, wait_for
+
+
+def file(tmp_path: Path, text: str) -> dict[str, str]:
+    path = tmp_path / "sidecar.toml"
+    path.write_text(text)
+    return {"config": str(path)}
+
+
+def test_nothing_said_gives_the_defaults() -> None:
+    found = settings.read({}, {})
+    assert (found.config.cache_bytes, found.config.http_port, found.log_level) == (20 * GIB, 0, "INFO")
+
+
+def test_a_flag_counts_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    flags = file(
+        tmp_path, 'cache_bytes = "3GiB"\nclients = 9\nkeep_cache = false\ndrain_seconds = 1.5\nhttp_port = "off"\n'
+    )
+    environ = {"MILLRACE_SIDECAR_CACHE_BYTES": "4GiB", "MILLRACE_SIDECAR_CLIENTS": "8", "MILLRACE_SIDECAR": "/x/s"}
+    config = settings.read({**flags, "clients": "7"}, environ).config
+    assert (config.clients, config.cache_bytes, config.keep_cache) == (7, 4 * GIB, False)
+    assert (config.drain_seconds, config.http_port, config.socket) == (1.5, None, Path("/x/s"))
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    environ = {"MILLRACE_SIDECAR_CONFIG": file(tmp_path, "clients = 5")["config"]}
+    assert settings.read({}, environ).config.clients == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "text", "named"),
+    [
+        ({"clients": "0"}, {}, "", "--clients"),
+        ({"cache_bytes": "lots"}, {}, "", "--cache-bytes"),
+        ({"http_port": "70000"}, {}, "", "--http-port"),
+        ({}, {"MILLRACE_SIDECAR_FETCH_THREADS": "many"}, "", "MILLRACE_SIDECAR_FETCH_THREADS"),
+        ({}, {"MILLRACE_SIDECAR_CASHE_BYTES": "1GiB"}, "", "MILLRACE_SIDECAR_CASHE_BYTES in the environment"),
+        ({}, {}, "drain_seconds = -1", "drain_seconds in "),
+        ({}, {}, "cashe_bytes = 1", "cashe_bytes in "),
+        ({}, {}, "clients = [1]", "clients in "),
+        ({}, {}, 'keep_cache = "maybe"', "keep_cache in "),
+        ({}, {}, 'log_level = "LOUD"', "log_level in "),
+        ({}, {}, "clients = ", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, flags: dict[str, str], environ: dict[str, str], text: str, named: str
+) -> None:
+    with pytest.raises(UsageError) as found:
+        settings.read({**flags, **(file(tmp_path, text) if text else {})}, environ)
+    assert named in found.value.message
+
+
+def test_a_file_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        settings.read({"config": "/nowhere/sidecar.toml"}, {})
+
+
+def test_sighup_reads_limits_again_and_keeps_them_when_the_file_is_wrong(daemon: RunningDaemon) -> None:
+    assert daemon.status()["cache"]["budget_bytes"] == 64 * MIB
+    daemon.configuration.write_text('{"cache_bytes": 33554432, "http_port": 1}')
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: daemon.status()["cache"]["budget_bytes"] == 32 * MIB)
+    assert "http_port can only be changed by a restart" in daemon.log.read_text()
+    daemon.configuration.write_text('{"cache_bytes": "x"')
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "the configuration stays as it was" in daemon.log.read_text())
+    assert daemon.status()["cache"]["budget_bytes"] == 32 * MIB
