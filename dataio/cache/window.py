@@ -14,6 +14,7 @@ KEPT = 64
 ENOUGH = 20
 """Fetches before anything is called late."""
 SAFETY = 2.0
+LEAST_LATE_SECONDS = 0.02
 HEDGED_SHARE = 0.01
 """At most so many fetches of all are asked for twice, so that hedging costs no more than that in bytes."""
 
@@ -46,7 +47,7 @@ class Window:
         """Seconds after which a fetch is asked for again, or None while nothing may be."""
         if len(self._times) < ENOUGH or self.hedges >= 1 + self.fetches * HEDGED_SHARE:
             return None
-        return sorted(self._times)[len(self._times) * 95 // 100]
+        return max(LEAST_LATE_SECONDS, sorted(self._times)[len(self._times) * 95 // 100])
 
     def report(self) -> dict[str, float | int]:
         times = sorted(self._times)

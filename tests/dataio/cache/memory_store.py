@@ -17,6 +17,8 @@ class MemoryStore(Store):
         self.gate = threading.Event()
         self.gate.set()
         self.failing = 0
+        self.stuck = 0
+        self.let_go = threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -30,6 +32,9 @@ class MemoryStore(Store):
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         with self._lock:
             self.reads.append((key, offset, len(buffer)))
+            stuck, self.stuck = self.stuck, max(0, self.stuck - 1)
+        if stuck:
+            assert self.let_go.wait(30)
         assert self.gate.wait(30)
         if self.failing:
             self.failing -= 1
