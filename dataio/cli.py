@@ -29,6 +29,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "merge": ("dataio.shards.cli_versions:merge", "make a version that also holds other datasets"),
     "tag": ("dataio.shards.cli_versions:tag", "name a version, or list the names"),
     "diff": ("dataio.shards.cli_versions:diff", "say what changed between two versions"),
+    "export": ("dataio.shards.cli_look:export", "write the members of samples as files"),
+    "preview": ("dataio.shards.cli_look:preview", "make a page of pictures, durations and sizes"),
     "verify": ("dataio.shards.cli_verify:verify", "check every byte of a dataset, and repair it from a copy"),
     "sidecar": ("dataio.sidecar.cli:sidecar", "run the node's daemon, or ask it for its status"),
     "ckpt": ("checkpoint.cli:ckpt", "list and check the steps of a checkpoint repository"),

@@ -1,0 +1,99 @@
+"""Members of samples as files.
+
+Invariants: a key is a name, never a path: every file lands in the one folder that was named, under a name made of the key's own
+characters where they are harmless and of `%XX` where they are not, so different members never share a name. A file appears
+whole, its checksum verified, or not at all; what is there is replaced only when asked for, and links are not followed.
+Failure behaviour: `ConflictError` names a file that exists; `CorruptionError` a damaged member; files written before stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from dataio.core.errors import AccessDeniedError, CapacityError, ConflictError
+from dataio.shards import members
+from dataio.shards.contract import Member, Sample
+from dataio.shards.dataset import Dataset
+
+_NAME_BYTES = 200
+_PLAIN = frozenset("-_.+=,@")
+
+
+def export(
+    dataset: Dataset,
+    keys: Iterable[str],
+    folder: str | os.PathLike[str],
+    *,
+    ext: str | None = None,
+    force: bool = False,
+) -> Iterator[tuple[str, Path]]:
+    """Write the members of these samples (only those with `ext`, when given) into `folder`; yields (`key.ext`, path) of each.
+
+    `NotFoundError` for a key or member that is not there, before anything of that sample is written.
+    """
+    target = Path(folder)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ConflictError(f"{target} is there and is no folder") from error
+    except OSError as error:
+        raise _os_error(target, error) from error
+    for key in keys:
+        sample = dataset.find(key)
+        for member in sample.members if ext is None else (members.find_member(sample, ext),):
+            path = target / safe_name(sample.key, member.ext)
+            _write(dataset, sample, member, path, force)
+            yield f"{sample.key}.{member.ext}", path
+
+
+def safe_name(key: str, ext: str) -> str:
+    """A file name for a member: different members have different ones, and none leads out of its folder."""
+    name = "".join(c if c.isalnum() or c in _PLAIN else _escaped(c) for c in f"{key}.{ext}")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if len(name.encode()) > _NAME_BYTES:
+        suffix = f"%{xxhash.xxh3_128_hexdigest(f'{key}.{ext}'.encode())}"
+        if len(ext) < 16 and ext.isalnum():
+            suffix += f".{ext}"
+        name = name.encode()[: _NAME_BYTES - len(suffix.encode())].decode(errors="ignore") + suffix
+    return name
+
+
+def _escaped(c: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in c.encode("utf-8", "surrogatepass"))
+
+
+def _write(dataset: Dataset, sample: Sample, member: Member, path: Path, force: bool) -> None:
+    if not force and os.path.lexists(path):
+        raise _exists(path)
+    temporary = path.with_name(f".millrace-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            for piece in members.chunks(dataset.store, sample, member):
+                file.write(piece)
+        if force:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)
+    except FileExistsError as error:
+        raise _exists(path) from error
+    except OSError as error:
+        raise _os_error(path, error) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _exists(path: Path) -> ConflictError:
+    return ConflictError(f"{path} exists already", hint="--force replaces it; or export into another folder")
+
+
+def _os_error(path: Path, error: OSError) -> AccessDeniedError | CapacityError:
+    kind = AccessDeniedError if isinstance(error, PermissionError | NotADirectoryError) else CapacityError
+    return kind(f"{path} cannot be written: {error.strerror or error}")
