@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dataio.core import log
-from dataio.core.errors import NotFoundError, TransientError
-from dataio.core.limits import format_bytes
-from dataio.sidecar import settings
-from dataio.sidecar.paths import default_socket
+from dataio.core.errors import TransientError
+from dataio.sidecar import notify, settings
 
 COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "checkpoint.carry")}
 """What carries out a staged job, by its kind. Named here by a string: this floor knows nothing of what it starts."""
@@ -41,7 +38,8 @@ def _parser() -> argparse.ArgumentParser:
         run.add_argument(flag, dest=setting.name, metavar=setting.metavar, help=setting.help + default)
     status = actions.add_parser("status", help="ask the running daemon; exit code 2 when there is none")
     status.add_argument("--socket", type=Path)
-    status.add_argument("--json", action="store_true")
+    status.add_argument("--json", action="store_true", help="everything, as one JSON object")
+    status.add_argument("--watch", action="store_true", help="again every 2 seconds, until interrupted")
     return parser
 
 
@@ -54,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     log.setup(found.log_level)
     daemon = Daemon(found.config, open_location, lambda: settings.read(given, commands=COMMANDS).config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        drained = runner.run(daemon.serve())
+        drained = runner.run(daemon.serve(notify.ready))
     return 0 if drained else TransientError.exit_code
 
 
@@ -69,35 +67,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from dataio.sidecar.client import Sidecar
+    from dataio.sidecar import cli_status
 
-    found = Sidecar.find(options.socket or "auto")
-    if found is None:
-        raise NotFoundError(
-            f"no sidecar answers on {options.socket or default_socket()}", hint="start one: millrace sidecar run"
-        )
-    with found:
-        state = found.status()
-    print(json.dumps(state) if options.json else _for_people(state))
-    return 0
-
-
-def _for_people(state: dict[str, object]) -> str:
-    cache, jobs = state["cache"], state["jobs"]
-    if not isinstance(cache, dict) or not isinstance(jobs, dict):
-        raise TransientError("the sidecar's status is of another version")
-    lines = [
-        f"process {state['pid']} on {state['socket']}, up {state['uptime_seconds']} s"
-        + (", draining" if state["draining"] else ""),
-        f"cache   {format_bytes(cache['used_bytes'])} of {format_bytes(cache['budget_bytes'])} in {cache['files']} files, "
-        f"{format_bytes(cache['fetched_bytes'])} fetched"
-        + (", PAUSED: its disk cannot be written" if cache["paused"] else ""),
-        f"clients {state['clients']}, stores {state['stores']}",
-        f"jobs    {jobs['running']} running, {jobs['queued']} queued, {jobs['finished']} finished",
-    ]
-    for job in jobs["jobs"]:
-        share = f" {100 * job['done'] // job['total']} %" if job["total"] else ""
-        lines.append(
-            f"  {job['token'][:8]} {job['kind']} {job['state']}{share} {format_bytes(job['arena_bytes'])} {job['error'] or ''}"
-        )
-    return "\n".join(lines)
+    return cli_status.status(options)

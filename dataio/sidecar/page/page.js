@@ -41,16 +41,17 @@ function chart(title, lines, show, top) {
   const legend = el("span", { class: "key" }, ...lines.map((line, i) =>
     el("span", { class: line.class }, el("span", { class: "name" }, line.name), values[i])));
   const drawing = el("svg", { class: "chart", viewBox: "0 0 600 100", preserveAspectRatio: "none", role: "img" });
-  const peak = el("span"), at = el("span", {}, "now");
+  const peak = el("span"), at = el("span", {}, "now"), left = el("span");
   const figure = el("figure", {}, el("figcaption", {}, title, legend), drawing,
-    el("div", { class: "scale" }, el("span", {}, "10 min ago"), peak, at));
-  let points = [], pick = null;
+    el("div", { class: "scale" }, left, peak, at));
+  let points = [], pick = null, reach = 60;
 
-  const x = (point) => 600 - point.age;
+  const x = (point) => 600 * (1 - point.age / reach);
   const nearest = () => points.reduce((best, p) => Math.abs(x(p) - pick) < Math.abs(x(best) - pick) ? p : best, points[0]);
   function draw() {
     const highest = top || Math.max(0, ...points.flatMap((p) => lines.map((line) => p[line.field] || 0))) || 1;
     const y = (value) => 98 - 94 * Math.min(value / highest, 1);
+    left.textContent = `${span(reach)} ago`;
     drawing.replaceChildren(el("line", { x1: 0, x2: 600, y1: 98, y2: 98 }), el("line", { x1: 0, x2: 600, y1: 4, y2: 4 }));
     for (const line of lines) {
       for (const run of runs(points, line.field)) {
@@ -73,7 +74,11 @@ function chart(title, lines, show, top) {
     draw();
   });
   drawing.addEventListener("pointerleave", () => { pick = null; draw(); });
-  return { figure, set(next) { points = next.filter((p) => p.age <= 600); draw(); } };
+  return { figure, set(next) {
+    points = next.filter((p) => p.age <= 600);
+    reach = Math.max(60, ...points.map((p) => p.age));  // the first minute fills the chart; then it grows to ten
+    draw();
+  } };
 }
 
 function runs(points, field) {
@@ -141,6 +146,7 @@ byId("cache").append(el("div", { class: "card" }, cacheNote, el("div", { class: 
 function showCache(status) {
   const cache = status.cache || {}, rates = status.rates || {};
   cacheBar.style.width = `${Math.min(100, 100 * (cache.used_bytes || 0) / (cache.budget_bytes || 1))}%`;
+  cacheNote.hidden = !cache.paused;
   cacheNote.textContent = cache.paused ? "Its disk cannot be written: new data is read from the store directly." : "";
   cacheFacts.replaceChildren(...[
     ["Holds", bytes(cache.used_bytes), `of ${bytes(cache.budget_bytes)}`],

@@ -1,0 +1,168 @@
+"""`millrace sidecar status`: what the page shows, in the terminal.
+
+Invariant: text from the daemon is printed as text, never as markup or control characters.
+Failure behaviour: `NotFoundError` when no daemon answers; with `--watch` that is said, and looked for again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from dataio.core.errors import MillraceError, NotFoundError
+from dataio.core.limits import format_bytes
+from dataio.sidecar.connection import Sidecar
+from dataio.sidecar.paths import default_socket
+
+WATCH_SECONDS = 2.0
+PIPE_WIDTH = 200
+"""Columns where there is no terminal."""
+State = dict[str, Any]
+
+
+def status(options: argparse.Namespace) -> int:
+    """The command; `options` has socket, json and watch."""
+    if options.watch and not options.json:
+        return _watch(options)
+    state = ask(options)
+    if options.json:
+        print(json.dumps(state))
+    else:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = PIPE_WIDTH
+        console.print(view(state))
+    return 0
+
+
+def ask(options: argparse.Namespace) -> State:
+    """The daemon's status."""
+    found = Sidecar.find(options.socket or "auto")
+    if found is None:
+        where = options.socket or default_socket()
+        raise NotFoundError(f"no sidecar answers on {where}", hint="start one: millrace sidecar run")
+    with found:
+        return found.status()
+
+
+def view(state: State) -> RenderableType:
+    """The status for people."""
+    lines = [_head(state), _cache(state)]
+    tables = [table for table in (_jobs(state), _saves(state)) if table.row_count]
+    errors = [
+        Text(f"{_clean(e['text'])}  {_ago(e['age_seconds'])}, {e['times']} times", "red")
+        for e in state.get("errors", [])[:6]
+    ]
+    return Group(*lines, *tables, *errors)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            try:
+                live.update(view(ask(options)), refresh=True)
+            except MillraceError as error:
+                live.update(Text(f"{error}; looking again", "red"), refresh=True)
+            time.sleep(WATCH_SECONDS)
+
+
+def _head(state: State) -> Text:
+    port = f", http://127.0.0.1:{state['http_port']}/" if state.get("http_port") else ""
+    text = (
+        f"process {state['pid']} on {state['socket']}, up {_span(state['uptime_seconds'])}, {state['clients']} clients"
+    )
+    return Text(_clean(text + port + (", draining" if state["draining"] else "")))
+
+
+def _cache(state: State) -> Text:
+    cache, rates = state["cache"], state.get("rates") or {}
+    text = (
+        f"cache   {format_bytes(cache['used_bytes'])} of {format_bytes(cache['budget_bytes'])} in {cache['files']} files, "
+        f"{format_bytes(cache['fetched_bytes'])} fetched; now {_rate(rates.get('cache_bytes_per_second'))} from cache, "
+        f"{_rate(rates.get('fetched_bytes_per_second'))} fetched, hits {_share(rates.get('hit_ratio'))}, "
+        f"{cache['waiting']} requests wait"
+    )
+    return Text(text + (", PAUSED: its disk cannot be written" if cache["paused"] else ""))
+
+
+def _jobs(state: State) -> Table:
+    table = _table(
+        "job", "trainers", "goodput", "samples/s", "wait/step", "stall/step", "cache", "store", "last step", "age"
+    )
+    for job in state.get("training", []):
+        table.add_row(
+            Text(_clean(job["job"])),
+            str(job["trainers"]),
+            _share(job["goodput"]),
+            _number(job["samples_per_second"]),
+            _ms(job["wait_ms_per_step"]),
+            _ms(job["stall_ms_per_step"]),
+            _rate(job["cache_bytes_per_second"]),
+            _rate(job["store_bytes_per_second"]),
+            "–" if job["last_step"] is None else str(job["last_step"]),
+            _span(job["last_commit_age_seconds"]),
+        )
+    return table
+
+
+def _saves(state: State) -> Table:
+    table = _table("checkpoint", "state", "done", "seconds", "ended")
+    for save in state.get("saves", [])[:8]:
+        over = save["state"] in ("committed", "failed")
+        share = "" if over or not save["total"] else f"{100 * save['done'] // save['total']} %"
+        what = _clean(save["about"]) + (f": {_clean(save['error'])}" if save["error"] else "")
+        table.add_row(
+            Text(what), save["state"], share, _number(save["seconds"]), _ago(save["age_seconds"]) if over else ""
+        )
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first, min_width=12, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _clean(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f} ms"
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{value / 1e6:,.1f} MB/s"
+
+
+def _ago(seconds: float) -> str:
+    return f"{_span(seconds)} ago"
+
+
+def _span(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
