@@ -14,19 +14,36 @@ if TYPE_CHECKING:
     from dataio.shards.in_place import index
     from dataio.shards.manifests import Columns
     from dataio.shards.pack import PackReport, append, pack
+    from dataio.shards.preview import preview
+    from dataio.shards.verify import VerifyReport, verify
     from dataio.store.open import open_store
 
-__all__ = ["Columns", "Dataset", "PackReport", "Recipe", "append", "index", "open_store", "pack"]
+__all__ = [
+    "Columns",
+    "Dataset",
+    "PackReport",
+    "Recipe",
+    "VerifyReport",
+    "append",
+    "index",
+    "open_store",
+    "pack",
+    "preview",
+    "verify",
+]
 
 _HOME = {
     "Columns": "dataio.shards.manifests",
     "Dataset": "dataio.shards.dataset",
     "PackReport": "dataio.shards.pack",
+    "VerifyReport": "dataio.shards.findings",
     "Recipe": "dataio.shards.facts",
     "append": "dataio.shards.pack",
     "index": "dataio.shards.in_place",
     "open_store": "dataio.store.open",
     "pack": "dataio.shards.pack",
+    "preview": "dataio.shards.preview",
+    "verify": "dataio.shards.verify",
 }
 
 

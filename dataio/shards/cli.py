@@ -166,10 +166,11 @@ def _print_info(found: dict[str, Any]) -> None:
     rows = [
         ("dataset", f"{found['url']} ({found['name']})"),
         ("version", f"{found['version']} of {found['created']}, digest {found['digest'][:16]}"),
+        *_origin(found),
         ("samples", f"{found['samples']}, {found['with_text']} with text"),
         ("hours", f"{found['seconds'] / 3600:.3f}, {found['video_seconds'] / 3600:.3f} of them video"),
         ("frames", str(found["video_frames"])),
-        ("bytes", f"{limits.format_bytes(found['bytes'])} in {_count(found['shards'], 'shard')}"),
+        ("bytes", f"{limits.format_bytes(found['member_bytes'])} of {_bytes_in_shards(found)}"),
     ]
     for label in ("video codecs", "audio codecs", "sizes", "sample rates"):
         counts = list(found[label.replace(" ", "_")].items())
@@ -177,6 +178,18 @@ def _print_info(found: dict[str, Any]) -> None:
         rows.append((label, shown + (f", and {len(counts) - 12} more" if len(counts) > 12 else "") or "none"))
     for label, value in rows:
         print(f"{label:13} {_printable(value)}")
+
+
+def _bytes_in_shards(found: dict[str, Any]) -> str:
+    return f"{limits.format_bytes(found['bytes'])} in {_count(found['shards'], 'shard')}"
+
+
+def _origin(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """How the version came to be, as far as there is something to say."""
+    sources = ", ".join(f"{source['name']} version {source['version']}" for source in found["made_from"])
+    made = [found["message"], f"from {sources}" if sources else "", "" if found["trunk"] else "a saved view"]
+    rows = [("made by", ", ".join(filter(None, made))), ("where", " and ".join(found["where"]))]
+    return [row for row in (*rows, ("tags", ", ".join(found["tags"]))) if row[1]]
 
 
 def _sample_line(sample: Sample) -> str:

@@ -1,16 +1,20 @@
 """What a dataset holds, in numbers, from its index alone.
 
-Invariant: every figure is a sum or a count over the index's columns. Failure behaviour: none.
+Invariant: every figure is a sum or a count over the index's columns. Tags are looked up among the first `MOST_TAGS`.
+Failure behaviour: that of reading the index and the tags.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pyarrow.compute as pc
 
+from dataio.shards import tags
 from dataio.shards.dataset import Dataset
 
+MOST_TAGS = 200
 _COLUMNS = ("duration", "width", "height", "frames", "video_codec", "audio_codec", "sample_rate", "text")
 
 
@@ -24,6 +28,12 @@ def summary(dataset: Dataset) -> dict[str, Any]:
         "version": dataset.version,
         "digest": dataset.digest,
         "created": dataset.document.created,
+        "message": dataset.document.message,
+        "parent": dataset.document.parent,
+        "trunk": dataset.document.trunk == dataset.version,
+        "made_from": [msgspec.to_builtins(source) for source in dataset.lineage.sources],
+        "where": list(dataset.lineage.where),
+        "tags": tags_of(dataset),
         "samples": len(dataset),
         "shards": len(dataset.document.shards),
         "bytes": sum(shard.size for shard in dataset.document.shards),
@@ -37,6 +47,12 @@ def summary(dataset: Dataset) -> dict[str, Any]:
         "sizes": _counts(table, ["width", "height"]),
         "sample_rates": _counts(table, ["sample_rate"]),
     }
+
+
+def tags_of(dataset: Dataset) -> list[str]:
+    """The tags of this version, of a view's that of the version that it narrows."""
+    names = sorted(tags.names(dataset.store))[:MOST_TAGS]
+    return [name for name in names if tags.read(dataset.store, name).version == dataset.version]
 
 
 def _counts(table: Any, columns: list[str]) -> dict[str, int]:

@@ -159,6 +159,7 @@ def test_wrong_credentials_are_a_clear_error_that_shows_none(clips: Path, s3_url
 def test_info_says_what_there_is(dataset: Path) -> None:
     text = millrace("info", dataset).stdout.decode()
     assert "samples       3, 1 with text" in text
+    assert "made by       packed\n" in text
     assert "video codecs  h264 (1), vp8 (1)" in text
     assert "sizes         64x48 (2)" in text
     found = json.loads(millrace("info", dataset, "--json").stdout)
@@ -166,6 +167,18 @@ def test_info_says_what_there_is(dataset: Path) -> None:
     assert found["seconds"] == pytest.approx(5 / 30 * 2 + 1, abs=0.01)
     with Dataset(dataset) as opened:
         assert found["digest"] == opened.digest
+
+
+def test_info_says_where_a_version_comes_from(dataset: Path) -> None:
+    with Dataset(dataset) as opened:
+        saved = opened.where("has_video").save("pictures only")
+        saved.tag("pictures")
+    text = millrace("info", dataset, "--version", "pictures").stdout.decode()
+    assert "made by       pictures only, from ds version 1, a saved view" in text
+    assert "where         has_video" in text
+    assert "tags          pictures" in text
+    found = json.loads(millrace("info", dataset, "--version", "2", "--json").stdout)
+    assert (found["tags"], found["where"], found["trunk"]) == (["pictures"], ["has_video"], False)
 
 
 def test_ls_lists_samples_in_order_up_to_a_limit(dataset: Path) -> None:
