@@ -288,7 +288,7 @@ def test_what_only_another_version_names_is_no_orphan(ds: Path) -> None:
     assert verify(ds, 1).orphans == verify(ds).orphans == ()
 
 
-def test_progress_adds_up_and_memory_of_one_run_is_counted_once(ds: Path) -> None:
+def test_progress_adds_up(ds: Path) -> None:
     seen = list[VerifyProgress]()
     verify(ds, progress=seen.append, workers=2)
     assert seen[-1].shards == seen[-1].shards_total == 4
@@ -369,3 +369,22 @@ def test_the_command_returns_4_without_a_version_to_check_against(ds: Path) -> N
     done = millrace("verify", ds)
     assert done.returncode == 4
     assert b"00000001.json" in done.stderr
+
+
+def test_memory_does_not_grow_with_the_shard(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    make_tone(tmp_path / "in/s.wav", 1)
+    with (tmp_path / "in/s.bin").open("wb") as file:
+        file.truncate(256 << 20)
+    pack(tmp_path / "in", tmp_path / "ds", workers=1).close()
+    program = (
+        "import resource, sys\nfrom dataio.shards.verify import verify\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\nreport = verify(sys.argv[1], workers=1)\n"
+        "print(report.bytes, len(report.damaged), peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "ds")], capture_output=True, timeout=120)
+    size, damaged, grown = map(int, done.stdout.split())
+    assert size > 256 << 20
+    assert not damaged
+    assert grown < 100 << 10, f"{grown} KiB for a shard of 256 MiB"
