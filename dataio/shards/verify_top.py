@@ -25,7 +25,7 @@ from dataio.store.mounts import PREFIX
 
 Check = Callable[[bytes, str], object]
 
-_DATA = ("shards/", "index/", "kept/")
+_DATA = ("shards/", "index/")
 """The folders whose objects only versions give a meaning."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
