@@ -36,7 +36,7 @@ Batch = dict[str, Any]
 @pytest.fixture(autouse=True)
 def _reads_go_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache has tests of its own; here every read is one of the store."""
-    monkeypatch.setattr(video_module, "open_reader", lambda store, sidecar: StoreReader(store))
+    monkeypatch.setattr(video_module, "open_reader", lambda store, *_: StoreReader(store))
 
 
 @pytest.fixture
