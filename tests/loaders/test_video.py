@@ -357,7 +357,7 @@ def test_a_cache_that_rots_is_passed_by(make: Callable[..., VideoLoader], monkey
             return [memoryview(view).toreadonly() for view in views]
 
     reference = take(make(), 2)
-    monkeypatch.setattr(video_module, "open_reader", lambda store, sidecar: Rotten(store))
+    monkeypatch.setattr(video_module, "open_reader", lambda store, *_: Rotten(store))
     loader = make()
     assert all(same(a, b) for a, b in zip(reference, take(loader, 2), strict=True))
     assert Rotten.wrong
@@ -403,7 +403,7 @@ def test_a_lost_shard_is_damage_and_an_unreachable_store_is_not(
 
     reference = take(make(), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(video_module, "open_reader", lambda store, sidecar: Away(store))
+        patch.setattr(video_module, "open_reader", lambda store, *_: Away(store))
         unlucky = make()
         with pytest.raises(TransientError, match="no route"):
             next(iter(unlucky))
@@ -580,7 +580,7 @@ def test_upcoming_samples_are_announced_soonest_first(
         def announce(self, upcoming: Any) -> None:
             said.append(list(upcoming))
 
-    def opened(store: Any, sidecar: Any) -> ShardReader:
+    def opened(store: Any, sidecar: Any, _meter: Any) -> ShardReader:
         return Listening(store)
 
     monkeypatch.setattr(video_module, "open_reader", opened)
