@@ -31,7 +31,7 @@ def test_the_terminal_shows_what_the_page_shows(daemon: RunningDaemon, capsys: p
         wait_for(lambda: daemon.status()["training"][0]["steps"] == 10)
         assert main(["sidecar", "status", "--socket", str(daemon.socket)]) == 0
         text = capsys.readouterr().out
-        assert "exp[bold]42 " in text
+        assert "exp[bold]42[31m" in text  # without the escape character, and not as markup
         assert "\x1b" not in text
         assert f"process {daemon.pid}" in text
         assert main(["sidecar", "status", "--socket", str(daemon.socket), "--json"]) == 0

@@ -1,0 +1,140 @@
+"""Slurm's scripts, run as Slurm would run them: prolog, a job that is told to stop and runs again, epilog."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.dataio.sidecar.conftest import wait_for
+
+SLURM = Path(__file__).parents[2] / "deploy" / "slurm"
+
+
+@dataclass
+class Node:
+    """A folder that stands for a node, and its scripts' environment."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    @property
+    def run(self) -> Path:
+        return self.folder / f"millrace-{getpass.getuser()}"
+
+    @property
+    def socket(self) -> Path:
+        return self.run / "sidecar.sock"
+
+    def script(self, name: str, job: int) -> None:
+        environment = {**self.environment, "SLURM_JOB_ID": str(job)}
+        done = subprocess.run([SLURM / name], env=environment, timeout=60, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    @property
+    def daemon(self) -> int | None:
+        """The daemon's process, None once it has ended."""
+        try:
+            pid = int((self.run / "sidecar.sock.lock").read_text())
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            return None
+        return pid if b"sidecar" in command else None
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with tempfile.TemporaryDirectory(prefix="mr-") as name:
+        folder = Path(name)
+        (folder / "bin").mkdir()
+        millrace = folder / "bin" / "millrace"
+        millrace.write_text(f'#!/bin/sh\nexec {sys.executable} -m dataio.cli "$@"\n')
+        requeue = folder / "bin" / "scontrol"
+        requeue.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.log\n')
+        srun = folder / "bin" / "srun"  # one task, and its exit code; a signal of Slurm's goes to the task alone
+        srun.write_text(f'#!/bin/bash\nshift\n"$@" & echo $! > {folder}/task; wait $!; exit $?\n')
+        for script in (millrace, requeue, srun):
+            script.chmod(0o755)
+        environment = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": os.fspath(SLURM.parents[1]),
+            "MILLRACE_BIN": os.fspath(millrace),
+            "MILLRACE_RUN_DIR": name,
+            "MILLRACE_CACHE_DIR": os.fspath(folder / "cache"),
+            "MILLRACE_SLURM_OPTIONS": "--cache-bytes 64MiB",
+            "SLURM_JOB_USER": getpass.getuser(),
+            "SLURM_JOB_NAME": "train",
+            "PYTHON": sys.executable,
+            "TRAIN": os.fspath(SLURM / "train.py"),
+            "CHECKPOINTS": os.fspath(folder / "ck"),
+        }
+        for unwanted in ("MILLRACE_SIDECAR", "NOTIFY_SOCKET"):
+            environment.pop(unwanted, None)
+        made = Node(folder, environment)
+        yield made
+        if made.daemon is not None:
+            os.kill(made.daemon, signal.SIGKILL)
+
+
+def test_a_users_jobs_share_a_sidecar_which_drains_after_the_last(node: Node) -> None:
+    node.script("prolog.sh", 1)
+    first = node.daemon
+    assert first is not None
+    node.script("prolog.sh", 2)
+    assert node.daemon == first
+    assert node.run.stat().st_mode & 0o777 == 0o700
+    node.script("epilog.sh", 1)
+    assert node.daemon == first
+    node.script("epilog.sh", 2)
+    wait_for(lambda: node.daemon is None)
+    node.script("epilog.sh", 3)  # nothing is left to stop
+
+
+def test_a_sidecar_that_cannot_start_does_not_drain_the_node(node: Node) -> None:
+    node.environment["MILLRACE_SLURM_OPTIONS"] = "--cache-bytes nonsense"
+    node.script("prolog.sh", 1)
+    assert node.daemon is None
+    assert "nonsense" in (node.run / "sidecar.log").read_text()
+
+
+def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) -> None:
+    node.script("prolog.sh", 7)
+    environment = {**node.environment, "SLURM_JOB_ID": "7", "STEPS": "400", "STEP_SECONDS": "0.01"}
+
+    def start(log: Path) -> subprocess.Popen[bytes]:
+        with open(log, "wb") as out:
+            return subprocess.Popen(["bash", SLURM / "train.sbatch"], env=environment, stdout=out, stderr=out)
+
+    log = node.folder / "first.log"
+    with start(log) as job:
+        wait_for(lambda: "from step 0" in log.read_text(), 90)
+        os.kill(int((node.folder / "task").read_text()), signal.SIGUSR1)
+        assert job.wait(90) == 99, log.read_text()
+    (stopped,) = [int(line.split()[2]) for line in log.read_text().splitlines() if line.startswith("saved step")]
+    assert (node.folder / "scontrol.log").read_text() == "requeue 7\n"
+    again = node.folder / "again.log"
+    with start(again) as job:
+        assert job.wait(120) == 0, again.read_text()
+    assert f"from step {stopped}\n" in again.read_text()
+    assert again.read_text().endswith("done\n")
+    status = subprocess.run(
+        [node.environment["MILLRACE_BIN"], "sidecar", "status", "--json", "--socket", node.socket],
+        env=environment,
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    (line,) = json.loads(status.stdout)["training"]
+    assert (line["job"], line["last_step"]) == ("example", 400)
+    node.script("epilog.sh", 7)
+    wait_for(lambda: node.daemon is None)
