@@ -211,7 +211,7 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
         if stream is not None:
             _prepare(stream)
     for packet in container.demux([s for s in (video, audio) if s is not None]):
-        if audio is not None and packet.stream_index == audio.index:
+        if audio is not None and packet.stream.index == audio.index:  # a flush packet's own stream_index is always 0
             sound.feed(packet)
             continue
         first = first or next(_decode(packet), None)

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
@@ -276,3 +277,23 @@ def test_key_frames_start_at_frame_zero(media: Path) -> None:
         video = probe(media / name).video
         assert video is not None
         assert video.key_frames[0] == KeyFrame(video.start_pts, 0)
+
+
+def test_the_only_frame_of_a_video_behind_its_sound_is_found(tmp_path: Path) -> None:
+    """The decoder gives it up only when it is flushed, and libav's flush packets name stream 0, which is the sound."""
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        sound = container.add_stream("aac", rate=48000, layout="mono")
+        video = container.add_stream("libx264", rate=30, options={"bf": "2"})
+        video.width, video.height, video.pix_fmt = 64, 48, "yuv420p"
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), format="fltp", layout="mono")
+        silence.sample_rate = 48000
+        container.mux(sound.encode(silence))
+        container.mux(video.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
+        for stream in (sound, video):
+            container.mux(stream.encode(None))
+    found = probe(path)
+    assert found.video is not None
+    assert (found.video.stream, found.video.frames) == (1, 1)
+    assert found.audio is not None
+    assert found.audio.samples >= 4096
