@@ -119,6 +119,8 @@ class Engine:
         with self._lock:
             scheduled = stream in self._announced
             self._announced[stream] = (store, list(upcoming[:ANNOUNCED]))
+            later = self._execute(self._plan.reads_in_order(stream, source_of(store.location)))
+        _finish(later)
         if not scheduled:  # at most one job for each stream, whatever the number of announcements
             self._fetcher.submit(lambda _: self._announce(stream))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from dataio.cache import kept
 from dataio.cache.blocks import BlockFile
@@ -20,6 +20,9 @@ from dataio.cache.window import Window
 from dataio.core.clock import Clock
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
+
+IDLE_SECONDS = 5.0
+"""After so long without work a thread gives its buffer back: an idle daemon is a small one."""
 
 _log = get_logger(__name__)
 Job = Callable[[memoryview], None]
@@ -94,9 +97,17 @@ class Fetcher:
             self._jobs.put(None)
 
     def _work(self) -> None:
-        buffer = memoryview(bytearray(self._block_bytes))
-        while (job := self._jobs.get()) is not None:
+        buffer: memoryview | None = None
+        while True:
             try:
+                job = self._jobs.get(timeout=IDLE_SECONDS if buffer is not None else None)
+            except Empty:
+                buffer = None
+                continue
+            if job is None:
+                return
+            try:
+                buffer = buffer or memoryview(bytearray(self._block_bytes))
                 job(buffer)
             except Exception:
                 _log.exception("a job of the cache failed")

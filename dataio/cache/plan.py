@@ -83,6 +83,7 @@ class CachePlan:
         self._files: dict[int, CacheFile] = {}  # all, and those dropped but still held
         self._tickets: dict[int, _Ticket] = {}
         self._streams = Streams()
+        self._ordered: set[str] = set()  # sources that were announced and have blocks here
         self._stale_bytes = 0
         self._ahead_parts = self._ahead_bytes = 0
         self._next_file = 1
@@ -178,15 +179,21 @@ class CachePlan:
     def announce(self, stream: int, source: str, wants: Sequence[Want]) -> list[Instruction]:
         """`stream` reads `source` to an order, and these come next, soonest first; replaces what it announced before."""
         number = self._streams.announce(stream, source, wants)
+        self._ordered.add(source)
         for want in wants:
             ring = self._find_ring(want.object, want.ranges)
             if ring is not None:
                 self._await(ring, stream, number, want.ranges)
         return self._prefetch()
 
+    def reads_in_order(self, stream: int, source: str) -> list[Instruction]:
+        """`stream` is about to announce what it reads of `source`; known at once, since its first read may be as quick."""
+        return [] if self._streams.reads(stream, source) else self.announce(stream, source, [])
+
     def withdraw(self, stream: int) -> list[Instruction]:
         """The stream is over: nothing is prefetched for it any more, and its store's blocks may be evicted."""
         self._streams.withdraw(stream)
+        self._ordered = {source for source in self._ordered if source in self._bytes_of or self._streams.uses(source)}
         out: list[Instruction] = []
         for file in list(self._ring_files.values()):
             if file.awaited.pop(stream, None) is not None and self._live(file):
@@ -301,7 +308,7 @@ class CachePlan:
             return None
         if self._make_room(blank.cost(missing), obj, out) and file:
             return file
-        if file and not file.flying and not self._streams.uses(obj.source) and not self._fits(blank.cost(missing)):
+        if file and not file.flying and not self._protected(obj.source, obj.source) and not self._fits(blank.cost(missing)):
             self._drop(file, out)  # an object larger than the budget: begin it anew
             file = None
         fits = file is None and self._fits(blank.cost(wanted))
@@ -328,11 +335,11 @@ class CachePlan:
         """Evict until `need` bytes fit with some slack; whether they fit at all. What is dropped but held is counted as
         good as gone when choosing victims, or one stubborn holder would empty the cache."""
         new_file = keep not in self._linked
-        if self._crowded(need, new_file) and self._evictable():
+        if self._crowded(need, new_file) and self._evictable(keep.source):
             for victim in list(self._linked.values()):
                 if not self._crowded(need, new_file):
                     break
-                if victim.object != keep and self._may_go(victim):
+                if victim.object != keep and self._may_go(victim, keep.source):
                     self._drop(victim, out)
         return self._fits(need)
 
@@ -340,13 +347,18 @@ class CachePlan:
         full = self._pinned.used - self._pinned.dropped + need > self._limit - self._slack
         return full or (new_file and not self._files_free)
 
-    def _may_go(self, file: CacheFile) -> bool:
-        return not file.flying and (file.stale or not self._streams.uses(file.object.source))
+    def _may_go(self, file: CacheFile, new: str) -> bool:
+        return not file.flying and (file.stale or not self._protected(file.object.source, new))
 
-    def _evictable(self) -> bool:
+    def _protected(self, source: str, new: str) -> bool:
+        """Whether blocks of `source` stay when something of the store `new` comes: while a loader announces it, and, when it
+        has stopped (its trainer starts again, as a rule), against reads of the store itself."""
+        return self._streams.uses(source) or (source == new and source in self._ordered)
+
+    def _evictable(self, new: str) -> bool:
         """Whether anything may be evicted: or every read of a full cache would look through all its files."""
         return bool(self._stale_bytes) or any(
-            total for source, total in self._bytes_of.items() if not self._streams.uses(source)
+            total for source, total in self._bytes_of.items() if not self._protected(source, new)
         )
 
     # the ring

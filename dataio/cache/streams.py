@@ -41,6 +41,11 @@ class Streams:
         """Whether somebody reads this store to an announced order."""
         return source in self._sources
 
+    def reads(self, number: int, source: str) -> bool:
+        """Whether the stream is known, with this source."""
+        found = self._streams.get(number)
+        return found is not None and found.source == source
+
     def announced(self, stream: int) -> int:
         """How often the stream has announced; 0 when there is none."""
         found = self._streams.get(stream)

@@ -45,7 +45,7 @@ class Window:
 
     def late_after(self) -> float | None:
         """Seconds after which a fetch is asked for again, or None while nothing may be."""
-        if len(self._times) < ENOUGH or self.hedges >= 1 + self.fetches * HEDGED_SHARE:
+        if len(self._times) < ENOUGH or self.hedges + 1 > self.fetches * HEDGED_SHARE:
             return None
         return max(LEAST_LATE_SECONDS, sorted(self._times)[len(self._times) * 95 // 100])
 

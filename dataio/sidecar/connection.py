@@ -1,6 +1,7 @@
 """A process's connection to the sidecar: requests and answers, and the events of staged jobs.
 
-Purpose: one socket shared by all threads of the process. A thread of its own receives; whoever asks waits for its answer.
+Purpose: one socket shared by all threads of the process. A thread of its own receives what comes unasked; whoever asks waits
+for its answer, and receives by itself meanwhile.
 Invariants: every wait has a deadline; descriptors that come are closed unless somebody waits for them. Not to be carried
 through `fork`: the child opens its own.
 Failure behaviour: when the connection breaks, every wait, now and later, raises `TransientError`: whether a staged job goes
@@ -45,12 +46,19 @@ _ANSWERS = (m.Opened, m.Bypassed, m.Staged, m.Status, m.Failed)
 class _Slot:
     """Where one request waits for its answer."""
 
-    __slots__ = ("answer", "descriptors", "event")
+    __slots__ = ("answer", "descriptors", "over", "waiting")
 
     def __init__(self) -> None:
-        self.event = threading.Event()
+        self.waiting = threading.Lock()  # an Event would cost several times as much
+        self.waiting.acquire()
         self.answer: m.FromDaemon | None = None
         self.descriptors: tuple[int, ...] = ()
+        self.over = False
+
+    def wake(self) -> None:
+        """Called once: by whoever took the slot from the connection's list."""
+        self.over = True
+        self.waiting.release()
 
 
 class Staged:
@@ -124,7 +132,10 @@ class Sidecar:
         self._jobs: dict[str, Staged] = {}
         self._early: deque[m.JobEvent] = deque(maxlen=BATCH)
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._events, self._poll = select.epoll(), select.poll()
+        self._events.register(sock, select.EPOLLIN)
+        self._poll.register(sock, select.POLLIN)
         self._broken: TransientError | None = None
         self.closed_files: deque[int] = deque()
         """Files to give back to the daemon; appended to by finalizers, so anywhere and at any time."""
@@ -238,7 +249,7 @@ class Sidecar:
             self._slots[id] = slot
         try:
             self._send(build(id), descriptors, timeout)
-            slot.event.wait(timeout)
+            self._wait(slot, timeout)
         finally:
             with self._lock:
                 self._slots.pop(id, None)
@@ -275,6 +286,8 @@ class Sidecar:
 
     def _send(self, message: m.FromClient, descriptors: Sequence[int], timeout: float) -> None:
         data = wire.frame(m.encode(message), len(descriptors))
+        if self.closed_files and not descriptors:  # what was let go of is told first, in the same breath
+            data = wire.frame(m.encode(m.Closed(self._let_go_of()))) + data
         try:
             with self._sending:
                 _send_all(self._sock, data, descriptors, timeout)
@@ -290,27 +303,57 @@ class Sidecar:
 
     # receiving
 
+    def _wait(self, slot: _Slot, timeout: float) -> None:
+        """Until the slot has its answer. The asking thread receives by itself while no other does: handing each answer over
+        from the connection's thread would double the time of a round trip."""
+        until = time.monotonic() + timeout
+        if self._receiving.acquire(blocking=False):
+            try:
+                self._mute(True)
+                while not slot.over and not self.broken and (left := until - time.monotonic()) > 0:
+                    self._take(left)
+                self._mute(False)  # the connection's thread goes on, also for others who wait
+            except MillraceError as error:
+                self._break(error.message)
+            except (OSError, ValueError) as error:
+                self._break(str(error))
+            finally:
+                self._receiving.release()
+        slot.waiting.acquire(timeout=max(0.0, until - time.monotonic()))
+
+    def _mute(self, muted: bool) -> None:
+        """Whether the connection's thread sleeps on when something comes; the end of the connection wakes it anyway."""
+        self._events.modify(self._sock, 0 if muted else select.EPOLLIN)
+
+    def _take(self, seconds: float) -> None:
+        """Receive once, if something comes within `seconds`; the caller holds `_receiving`."""
+        if self._poll.poll(seconds * 1000):
+            data, descriptors = wire.receive(self._sock)
+            if not data:
+                raise TransientError("the daemon ended it")
+            for frame in self._framer.feed(data, descriptors):
+                self._got(frame)
+
     def _receive(self) -> None:
-        poll, reason = select.poll(), "the daemon ended it"
-        tick = time.monotonic() + TICK_SECONDS
+        reason, tick = "the daemon ended it", time.monotonic() + TICK_SECONDS
         try:
-            poll.register(self._sock, select.POLLIN)
             while not self.broken:
-                if poll.poll(TICK_SECONDS * 1000):
-                    data, descriptors = wire.receive(self._sock)
-                    if not data:
-                        break
-                    for frame in self._framer.feed(data, descriptors):
-                        self._got(frame)
+                if self._events.poll(TICK_SECONDS):
+                    with self._receiving:
+                        self._take(0)  # 0, since an asker may have been first
                 if time.monotonic() >= tick:
                     tick = time.monotonic() + TICK_SECONDS
                     self._housekeeping()
                     self._report()
-        except (OSError, ValueError, MillraceError) as error:
+        except MillraceError as error:
+            reason = error.message
+        except (OSError, ValueError) as error:
             reason = str(error)
         self._break(reason)
-        self._sock.close()
-        self._framer.close()
+        with self._receiving:
+            self._events.close()
+            self._sock.close()
+            self._framer.close()
 
     def _got(self, frame: wire.Frame) -> None:
         message = m.decode_from_daemon(frame.payload)
@@ -325,7 +368,7 @@ class Sidecar:
                 if slot is not None:
                     slot.answer, slot.descriptors = message, frame.descriptors
             if slot is not None:
-                slot.event.set()
+                slot.wake()
                 return
             if isinstance(message, m.Opened) and frame.descriptors:  # it came too late: give it back
                 self.closed_files.append(message.file)
@@ -344,11 +387,18 @@ class Sidecar:
     def _housekeeping(self) -> None:
         """Tell the daemon which files were let go of, and which were read."""
         with contextlib.suppress(TransientError):
-            while closed := [self.closed_files.popleft() for _ in range(min(BATCH, len(self.closed_files)))]:
+            while closed := self._let_go_of():
                 self.tell(m.Closed(closed))
             touched, self.touched_files = self.touched_files, set()
             if touched:
                 self.tell(m.Touched(sorted(touched)[:BATCH]))
+
+    def _let_go_of(self) -> list[int]:
+        closed: list[int] = []
+        with contextlib.suppress(IndexError):  # another thread may be as quick
+            while len(closed) < BATCH:
+                closed.append(self.closed_files.popleft())
+        return closed
 
     def _report(self) -> None:
         if self._reports and (report := self.reporting()) is not None:
@@ -369,7 +419,7 @@ class Sidecar:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the receiving thread, which closes it
         for slot in slots:
-            slot.event.set()
+            slot.wake()
         for job in jobs:
             job.broke(self._broken)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataio.cache.blocks import MappedFile, map_file
-from dataio.cache.reader import PrivateReader, Ranges, covered, views
+from dataio.cache.reader import PrivateReader, Ranges, covered, stream, views
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError
@@ -83,6 +83,8 @@ class SidecarReader:
                     if self._meter is not None:
                         self._meter.read(sum(length for _, length in ranges))
                     return found
+                # no room in the daemon's cache: exactly these bytes, and no blocks that would be thrown away
+                return stream(self._store, key, ranges)
             except (MillraceError, OSError) as error:
                 warn_once(_log, f"the sidecar could not serve {self._where.url}, so this process does: {error}")
         return self._own().read(key, ranges)

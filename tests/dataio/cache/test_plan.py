@@ -468,3 +468,10 @@ def some_ranges(o: ObjectId) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
 
 TestPlanMachine = PlanMachine.TestCase
 TestPlanMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_trainer_that_starts_again_does_not_evict_its_own_blocks_before_it_announces() -> None:
+    cache = full_of_pinned()
+    cache.withdraw(1)
+    out = ask(cache, 1, obj("z", 600), range(20))
+    assert not any(isinstance(i, Drop) for i in out)
