@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -36,10 +37,13 @@ STAT_SECONDS = 30.0
 KNOWN_OBJECTS = 100_000
 ANNOUNCED = 4096
 """Ranges of one announcement that are looked at."""
+ENDED = 256
+"""Ended leases that may wait to be looked at."""
 RUNS = 256
 """Present runs that a lease lists."""
 
 _log = get_logger(__name__)
+_CACHE_BYTES = {source: metrics.cache_bytes.labels(source) for source in ("bypass", "cache", "store")}
 Ranges = Sequence[tuple[int, int]]
 Ranges3 = Sequence[tuple[str, int, int]]
 
@@ -85,6 +89,7 @@ class Engine:
         self._lock = threading.Lock()
         self._files: dict[int, BlockFile] = {}
         self._sources: dict[str, Store] = {}
+        self._source_names: weakref.WeakKeyDictionary[Store, str] = weakref.WeakKeyDictionary()
         self._waiting: dict[int, Future[Lease | None]] = {}
         self._ended: deque[int] = deque()
         self._announced: dict[int, tuple[Store, list[tuple[str, int, int]]]] = {}
@@ -113,6 +118,20 @@ class Engine:
             later = partial(self._stat_then_request, store, key, ranges, future, stream)
             self._fetcher.submit(lambda _: self._guard(future, later))
         return future
+
+    def open_present(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
+        """What `open` gives, at once, if it is all present; None for everything else, errors among them."""
+        known = self._lookup(store, key)
+        if known is None or any(offset + length > known.size for offset, length in ranges):
+            return None
+        if len(self._ended) > ENDED:
+            self._run([])
+        with self._lock:
+            file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs will do
+            if file is None or file not in self._files:
+                return None
+            self._count(sum(length for _, length in ranges), True, False, stream)
+            return self._lease(file, False)
 
     def announce(self, stream: int, store: Store, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Prefetch (key, offset, length), soonest first; replaces what `stream` announced before."""
@@ -196,10 +215,17 @@ class Engine:
 
     def _lookup(self, store: Store, key: str) -> ObjectId | None:
         with self._lock:
-            found = self._known.get((source_of(store.location), key))
+            found = self._known.get((self._source(store), key))
         if found is None or self._clock.monotonic() - found[1] > STAT_SECONDS:
             return None
         return found[0]
+
+    def _source(self, store: Store) -> str:
+        """`source_of` its location, found out once: this is on the path of every read."""
+        name = self._source_names.get(store)
+        if name is None:
+            name = self._source_names[store] = source_of(store.location)
+        return name
 
     def _stat(self, store: Store, key: str) -> ObjectId:
         info = store.stat(key)
@@ -240,7 +266,7 @@ class Engine:
 
     def _count(self, size: int, there: bool, bypassed: bool, stream: int) -> None:
         source = "bypass" if bypassed else "cache" if there else "store"
-        metrics.cache_bytes.labels(source).inc(size)
+        _CACHE_BYTES[source].inc(size)
         self._counts["asked_bytes"] += size
         self._counts["hit_bytes"] += size if there else 0
         if stream:

@@ -44,6 +44,8 @@ class CacheFile:
     holds: int = 0
     bytes: int = 0
     stale: bool = False
+    listed: list[tuple[int, int]] | None = None
+    """What `runs` found, until another part is present."""
 
     @property
     def ring(self) -> bool:
@@ -94,7 +96,9 @@ class CacheFile:
 
     def runs(self, at_most: int) -> list[tuple[int, int]]:
         """The present bytes as (first, end) runs, sorted; the first `at_most` of them."""
-        out: list[tuple[int, int]] = []
+        if self.listed is not None:
+            return self.listed
+        out = self.listed = list[tuple[int, int]]()
         for number in sorted(self.present):
             first, size = self.part(number)
             if out and out[-1][1] == first:

@@ -37,7 +37,7 @@ from dataio.cache.events import (
     Ready,
     Want,
 )
-from dataio.cache.files import CacheFile, Tier, extents_of
+from dataio.cache.files import CacheFile, Tier, blocks_of, extents_of
 from dataio.cache.streams import Streams
 from dataio.core import limits
 
@@ -109,6 +109,15 @@ class CachePlan:
             file.flying[number].append(ticket)
         return out
 
+    def take(self, obj: ObjectId, ranges: Ranges) -> int | None:
+        """The block file of `obj` if all of `ranges` are present: held once more, as by `Ready`. The quick way for most reads."""
+        file = self._linked.get(obj)
+        if file is None or not blocks_of(ranges, self.block_bytes) <= file.present:
+            return None
+        self._linked.move_to_end(obj)
+        file.holds += 1
+        return file.id
+
     def fetched(self, file_id: int, block: int) -> list[Instruction]:
         """A `Fetch` is done: its bytes are in the file."""
         file = self._files.get(file_id)
@@ -117,6 +126,7 @@ class CachePlan:
         out: list[Instruction] = []
         waiting = self._landed(file, block)
         file.present.add(block)
+        file.listed = None
         for ticket in waiting:
             entry = self._tickets[ticket]
             entry.missing.discard(block)
@@ -308,7 +318,12 @@ class CachePlan:
             return None
         if self._make_room(blank.cost(missing), obj, out) and file:
             return file
-        if file and not file.flying and not self._protected(obj.source, obj.source) and not self._fits(blank.cost(missing)):
+        if (
+            file
+            and not file.flying
+            and not self._protected(obj.source, obj.source)
+            and not self._fits(blank.cost(missing))
+        ):
             self._drop(file, out)  # an object larger than the budget: begin it anew
             file = None
         fits = file is None and self._fits(blank.cost(wanted))

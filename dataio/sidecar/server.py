@@ -276,6 +276,11 @@ class Daemon:
         try:
             store = self._stores.acquire_open(location)
             if store is not None:
+                lease = self._engine.open_present(store, request.key, request.ranges, id(client))
+                if lease is not None:
+                    self._stores.release(location)
+                    self._carry_out(client, client.session.opened(request.id, lease))
+                    return
                 future = self._engine.open(store, request.key, request.ranges, id(client))
                 if future.done():
                     self._stores.release(location)

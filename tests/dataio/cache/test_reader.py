@@ -226,6 +226,21 @@ def test_what_is_announced_is_there_when_it_is_read(reader: CachedReader, store:
     assert len(store.reads) == reads
 
 
+def test_what_is_present_is_opened_at_once_and_anything_else_is_not(
+    reader: CachedReader, store: MemoryStore, engine: Engine
+) -> None:
+    assert engine.open_present(store, "a", [(0, 10)]) is None
+    reader.read("a", [(0, 10)])
+    for _ in range(1000):
+        lease = engine.open_present(store, "a", [(5, 10)])
+        assert lease is not None
+        assert lease.present == [(0, BLOCK)]
+    assert len(engine._ended) <= 300, "ended leases do not pile up"
+    assert engine.open_present(store, "a", [(0, 2 * BLOCK)]) is None
+    assert engine.open_present(store, "a", [(41_060, 10)]) is None
+    assert engine.open_present(store, "b", [(0, 10)]) is None
+
+
 def test_a_closed_engine_ends_every_wait(store: MemoryStore, tmp_path: Path) -> None:
     engine = Engine(tmp_path, 24 * BLOCK, threads=1, block_bytes=BLOCK)
     store.gate.clear()
