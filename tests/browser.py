@@ -97,7 +97,9 @@ class Browser:
     def wait_until(self, expression: str, seconds: float = 40) -> Any:
         until = time.monotonic() + seconds
         while not (found := self.evaluate(expression)):
-            assert time.monotonic() < until, f"{expression} stays {found!r}: {self.evaluate('document.body.innerText')}"
+            assert time.monotonic() < until, (
+                f"{expression} stays {found!r}: {self.evaluate('document.body?.innerText')}"
+            )
             time.sleep(0.05)
         return found
 

@@ -92,7 +92,7 @@ function runs(points, field) {
 
 const BY_SOURCE = [
   { name: "from cache", class: "compute", field: "cache_bytes_per_second" },
-  { name: "waited for the store", class: "wait", field: "store_bytes_per_second" },
+  { name: "from the store", class: "wait", field: "store_bytes_per_second" },
 ];
 
 // ---- one training job
@@ -165,7 +165,7 @@ function showSaves(saves) {
     const bar = el("i", { class: "stall" });
     bar.style.width = save.total ? `${100 * save.done / save.total}%` : "0";
     const over = save.state === "committed" || save.state === "failed";
-    const when = over ? `${span(save.age_seconds)} ago, in ${span(save.seconds)}` : `${bytes(save.done)} of ${bytes(save.total)}, ${span(save.seconds)}`;
+    const when = over ? `${span(save.age_seconds)} ago, in ${save.seconds < 10 ? save.seconds.toFixed(1) + " s" : span(save.seconds)}` : `${bytes(save.done)} of ${bytes(save.total)}, ${span(save.seconds)}`;
     return el("div", { class: "save" },
       el("div", { class: "top" }, el("b", {}, save.about), el("span", { class: save.state === "failed" ? "warn" : "" }, STATES[save.state] || save.state)),
       over ? null : el("div", { class: "split" }, bar),

@@ -67,7 +67,7 @@ def test_the_page_shows_a_real_job_at_both_widths_in_both_schemes(job: Job, tmp_
         for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")):
             browser.look(job.url, width, 900, scheme)
             browser.wait_until(
-                "document.body.className === 'live' && document.querySelectorAll('.chart path').length >= 6"
+                "document.body?.className === 'live' && document.querySelectorAll('.chart path').length >= 6"
             )
             text = browser.evaluate("document.body.innerText")
             assert RUN in text
@@ -82,20 +82,24 @@ def test_the_page_shows_a_real_job_at_both_widths_in_both_schemes(job: Job, tmp_
 
 
 @needs_browser
-def test_the_page_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(job: Job, tmp_path: Path) -> None:
+def test_the_page_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    meter = SaveMeter("before")
     with Browser(tmp_path / "profile") as browser:
-        port = job.daemon.status()["http_port"]
-        browser.look(job.url, 1280, 900, "light")
-        browser.wait_until("document.body.className === 'live'")
-        assert browser.errors == []
-        job.daemon.kill()
+        port = daemon.status()["http_port"]
+        with daemon.connect() as trainer:
+            trainer.reporting = meter.report
+            browser.look(f"http://127.0.0.1:{port}/", 1280, 900, "light")
+            browser.wait_until("document.querySelectorAll('h3').length === 1")
+            assert browser.errors == []
+            daemon.kill()
         browser.wait_until("document.getElementById('live').innerText.includes('does not answer')")
-        job.daemon.options["http_port"] = port
-        job.daemon.start()
-        browser.wait_until(
-            "document.body.className === 'live' && document.querySelectorAll('.chart path').length >= 6", 60
-        )
-        assert RUN in browser.evaluate("document.body.innerText")  # the trainer has found it again, too
+        assert browser.evaluate("document.querySelector('h3').textContent") == "before"  # what was known stays
+        daemon.options["http_port"] = port
+        daemon.start()
+        browser.wait_until("document.body?.className === 'live' && document.querySelectorAll('h3').length === 0")
+        assert browser.errors
         assert all("ERR_CONNECTION_REFUSED" in error for error in browser.errors)
 
 
@@ -103,7 +107,7 @@ def test_the_page_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(job: 
 def test_an_idle_daemon_has_a_page_too(daemon: RunningDaemon, tmp_path: Path) -> None:
     with Browser(tmp_path / "profile") as browser:
         browser.look(f"http://127.0.0.1:{daemon.status()['http_port']}/", 400, 800, "light")
-        browser.wait_until("document.body.className === 'live'")
+        browser.wait_until("document.body?.className === 'live'")
         text = browser.evaluate("document.body.innerText")
         assert "No trainer has reported" in text
         assert "No checkpoint was handed to this sidecar yet" in text
