@@ -41,10 +41,15 @@ def bench(argv: list[str]) -> int:
         from bench.store import main
 
         return main(argv[1:])
+    if argv[:1] == ["sidecar"]:
+        from bench.sidecar import main as sidecar
+
+        return sidecar(argv[1:])
     parser = argparse.ArgumentParser(
         prog="millrace bench",
         description="Measure loaders and checkpoints beside their peers on this machine.",
-        epilog="`millrace bench store [URL]` measures a bucket and has options of its own. "
+        epilog="`millrace bench store [URL]` measures a bucket, `millrace bench sidecar` the node's daemon; they have "
+        "options of their own. "
         "exit codes: 0 all candidates ran; 1 one failed and is named; others as in millrace --help",
     )
     parser.add_argument("what", nargs="?", choices=("loader", "checkpoint", "all"), default="all")

@@ -163,7 +163,7 @@ class Sidecar:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(CONNECT_SECONDS)
-            sock.connect(os.fspath(path))
+            _connect_to(sock, os.fspath(path))
             pid, uid = wire.peer(sock)
             if uid != os.geteuid():
                 raise ConflictError(f"the sidecar on {path} belongs to user {uid}")
@@ -422,6 +422,18 @@ class Sidecar:
             slot.wake()
         for job in jobs:
             job.broke(self._broken)
+
+
+def _connect_to(sock: socket.socket, path: str) -> None:
+    """Connect, also while so many others do that the daemon's queue is full, which a socket with a timeout hears as an error."""
+    until = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.005)
 
 
 def _send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], timeout: float) -> None:

@@ -418,7 +418,7 @@ def _listen(path: Path) -> socket.socket:
     sock.setblocking(False)
     sock.bind(os.fspath(path))
     path.chmod(0o600)  # the directory is private already
-    sock.listen(256)
+    sock.listen(1024)
     return sock
 
 

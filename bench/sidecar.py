@@ -1,0 +1,276 @@
+"""`millrace bench sidecar`: the figures of the node's daemon, in one run, with medians and spread.
+
+How: every round runs every measurement once, so that drift of the machine hits all alike. The dataset is synthetic: random
+bytes in the shape of short clips (video, sound and text side by side), on local disk; ranks and daemon are real processes, and a
+rank copies every byte of its batches. What is compared (with and without the daemon, mapped and plain) alternates.
+Invariant: prints no figure that was not measured in this run. Failure behaviour: a rank or daemon that fails ends the benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import mmap
+import resource
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.measure import environment
+from bench.sidecar_node import DaemonProcess, daemon, run_ranks, server, write_shards
+from bench.sidecar_rank import Job, Shape
+from dataio.sidecar import messages as m
+from dataio.sidecar import wire
+from dataio.sidecar.client import Sidecar, open_reader
+from dataio.store.open import open_store
+
+OPENS = 2000
+IDLE_SECONDS = 4.0
+CLIENTS = 1000
+LIMITED = Shape(shards=4, per_shard=48)
+RATE = 40e6
+"""Bytes a second of the limited server."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is measured and what it should be: `goal` is a lower bound, or an upper one where `below`."""
+
+    what: str
+    goal: float
+    below: bool = False
+
+    def met(self, value: float) -> bool:
+        return value < self.goal if self.below else value >= self.goal
+
+
+FIGURES = {
+    "first_1": Figure("samples/s, 1 rank, first epoch", 4000),
+    "later_1": Figure("samples/s, 1 rank, later epochs", 4000),
+    "cpu_1": Figure("CPU s per 1k, 1 rank, later epochs, daemon included", 0.30, True),
+    "batch_1": Figure("first warm batch, 1 rank, ms", 40, True),
+    "first_4": Figure("samples/s, 4 ranks, first epoch", 4000),
+    "later_4": Figure("samples/s, 4 ranks, later epochs", 4000),
+    "cpu_4": Figure("CPU s per 1k, 4 ranks, later epochs, daemon included", 0.30, True),
+    "batch_4": Figure("first warm batch, slowest of 4 ranks, ms", 40, True),
+    "open": Figure("Open of a cached block, p50, µs", 60, True),
+    "bare": Figure("  a bare Unix socket's round trip, p50, µs", float("inf"), True),
+    "mmap": Figure("cached read ÷ plain mmap", 0.9),
+    "cold": Figure(f"4 ranks, server at {RATE / 1e6:.0f} MB/s, cold: with ÷ without the sidecar", 3.5),
+    "idle": Figure("daemon idle, % of a core", 0.5, True),
+    "rss": Figure("daemon RSS after work and idle, MiB", 120, True),
+    "clients": Figure("clients connected at once, all answered", CLIENTS),
+    "open_among": Figure("  Open p50 among them, µs", 60, True),
+}
+Found = dict[str, list[float]]
+
+
+def main(argv: list[str]) -> int:
+    """Run it; 0 when it ran, whatever the figures."""
+    parser = argparse.ArgumentParser(prog="millrace bench sidecar", description="The figures of the node's daemon.")
+    parser.add_argument("--rounds", type=int, default=3, help="times that everything runs (default: %(default)s)")
+    parser.add_argument("--shards", type=int, default=6, help="shards of 32 MB (default: %(default)s; 28 is 0.9 GB)")
+    parser.add_argument("--directory", type=Path, help="where to write; a temporary folder by default")
+    parser.add_argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file")
+    parser.add_argument("--json", action="store_true", help="print that JSON instead of the table")
+    args = parser.parse_args(argv)
+    before = environment()
+    with tempfile.TemporaryDirectory(prefix="mrb-", dir=args.directory) as scratch:
+        found = measure(Path(scratch), Shape(shards=args.shards), args.rounds)
+    text = json.dumps({"environment": before, "rounds": args.rounds, "shards": args.shards, "sidecar": found}, indent=1)
+    if args.output:
+        args.output.write_text(text)
+    print(text if args.json else table(found))
+    return 0
+
+
+def measure(scratch: Path, shape: Shape, rounds: int) -> Found:
+    """All samples of all figures."""
+    found: Found = {name: [] for name in FIGURES}
+    data = scratch / "data" / "bucket" / "ds"
+    write_shards(data, shape)
+    limited = scratch / "limited" / "bucket" / "ds"
+    write_shards(limited, LIMITED)
+    warm_page_cache(data)
+    for number in range(rounds):
+        folder = scratch / f"r{number}"
+        for ranks in (1, 4):
+            deliver(folder / f"d{ranks}", f"file://{data}", shape, ranks, found)
+        with daemon(folder / "quiet", cache_bytes="4GiB", clients=str(CLIENTS + 100)) as running:
+            quiet(running, f"file://{data}", data, shape, found)
+        cold(folder, limited.parents[1], found)
+    return found
+
+
+def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> None:
+    """Raw delivery of a first epoch and of two later ones, by a daemon with room for all."""
+    with daemon(folder, cache_bytes="4GiB") as running:
+        for name, epoch, epochs in (("first", 0, 1), ("later", 1, 2)):
+            before = running.cpu_seconds()
+            jobs = [
+                Job(url, str(running.socket), shape, r, ranks, epochs=epochs, first_epoch=epoch) for r in range(ranks)
+            ]
+            _, figures = run_ranks(jobs)
+            samples = sum(figure["samples"] for figure in figures)
+            found[f"{name}_{ranks}"].append(samples / max(figure["wall_s"] for figure in figures))
+            cpu = sum(figure["cpu_s"] for figure in figures) + running.cpu_seconds() - before
+        found[f"cpu_{ranks}"].append(1000 * cpu / samples)
+        found[f"batch_{ranks}"].append(1000 * max(figure["first_batch_s"] for figure in figures))
+
+
+def quiet(running: DaemonProcess, url: str, data: Path, shape: Shape, found: Found) -> None:
+    """What one process sees of a daemon that has nothing else to do, and what that daemon costs."""
+    key, ranges = shape.read(0)
+    found["mmap"].append(mapped_ratio(running, url, data, shape))
+    with running.connect() as sidecar:
+        found["open"].append(open_p50(sidecar, url, key, ranges[0]))
+    found["bare"].append(bare_p50())
+    time.sleep(6.0)  # its threads give their buffers back
+    before = running.cpu_seconds()
+    time.sleep(IDLE_SECONDS)
+    found["idle"].append(100 * (running.cpu_seconds() - before) / IDLE_SECONDS)
+    found["rss"].append(running.rss_mib())
+    with crowd(running) as answered, running.connect() as sidecar:
+        found["clients"].append(answered)
+        found["open_among"].append(open_p50(sidecar, url, key, ranges[0]))
+
+
+def cold(folder: Path, root: Path, found: Found) -> None:
+    """Four ranks read a dataset that nobody has yet from a server of a fixed bandwidth, without and with a daemon."""
+    with server(root, RATE) as limited:
+        jobs = [Job("s3://bucket/ds", None, LIMITED, rank, 4) for rank in range(4)]
+        without, _ = run_ranks(jobs, limited.environ)
+    with server(root, RATE) as limited, daemon(folder / "cold", limited.environ, cache_bytes="1GiB") as running:
+        jobs = [Job("s3://bucket/ds", str(running.socket), LIMITED, rank, 4) for rank in range(4)]
+        through, _ = run_ranks(jobs, limited.environ)
+    found["cold"].append(without / through)
+
+
+# the parts
+
+
+def open_p50(sidecar: Sidecar, url: str, key: str, wanted: tuple[int, int]) -> float:
+    """Microseconds of a round trip for what the cache has, the descriptor being known."""
+    where, file, times = m.Where(url, {}), 0, list[float]()
+    for _ in range(OPENS):
+        message = (where, key, [wanted], 30.0, file)
+        began = time.perf_counter()
+        answer, descriptors = sidecar.call(lambda id, message=message: m.Open(id, *message))  # type: ignore[misc]
+        times.append(time.perf_counter() - began)
+        wire.close_all(descriptors)
+        if isinstance(answer, m.Opened):
+            file = answer.file
+    return statistics.median(times[OPENS // 10 :]) * 1e6
+
+
+def bare_p50() -> float:
+    """The same for a hundred bytes to a thread that sends them back: what the machine and the interpreter take at least."""
+    ours, theirs = socket.socketpair()
+
+    def echo() -> None:
+        while data := theirs.recv(4096):
+            theirs.send(data)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    times = []
+    for _ in range(OPENS):
+        began = time.perf_counter()
+        ours.send(bytes(100))
+        ours.recv(4096)
+        times.append(time.perf_counter() - began)
+    ours.close()
+    thread.join()
+    theirs.close()
+    return statistics.median(times) * 1e6
+
+
+def mapped_ratio(running: DaemonProcess, url: str, data: Path, shape: Shape) -> float:
+    """Bytes a second of samples through the sidecar's cache, over those through a plain mapping of the same files."""
+    staging = memoryview(bytearray(shape.sample_bytes))
+    reads = [shape.read(sample) for sample in range(shape.per_shard)]
+    plain = {key: mapped_file(data / key) for key in {key for key, _ in reads}}
+    with contextlib.closing(open_store(url)) as store, contextlib.closing(open_reader(store, running.socket)) as reader:
+
+        def through() -> None:
+            for key, ranges in reads:
+                copy(staging, reader.read(key, ranges))
+
+        def directly() -> None:
+            for key, ranges in reads:
+                copy(staging, [plain[key][offset : offset + length] for offset, length in ranges])
+
+        for action in (through, directly, through, directly):  # pages and blocks are there from now on
+            action()
+        taken = [(seconds(directly), seconds(through)) for _ in range(9)]
+    return statistics.median(a for a, _ in taken) / statistics.median(b for _, b in taken)
+
+
+def mapped_file(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+
+def copy(staging: memoryview, views: list[memoryview]) -> None:
+    at = 0
+    for view in views:
+        staging[at : at + len(view)] = view
+        at += len(view)
+
+
+def seconds(action: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def crowd(running: DaemonProcess) -> Iterator[int]:
+    """A thousand clients, each of which has said hello and asked for the status; yields how many were answered."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(_hello(running.socket)) for _ in range(CLIENTS)]
+        yield sum(_welcomed(sock) for sock in sockets)
+
+
+def _hello(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(str(path))
+    sock.settimeout(30)
+    sock.sendall(wire.frame(m.encode(m.Hello(m.VERSION, 1))))
+    return sock
+
+
+def _welcomed(sock: socket.socket) -> bool:
+    data, _ = wire.receive(sock)
+    return isinstance(m.decode_from_daemon(wire.Framer().feed(data)[0].payload), m.Welcome)
+
+
+def warm_page_cache(folder: Path) -> None:
+    for path in folder.rglob("*.tar"):
+        path.read_bytes()
+
+
+def table(found: Found) -> str:
+    """Markdown: figure, goal, median with spread, and whether the median meets the goal."""
+    lines = ["| figure | goal | median (min–max) | met |", "|---|---|---|---|"]
+    for name, figure in FIGURES.items():
+        values = found[name]
+        middle = statistics.median(values)
+        goal = "" if figure.goal == float("inf") else f"{'<' if figure.below else '≥'} {figure.goal:g}"
+        spread = f"{_short(middle)} ({_short(min(values))}–{_short(max(values))})"
+        lines.append(
+            f"| {figure.what} | {goal} | {spread} | {('yes' if figure.met(middle) else 'no') if goal else ''} |"
+        )
+    return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
