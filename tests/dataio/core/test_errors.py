@@ -17,6 +17,7 @@ CODES = {
     "TransientError": ("transient", 3),
     "AmbiguousWriteError": ("ambiguous_write", 3),
     "DeadlineError": ("deadline", 3),
+    "SlowDownError": ("slow_down", 3),
     "CorruptionError": ("corruption", 4),
     "ConflictError": ("conflict", 5),
     "CapacityError": ("capacity", 6),
