@@ -18,7 +18,10 @@ from dataio.core.errors import MillraceError
 from dataio.core.redact import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "pack": ("dataio.shards.cli_pack:pack", "write media files into tar shards with an index, as a version of a dataset"),
+    "pack": (
+        "dataio.shards.cli_pack:pack",
+        "write media files into tar shards with an index, as a version of a dataset",
+    ),
     "index": ("dataio.shards.cli_index:index", "make a dataset over WebDataset tars where they are"),
     "info": ("dataio.shards.cli:info", "say what a dataset holds"),
     "ls": ("dataio.shards.cli:ls", "list the samples of a dataset"),
