@@ -33,7 +33,7 @@ from dataio.store.open import open_store
 OPENS = 2000
 IDLE_SECONDS = 4.0
 CLIENTS = 1000
-LIMITED = Shape(shards=4, per_shard=48)
+LIMITED = Shape(shards=6, per_shard=48)
 RATE = 40e6
 """Bytes a second of the limited server."""
 
@@ -97,6 +97,7 @@ def measure(scratch: Path, shape: Shape, rounds: int) -> Found:
     write_shards(data, shape)
     limited = scratch / "limited" / "bucket" / "ds"
     write_shards(limited, LIMITED)
+    write_shards(limited.with_name("other"), Shape(shards=1, per_shard=1))
     warm_page_cache(data)
     for number in range(rounds):
         folder = scratch / f"r{number}"
@@ -147,6 +148,8 @@ def cold(folder: Path, root: Path, found: Found) -> None:
         jobs = [Job("s3://bucket/ds", None, LIMITED, rank, 4) for rank in range(4)]
         without, _ = run_ranks(jobs, limited.environ)
     with server(root, RATE) as limited, daemon(folder / "cold", limited.environ, cache_bytes="1GiB") as running:
+        # a node's daemon has read from its stores before
+        run_ranks([Job("s3://bucket/other", str(running.socket), Shape(shards=1, per_shard=1))], limited.environ)
         jobs = [Job("s3://bucket/ds", str(running.socket), LIMITED, rank, 4) for rank in range(4)]
         through, _ = run_ranks(jobs, limited.environ)
     found["cold"].append(without / through)

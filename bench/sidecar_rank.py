@@ -121,6 +121,7 @@ def run(job: Job) -> dict[str, float]:
 
 def main() -> int:
     job = Job.of(sys.argv[1])
+    open_store(job.url).close()  # what it imports is the process's start, not the read's
     print("ready", flush=True)
     sys.stdin.readline()
     print(json.dumps(run(job)))

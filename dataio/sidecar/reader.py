@@ -34,6 +34,7 @@ MAPPED_FILES = 128
 _ANNOUNCE_BYTES = limits.MESSAGE_BYTES - 16 * limits.KIB
 
 _log = get_logger(__name__)
+_FROM_CACHE = metrics.cache_bytes.labels("cache")
 
 
 class _Hold:
@@ -81,7 +82,7 @@ class SidecarReader:
                 found = self._read(connection, key, ranges)
                 if found is not None:
                     if self._meter is not None:
-                        self._meter.read(sum(length for _, length in ranges))
+                        self._meter.read(sum([length for _, length in ranges]))
                     return found
                 # no room in the daemon's cache: exactly these bytes, and no blocks that would be thrown away
                 return stream(self._store, key, ranges)
@@ -130,7 +131,7 @@ class SidecarReader:
             known = self._open(connection, key, ranges, known)
         else:
             connection.touched_files.add(known.file)
-            metrics.cache_bytes.labels("cache").inc(sum(length for _, length in ranges))
+            _FROM_CACHE.inc(sum([length for _, length in ranges]))
         return views(known.mapped, ranges) if known is not None else None
 
     def _open(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> _Known | None:
