@@ -33,7 +33,7 @@ from dataio.store.open import open_store
 OPENS = 2000
 IDLE_SECONDS = 4.0
 CLIENTS = 1000
-LIMITED = Shape(shards=6, per_shard=48)
+LIMITED = Shape(shards=8, per_shard=48)
 RATE = 40e6
 """Bytes a second of the limited server."""
 
@@ -195,9 +195,10 @@ def bare_p50() -> float:
 
 
 def mapped_ratio(running: DaemonProcess, url: str, data: Path, shape: Shape) -> float:
-    """Bytes a second of samples through the sidecar's cache, over those through a plain mapping of the same files."""
+    """Bytes a second of samples through the sidecar's cache, over those through plain mappings of the same files; all of the
+    dataset, or the processor's own caches would be what is measured."""
     staging = memoryview(bytearray(shape.sample_bytes))
-    reads = [shape.read(sample) for sample in range(shape.per_shard)]
+    reads = [shape.read(sample) for sample in range(shape.samples)]
     plain = {key: mapped_file(data / key) for key in {key for key, _ in reads}}
     with contextlib.closing(open_store(url)) as store, contextlib.closing(open_reader(store, running.socket)) as reader:
 

@@ -1,0 +1,88 @@
+"""A daemon that is killed and started again: its cache, and the connections to it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from dataio.core.limits import MIB
+from dataio.sidecar.client import open_reader
+from dataio.sidecar.connection import Sidecar
+from dataio.store.contract import Store
+
+from .conftest import RunningDaemon, wait_for
+
+
+def read(daemon: RunningDaemon, store: Store, key: str) -> bytes:
+    reader = open_reader(store, daemon.socket)
+    try:
+        (view,) = reader.read(key, [(0, store.stat(key).size)])
+        return bytes(view)
+    finally:
+        reader.close()
+
+
+def test_a_daemon_that_was_killed_begins_with_the_cache_of_the_last_one(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes]
+) -> None:
+    key, data = next(iter(shards.items()))
+    assert read(daemon, store, key) == data
+    assert daemon.status()["cache"]["fetched_bytes"] == len(data)
+    daemon.kill()
+    daemon.start()
+    assert daemon.status()["cache"]["adopted_bytes"] == len(data)
+    assert read(daemon, store, key) == data
+    assert daemon.status()["cache"]["fetched_bytes"] == 0
+
+
+def test_damage_on_the_disk_between_two_daemons_never_reaches_a_reader(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes]
+) -> None:
+    key, data = next(iter(shards.items()))
+    read(daemon, store, key)
+    daemon.kill()
+    (blocks,) = (daemon.folder / "cache").glob("*.blocks")
+    with blocks.open("r+b") as file:
+        file.seek(5 * MIB)
+        file.write(b"rot")
+    daemon.start()
+    assert read(daemon, store, key) == data
+    assert daemon.status()["cache"]["fetched_bytes"] == 4 * MIB, "the damaged block alone"
+
+
+def test_a_daemon_whose_cache_directory_vanishes_goes_on_serving(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes]
+) -> None:
+    shutil.rmtree(daemon.folder / "cache")
+    for key, data in shards.items():
+        assert read(daemon, store, key) == data
+    assert daemon.status()["cache"]["paused"]
+    assert "reading from the store directly" in daemon.log.read_text()
+
+
+def test_a_second_daemon_on_the_same_cache_directory_keeps_nothing_in_it(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], tmp_path: Path
+) -> None:
+    other = RunningDaemon(daemon.folder / "o", tmp_path / "other.log", {"cache_dir": str(daemon.folder / "cache")})
+    other.folder.mkdir()
+    try:
+        other.start()
+        key, data = next(iter(shards.items()))
+        assert read(other, store, key) == data
+        assert list((daemon.folder / "cache").glob("*.blocks")) == []
+        assert "another daemon keeps its files" in other.log.read_text()
+    finally:
+        other.stop()
+
+
+def test_many_clients_that_come_at_once_are_all_served(daemon: RunningDaemon) -> None:
+    before = daemon.descriptors()
+    clients = [Sidecar.find(daemon.socket) for _ in range(300)]
+    try:
+        assert all(client is not None for client in clients)
+        assert daemon.status()["clients"] >= 300
+    finally:
+        for client in clients:
+            if client is not None:
+                client.close()
+    wait_for(lambda: daemon.descriptors() <= before)
