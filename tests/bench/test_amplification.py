@@ -37,7 +37,7 @@ def epoch(counting: Server, socket: Path | None, ranks: int, number: int = 0) ->
     return (counting.sent() - before) / SHAPE.total_bytes
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (2, 8))])
 def test_the_ranks_of_a_node_cost_the_store_one_read_of_each_byte(folder: Path, counting: Server, ranks: int) -> None:
     with daemon(folder / f"fits{ranks}", counting.environ, cache_bytes="64MiB") as running:
         assert epoch(counting, running.socket, ranks) <= 1.02
