@@ -22,6 +22,14 @@ _LOADER = {
     "first_batch_s": "first batch s",
     "peak_mib": "peak MiB",
 }
+_PACK = {
+    "mb_per_s": "MB/s",
+    "files_per_s": "files/s",
+    "mb_per_core_s": "MB/s a core",
+    "files_per_core_s": "files/s a core",
+    "cpu_s_per_1k": "CPU s per 1k files",
+    "peak_mib": "peak MiB",
+}
 _CHECKPOINT = {
     "first_stall_s": "stall s",
     "first_durable_s": "durable s",
@@ -47,14 +55,15 @@ def bench(argv: list[str]) -> int:
         return sidecar(argv[1:])
     parser = argparse.ArgumentParser(
         prog="millrace bench",
-        description="Measure loaders and checkpoints beside their peers on this machine.",
+        description="Measure packing, loaders and checkpoints beside their peers on this machine.",
         epilog="`millrace bench store [URL]` measures a bucket, `millrace bench sidecar` the node's daemon; they have "
         "options of their own. "
         "exit codes: 0 all candidates ran; 1 one failed and is named; others as in millrace --help",
     )
-    parser.add_argument("what", nargs="?", choices=("loader", "checkpoint", "all"), default="all")
+    parser.add_argument("what", nargs="?", choices=("pack", "loader", "checkpoint", "all"), default="all")
     parser.add_argument("--rounds", type=int, default=3, help="times that every candidate runs (default: %(default)s)")
     parser.add_argument("--clips", type=int, default=96, help="clips of the loader's dataset (default: %(default)s)")
+    parser.add_argument("--files", type=int, default=200, help="files to pack (default: %(default)s)")
     parser.add_argument("--directory", type=Path, help="where to write; a temporary folder by default")
     parser.add_argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file")
     parser.add_argument("--json", action="store_true", help="print that JSON instead of tables")
@@ -62,7 +71,7 @@ def bench(argv: list[str]) -> int:
     report: dict[str, object] = {"environment": environment(), "rounds": args.rounds}
     failed = False
     with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=args.directory) as scratch:
-        for what, run in (("loader", _loader), ("checkpoint", _checkpoint)):
+        for what, run in (("pack", _pack), ("loader", _loader), ("checkpoint", _checkpoint)):
             if args.what in (what, "all"):
                 samples = run(args, Path(scratch))
                 report[what] = {name: asdict(found) for name, found in samples.items()}
@@ -72,6 +81,24 @@ def bench(argv: list[str]) -> int:
     if args.json:
         print(json.dumps(report))
     return 1 if failed else 0
+
+
+def _pack(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:
+    tell = _progress()
+    from bench.demo.media import REAL_CLIPS
+    from bench.pack import CANDIDATES, FFPROBE, candidates, make_files
+
+    directory = scratch / "pack"
+    size = make_files(directory / "clips", args.files, tell, REAL_CLIPS)
+    names = candidates()
+    if FFPROBE not in names:
+        print(f"{FFPROBE} is left out: there is no ffprobe on the PATH", file=sys.stderr if args.json else sys.stdout)
+    found = alternate([Candidate(name, "bench.pack", (name, str(directory))) for name in names], args.rounds, tell)
+    if not args.json:
+        real = "made and real" if REAL_CLIPS.is_dir() else "made"
+        head = f"Pack: {args.files} files, {size / 1e6:.0f} MB, copies of {real} clips, local disk"
+        print(f"\n## {head}\n\n{table(found, _PACK, CANDIDATES[-1])}")
+    return found
 
 
 def _loader(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dataio.core.errors import UsageError
 
-_BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "media"
+REAL_CLIPS = Path(__file__).resolve().parents[3] / "shared" / "media"
 _KINDS = (("mp4", "libx264"), ("webm", "libvpx-vp9"), ("mkv", "libx264"), ("avi", "mjpeg"))
 _FPS = 25
 
@@ -26,8 +26,8 @@ def find_clips(given: Path | None, scratch: Path) -> tuple[list[Path], str]:
         if not given.is_dir() or not any(given.iterdir()):
             raise UsageError(f"{given} is not a folder with clips", hint="give --media a folder of video files")
         return [given], f"clips of {given}"
-    if _BESIDE_CHECKOUT.is_dir():
-        return [_BESIDE_CHECKOUT], "real clips beside the checkout"
+    if REAL_CLIPS.is_dir():
+        return [REAL_CLIPS], "real clips beside the checkout"
     made = scratch / "clips"
     made.mkdir(parents=True, exist_ok=True)
     for number in range(12):
