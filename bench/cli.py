@@ -63,7 +63,7 @@ def bench(argv: list[str]) -> int:
     parser.add_argument("what", nargs="?", choices=("pack", "loader", "checkpoint", "all"), default="all")
     parser.add_argument("--rounds", type=int, default=3, help="times that every candidate runs (default: %(default)s)")
     parser.add_argument("--clips", type=int, default=96, help="clips of the loader's dataset (default: %(default)s)")
-    parser.add_argument("--files", type=int, default=200, help="files to pack (default: %(default)s)")
+    parser.add_argument("--files", type=int, default=160, help="files to pack (default: %(default)s)")
     parser.add_argument("--directory", type=Path, help="where to write; a temporary folder by default")
     parser.add_argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file")
     parser.add_argument("--json", action="store_true", help="print that JSON instead of tables")
