@@ -157,6 +157,8 @@ def _rows(first: int, count: int) -> pa.Table:
         "fps_denominator": np.full(count, 1001), "frames": frames, "time_base_numerator": np.full(count, 1),
         "time_base_denominator": np.full(count, 30000), "start_pts": np.zeros(count), "duration_pts": frames * 1001,
         "pixel_format": _same("yuv420p", count), "rotation": np.zeros(count),
+        "color_space": _same("bt709", count), "color_range": _same("tv", count),
+        "color_primaries": _same("bt709", count), "color_transfer": _same("bt709", count),
         "audio_ext": _same("mp4", count), "audio_stream": np.ones(count), "audio_codec": _same("aac", count),
         "sample_rate": np.full(count, 48000), "channels": np.full(count, 2), "samples": frames * 1601,
         "text": pc.binary_join(pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * 14), texts), " "),

@@ -172,7 +172,7 @@ def _print_info(found: dict[str, Any]) -> None:
         ("frames", str(found["video_frames"])),
         ("bytes", f"{limits.format_bytes(found['member_bytes'])} of {_bytes_in_shards(found)}"),
     ]
-    for label in ("video codecs", "audio codecs", "sizes", "sample rates"):
+    for label in ("video codecs", "audio codecs", "sizes", "sample rates", "colors"):
         counts = list(found[label.replace(" ", "_")].items())
         shown = ", ".join(f"{name} ({n})" for name, n in counts[:12])
         rows.append((label, shown + (f", and {len(counts) - 12} more" if len(counts) > 12 else "") or "none"))

@@ -26,8 +26,9 @@ _SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 _KEYS_BYTES = limits.GIB
 _CONDITION = """\
 CONDITION is one boolean expression in SQL over the columns key, shard, bytes, duration, width, height, fps, frames, codec,
-audio_codec, sample_rate, channels, samples, rotation, pixel_format, caption (or text), has_video, has_audio, has_text and the
-promoted fields of the samples' JSON: "duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"."""
+audio_codec, sample_rate, channels, samples, rotation, pixel_format, color_space, color_range, color_primaries,
+color_transfer, caption (or text), has_video, has_audio, has_text and the promoted fields of the samples' JSON:
+"duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"."""
 
 
 def log(argv: list[str]) -> int:

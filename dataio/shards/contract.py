@@ -35,6 +35,16 @@ class KeyFrame:
 
 
 @dataclass(frozen=True, slots=True)
+class Color:
+    """How a stream's numbers mean colours, in libav's names, such as "bt709" and "tv"; "unknown" where the file says nothing."""
+
+    space: str
+    range: str
+    primaries: str
+    transfer: str
+
+
+@dataclass(frozen=True, slots=True)
 class VideoInfo:
     """One video stream as probed. `width` and `height` in pixels before rotation; `rotation` is 0, 90, 180 or 270 clockwise."""
 
@@ -51,6 +61,7 @@ class VideoInfo:
     pixel_format: str
     rotation: int
     key_frames: tuple[KeyFrame, ...]
+    color: Color | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
 from dataio.shards import index_checks
-from dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
 
 GROUP_ROWS = 2048
 BLOCK_BYTES = 64 * limits.KIB
@@ -57,6 +57,7 @@ _VIDEO: dict[str, Any] = {
     "pixel_format": pa.string(),
     "rotation": pa.int16(),
 }
+_COLOR: dict[str, Any] = dict.fromkeys(("color_space", "color_range", "color_primaries", "color_transfer"), pa.string())
 _AUDIO: dict[str, Any] = {
     "audio_ext": pa.string(),
     "audio_stream": pa.int32(),
@@ -73,7 +74,7 @@ SCHEMA = pa.schema(
         pa.field("shard", pa.string(), nullable=False),
         pa.field("bytes", pa.int64(), nullable=False),  # of all members
         pa.field("duration", pa.float64(), nullable=False),
-        *(pa.field(name, kind) for name, kind in (_VIDEO | _AUDIO).items()),
+        *(pa.field(name, kind) for name, kind in (_VIDEO | _COLOR | _AUDIO).items()),
         pa.field("text", pa.string()),
         pa.field("fields", pa.string()),  # a JSON object: the promoted fields of the sample's JSON
         pa.field("members", pa.list_(pa.field("item", _MEMBER, nullable=False)), nullable=False),
@@ -82,7 +83,7 @@ SCHEMA = pa.schema(
 )
 _RULES = index_checks.Rules(
     required=tuple(field.name for field in SCHEMA if not field.nullable),
-    together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO)},
+    together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO), "color_space": tuple(_COLOR)},
     positive=(
         *("width", "height", "fps_numerator", "fps_denominator", "frames", "time_base_numerator"),
         *("time_base_denominator", "sample_rate", "channels", "samples"),
@@ -110,13 +111,19 @@ def to_row(sample: Sample) -> dict[str, Any]:
 
 def _video_columns(v: VideoInfo | None) -> dict[str, Any]:
     if v is None:
-        return dict.fromkeys((*_VIDEO, "key_frames"))
+        return dict.fromkeys((*_VIDEO, *_COLOR, "key_frames"))
     values = (
         *(v.ext, v.stream, v.codec, v.width, v.height, v.fps.numerator, v.fps.denominator, v.frames),
         *(v.time_base.numerator, v.time_base.denominator, v.start_pts, v.duration_pts, v.pixel_format, v.rotation),
     )
     key_frames = [{"pts": k.pts, "index": k.index} for k in v.key_frames]
-    return {**dict(zip(_VIDEO, values, strict=True)), "key_frames": key_frames}
+    return {**dict(zip(_VIDEO, values, strict=True)), **_color_columns(v.color), "key_frames": key_frames}
+
+
+def _color_columns(c: Color | None) -> dict[str, Any]:
+    if c is None:
+        return dict.fromkeys(_COLOR)
+    return dict(zip(_COLOR, (c.space, c.range, c.primaries, c.transfer), strict=True))
 
 
 def _audio_columns(a: AudioInfo | None) -> dict[str, Any]:
@@ -169,6 +176,7 @@ def _video(row: Mapping[str, Any]) -> VideoInfo:
         pixel_format=row["pixel_format"],
         rotation=row["rotation"],
         key_frames=tuple(KeyFrame(k["pts"], k["index"]) for k in row["key_frames"]),
+        color=None if row["color_space"] is None else Color(*(row[name] for name in _COLOR)),
     )
 
 
@@ -224,7 +232,8 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
         raise CorruptionError(f"{name}: not a readable Parquet file: {error}") from error
     if not fits:
         raise CorruptionError(
-            f"{name}: its columns are not those of a sample index", hint="was it written by Millrace?"
+            f"{name}: its columns are not those of a sample index",
+            hint="was it written by this version of Millrace? If not, pack or index the data again",
         )
     if table.num_rows != rows:
         raise CorruptionError(f"{name}: holds {table.num_rows} rows, the dataset version says {rows}")

@@ -25,6 +25,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     name: ((name,), name)
     for name in (
         *("key", "shard", "bytes", "duration", "width", "height", "frames", "rotation", "pixel_format", "video_codec"),
+        *("color_space", "color_range", "color_primaries", "color_transfer"),
         *("video_ext", "audio_codec", "audio_ext", "sample_rate", "channels", "samples", "text"),
     )
 } | {

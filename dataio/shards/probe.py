@@ -42,6 +42,7 @@ from av.video.frame import VideoFrame
 
 from dataio.core import limits
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
+from dataio.shards.color import color_of
 from dataio.shards.container import check_complete
 from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
 
@@ -273,6 +274,7 @@ def _video_info(
         pixel_format=first.format.name,
         rotation=round(-first.rotation / 90) % 4 * 90,  # libav counts counter-clockwise
         key_frames=keys,
+        color=color_of(first),
     )
 
 

@@ -16,11 +16,12 @@ from dataio.shards.dataset import Dataset
 
 MOST_TAGS = 200
 _COLUMNS = ("duration", "width", "height", "frames", "video_codec", "audio_codec", "sample_rate", "text")
+_COLOR = ("color_space", "color_range", "color_primaries", "color_transfer")
 
 
 def summary(dataset: Dataset) -> dict[str, Any]:
     """Figures for people and scripts: seconds, bytes, codecs and sizes with their counts, most frequent first."""
-    table = dataset.columns(_COLUMNS)
+    table = dataset.columns((*_COLUMNS, *_COLOR))
     video = pc.is_valid(table["video_codec"])
     return {
         "url": dataset.url,
@@ -46,6 +47,7 @@ def summary(dataset: Dataset) -> dict[str, Any]:
         "audio_codecs": _counts(table, ["audio_codec"]),
         "sizes": _counts(table, ["width", "height"]),
         "sample_rates": _counts(table, ["sample_rate"]),
+        "colors": _counts(table, list(_COLOR), "/"),
     }
 
 
@@ -55,8 +57,8 @@ def tags_of(dataset: Dataset) -> list[str]:
     return [name for name in names if tags.read(dataset.store, name).version == dataset.version]
 
 
-def _counts(table: Any, columns: list[str]) -> dict[str, int]:
+def _counts(table: Any, columns: list[str], between: str = "x") -> dict[str, int]:
     there = table.select(columns).filter(pc.is_valid(table[columns[0]]))
     grouped = there.group_by(columns, use_threads=False).aggregate([([], "count_all")]).to_pylist()
-    rows = [("x".join(str(row[c]) for c in columns), int(row["count_all"])) for row in grouped]
+    rows = [(between.join(str(row[c]) for c in columns), int(row["count_all"])) for row in grouped]
     return dict(sorted(rows, key=lambda row: (-row[1], row[0])))

@@ -28,6 +28,7 @@ from dataio.core.errors import (
 from dataio.shards import in_place, in_place_pass
 from dataio.shards.dali import dali_index
 from dataio.shards.in_place_tally import IndexProgress
+from dataio.shards.probe import probe
 from dataio.store.open import open_location, open_store
 
 Members = list[tuple[str, bytes]]
@@ -82,6 +83,8 @@ def test_samples_of_a_downloader_s_shards_are_found_with_their_facts(put, tmp_pa
         sample = dataset.find("000010000")
         assert sample.video is not None
         assert (sample.video.codec, sample.video.frames, sample.text) == ("h264", 12, "a dog")
+        assert sample.video.color == probe(clip, ext="mp4").video.color is not None
+        assert list(dataset.where(f"color_space = '{sample.video.color.space}'")) == list(dataset)
         assert sample.fields == {"url": "http://x", "status": "success", "duration": 0.4}
         assert [dataset.read(sample, e) for e in ("mp4", "json", "txt")] == [clip, meta, b"a dog"]
         assert dataset.report is not None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dataio.core.errors import CorruptionError
 from dataio.shards import index
-from dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
 
 SHARD, SIZE = "shards/00000000-aa.tar", 1 << 40
 i31 = st.integers(1, 2**31 - 1)
@@ -40,6 +40,7 @@ videos = st.integers(1, 2**31 - 1).flatmap(
         pixel_format=text,
         rotation=st.sampled_from([0, 90, 180, 270]),
         key_frames=st.lists(st.builds(KeyFrame, i64, st.integers(0, frames)), min_size=1, max_size=4).map(tuple),
+        color=st.none() | st.builds(Color, text, text, text, text),
     )
 )
 audios = st.builds(AudioInfo, word, st.integers(0, 99), word, i31, st.integers(1, 64), st.integers(1, 2**62))
