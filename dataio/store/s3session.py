@@ -131,21 +131,27 @@ class _Worker:
         self._thread: threading.Thread | None = None
         self._client: Any = None
         self._credentials: Rotating | None = None
-        self._connecting = threading.Lock()
+        self._connecting = threading.RLock()  # `stop` may come from a signal handler of the thread that holds it
+        self._stopped = False
         self._client_lock: asyncio.Lock | None = None
 
     def is_here(self) -> bool:
         return os.getpid() == self._pid
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        loop, tasks = self._started(), list[asyncio.Task[T]]()
+        tasks = list[asyncio.Task[T]]()
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def start() -> None:
             tasks.append(loop.create_task(work))
             tasks[0].add_done_callback(lambda task: _hand_over(task, outcome, self._config.url))
 
-        loop.call_soon_threadsafe(start)
+        with self._connecting:  # `stop` comes before this, or after it and then finds the task
+            if self._stopped:
+                work.close()
+                raise _closed_in_use(self._config.url)
+            loop = self._started()
+            loop.call_soon_threadsafe(start)
         try:
             return outcome.result()
         except BaseException:
@@ -173,7 +179,9 @@ class _Worker:
         return self._credentials
 
     def stop(self) -> None:
-        loop, thread = self._loop, self._thread
+        with self._connecting:
+            self._stopped = True
+            loop, thread = self._loop, self._thread
         if loop is None or thread is None or not self.is_here():
             return
         if threading.current_thread() is thread:  # collected by the loop's own thread
@@ -195,14 +203,14 @@ class _Worker:
             await asyncio.sleep(0)  # let the transports close
 
     def _started(self) -> asyncio.AbstractEventLoop:
-        with self._connecting:
-            if self._loop is None:
-                # not epoll: a forked child shares its state, and cleaning up there would deafen this process's loop
-                self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
-                self._client_lock = asyncio.Lock()
-                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="millrace-s3", daemon=True)
-                self._thread.start()
-            return self._loop
+        if self._loop is None:
+            # not epoll: a forked child shares its state, and cleaning up there would deafen this process's loop
+            loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+            self._client_lock = asyncio.Lock()
+            thread = threading.Thread(target=self._serve, args=(loop,), name="millrace-s3", daemon=True)
+            thread.start()
+            self._loop, self._thread = loop, thread
+        return self._loop
 
     @staticmethod
     def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -216,11 +224,13 @@ class _Worker:
             loop.close()
 
 
+def _closed_in_use(url: str) -> UsageError:
+    return UsageError(f"the store {url} was closed while it was used", hint="close it when all is done")
+
+
 def _hand_over(task: asyncio.Task[T], outcome: concurrent.futures.Future[T], url: str) -> None:
     if task.cancelled():
-        outcome.set_exception(
-            UsageError(f"the store {url} was closed while it was used", hint="close it when all is done")
-        )
+        outcome.set_exception(_closed_in_use(url))
     elif (error := task.exception()) is not None:
         outcome.set_exception(error)
     else:
