@@ -17,6 +17,8 @@ import numpy.typing as npt
 MOST_BINS = 24
 _WIDTH, _HEIGHT, _BASE, _TOP = 480, 150, 124, 20
 _TICK = 96
+_ONE_POINT = 1e-9
+"""Values that lie closer together than this share of their size count as one: no edges could be told apart between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,9 @@ def bins(values: npt.ArrayLike) -> Bins:
 
 
 def _steps(low: float, high: float) -> list[float]:
-    span = (high - low) or max(abs(high), 1.0)
+    span, scale = high - low, max(high, 1.0)
+    if span < scale * _ONE_POINT:
+        span = scale
     least = span / (MOST_BINS - 2)
     size = 10.0 ** math.floor(math.log10(least))
     step = next(size * factor for factor in (1, 2, 5, 10, 20) if size * factor >= least)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dataio.shards import histogram
@@ -12,6 +12,9 @@ VALUES = st.lists(st.floats(0, 1e15, allow_subnormal=False), min_size=1, max_siz
 
 
 @given(VALUES)
+@example([0.0, 1.07e-217])
+@example([1e15, 1e15 + 0.125])
+@example([5.0, 5.0 + 1e-12])
 def test_every_value_lies_in_one_of_a_few_bins(values: list[float]) -> None:
     found = histogram.bins(values)
     assert 1 <= len(found.counts) <= histogram.MOST_BINS
