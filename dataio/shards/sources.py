@@ -248,6 +248,8 @@ def _group(members: list[tuple[_Found, os.stat_result]]) -> Group:
 
 def _key(item: _Found) -> str:
     relative = Path(os.path.relpath(item.path, item.root)).with_suffix("")
+    if relative.parts[0] == "..":  # a manifest may name files anywhere
+        relative = Path(*Path(os.path.abspath(item.path)).with_suffix("").parts[1:])
     return "/".join(_NOT_IN_KEYS.sub("_", part) for part in relative.parts)
 
 

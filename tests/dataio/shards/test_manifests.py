@@ -52,6 +52,14 @@ def test_every_format_gives_paths_keys_captions_and_fields(sounds: Path, tmp_pat
         assert dataset.read(first, "wav") == (sounds / "a.wav").read_bytes()
 
 
+def test_a_file_that_lies_elsewhere_is_keyed_by_its_whole_path(sounds: Path, tmp_path: Path) -> None:
+    (tmp_path / "lists").mkdir()
+    table = [{"path": "../media/a.wav"}, {"path": str(sounds / "b.wav")}]
+    with pack(write(tmp_path / "lists" / "m.csv", table), tmp_path / "ds", workers=1) as dataset:
+        folder = "/".join(part.replace(".", "_") for part in sounds.parts[1:])
+        assert list(dataset.keys) == [f"{folder}/a", f"{folder}/b"]
+
+
 def test_columns_can_have_other_names(sounds: Path, tmp_path: Path) -> None:
     manifest = write(tmp_path / "m.jsonl", [{"file": "media/a.wav", "said": "hello", "id": 7}])
     with pack(manifest, tmp_path / "ds", columns=Columns("file", "id", "said"), workers=1) as dataset:
