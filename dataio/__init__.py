@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
-    from dataio.shards.facts import Recipe
-    from dataio.shards.in_place import index
-    from dataio.shards.manifests import Columns
-    from dataio.shards.pack import PackReport, append, pack
-    from dataio.shards.preview import preview
-    from dataio.shards.verify import VerifyReport, verify
+    from dataio.shards.in_place.indexing import index
+    from dataio.shards.ingest.manifests import Columns
+    from dataio.shards.ingest.pack import PackReport, append, pack
+    from dataio.shards.look.preview import preview
+    from dataio.shards.media.facts import Recipe
+    from dataio.shards.verify.run import VerifyReport, verify
     from dataio.store.open import open_store
 
 __all__ = [
@@ -33,17 +33,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "Columns": "dataio.shards.manifests",
+    "Columns": "dataio.shards.ingest.manifests",
     "Dataset": "dataio.shards.dataset",
-    "PackReport": "dataio.shards.pack",
-    "VerifyReport": "dataio.shards.findings",
-    "Recipe": "dataio.shards.facts",
-    "append": "dataio.shards.pack",
-    "index": "dataio.shards.in_place",
+    "PackReport": "dataio.shards.ingest.pack",
+    "VerifyReport": "dataio.shards.verify.findings",
+    "Recipe": "dataio.shards.media.facts",
+    "append": "dataio.shards.ingest.pack",
+    "index": "dataio.shards.in_place.indexing",
     "open_store": "dataio.store.open",
-    "pack": "dataio.shards.pack",
-    "preview": "dataio.shards.preview",
-    "verify": "dataio.shards.verify",
+    "pack": "dataio.shards.ingest.pack",
+    "preview": "dataio.shards.look.preview",
+    "verify": "dataio.shards.verify.run",
 }
 
 

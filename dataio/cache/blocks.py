@@ -5,7 +5,6 @@ Invariant: a file is unlinked as soon as it is open (but see `kept`), so its byt
 descriptor or a mapping: dropping it never changes what a holder sees, and a killed process leaves nothing behind.
 Descriptors handed out are read-only. No file is ever truncated or punched.
 Failure behaviour: `OSError` (no space, directory gone) goes to the caller, who continues without the cache.
-`private_directory` refuses a directory that belongs to somebody else, or that others may enter, with `AccessDeniedError`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ import errno
 import mmap
 import os
 import secrets
-import stat
 from pathlib import Path
-
-from dataio.core.errors import AccessDeniedError
 
 
 class Descriptor:
@@ -81,19 +77,6 @@ class BlockDirectory:
         finally:
             os.unlink(path)
         return BlockFile(writer, reader, size)
-
-
-def private_directory(path: Path) -> Path:
-    """`path` as a directory that only this user may enter, made when absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise AccessDeniedError(
-            f"{path} is not a private directory: owner {found.st_uid}, mode {stat.filemode(found.st_mode)}",
-            hint="name a directory of your own with mode 0700",
-        )
-    return path
 
 
 class MappedFile(mmap.mmap):

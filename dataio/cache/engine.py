@@ -3,8 +3,9 @@
 Purpose: the one cache engine, the same inside a trainer and inside the daemon.
 Invariants: the plan is touched only under the lock; stores and futures are touched only outside it. A block that several
 ask for at once is fetched once and all of them are woken, with the bytes or with the store's error; errors are not kept.
-Failure behaviour: a cache disk that fails (full, gone, read-only) costs one warning; from then on, for `RECOVER_SECONDS`,
-nothing new is admitted and `open` answers None: read the store directly. After `close` every open future ends with an error.
+Failure behaviour: a tier whose disk fails (full, gone, read-only) costs one warning; from then on, for `RECOVER_SECONDS`,
+nothing new is admitted there; where no tier is left `open` answers None: read the store directly. After `close` every open
+future ends with an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction
 from dataio.cache.fetcher import DiskError, Fetcher, Flight
 from dataio.cache.forecast import Forecast
 from dataio.cache.plan import CachePlan
+from dataio.cache.turns import JobLimits
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError, TransientError, UsageError
@@ -65,9 +68,18 @@ class Lease:
         self._ended.append(self.file)  # runs in any thread, under any lock: the engine reads it later
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory for cache files, and how many bytes it may hold. With `keep`, files outlive the engine, and what an earlier
+    one left is adopted; then the directory must belong to this engine alone."""
+
+    path: Path
+    budget: int
+    keep: bool = False
+
+
 class Engine:
-    """A cache of `budget` bytes in `directory`. With `keep`, its files outlive it, and what an earlier engine left in the
-    directory is adopted; then the directory must belong to this engine alone."""
+    """A cache of `budget` bytes in `directory`, or of several tiers: that one is the fastest, then come the `slower` ones."""
 
     def __init__(
         self,
@@ -79,12 +91,18 @@ class Engine:
         block_bytes: int = limits.CACHE_BLOCK_BYTES,
         clock: Clock = SYSTEM_CLOCK,
         keep: bool = False,
+        slower: Sequence[Place] = (),
+        buffers: int | None = None,
     ) -> None:
-        self._keep = keep
-        self._directory, self._clock = BlockDirectory(directory), clock
+        """At most `threads` requests to stores and `buffers` blocks (as many as threads by default) are in flight."""
+        buffers = buffers or threads
+        self._places, self._clock = (Place(directory, budget, keep), *slower), clock
         self._listeners: list[Callable[[int], None]] = []
         self._plan = CachePlan(
-            budget, block_bytes=block_bytes, max_files=max_files, prefetch_parts=max(1, threads // 2)
+            [place.budget for place in self._places],
+            block_bytes=block_bytes,
+            max_files=max_files,
+            prefetch_parts=max(1, min(threads // 2, buffers * 2 // 3)),
         )
         self._lock = threading.Lock()
         self._files: dict[int, BlockFile] = {}
@@ -92,16 +110,19 @@ class Engine:
         self._source_names: weakref.WeakKeyDictionary[Store, str] = weakref.WeakKeyDictionary()
         self._waiting: dict[int, Future[Lease | None]] = {}
         self._ended: deque[int] = deque()
+        self._jobs: dict[int, str] = {}  # of streams
+        self._within: dict[int, str] = {}  # of streams: the span in which they asked last
         self._announced: dict[int, tuple[Store, list[tuple[str, int, int]]]] = {}
         self._known: OrderedDict[tuple[str, str], tuple[ObjectId, float]] = OrderedDict()
         self._tickets = itertools.count()
-        self._paused_until = 0.0
+        self._paused: dict[int, float] = {}  # tiers in trouble, and when to try them again
         self._closed = False
         self._counts = {"fetched_bytes": 0, "asked_bytes": 0, "hit_bytes": 0, "reads_ready": 0, "reads_late": 0}
         self._forecast = Forecast()
-        if keep:
-            self._adopt(directory, block_bytes)
-        self._fetcher = Fetcher(threads, block_bytes, clock, self._landed)
+        for tier, place in enumerate(self._places):
+            if place.keep:
+                self._adopt(tier, place.path, block_bytes)
+        self._fetcher = Fetcher(threads, buffers, block_bytes, clock, self._landed)
 
     def open(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Future[Lease | None]:
         """A lease on a file that holds `ranges` ((offset, length)) of the object `key`, or None: read the store directly.
@@ -116,7 +137,7 @@ class Engine:
             self._request(store, known, ranges, future, stream)
         else:
             later = partial(self._stat_then_request, store, key, ranges, future, stream)
-            self._fetcher.submit(lambda _: self._guard(future, later))
+            self._fetcher.submit(lambda: self._guard(future, later))
         return future
 
     def open_present(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
@@ -141,15 +162,36 @@ class Engine:
             later = self._execute(self._plan.reads_in_order(stream, source_of(store.location)))
         _finish(later)
         if not scheduled:  # at most one job for each stream, whatever the number of announcements
-            self._fetcher.submit(lambda _: self._announce(stream))
+            self._fetcher.submit(lambda: self._announce(stream))
 
     def withdraw(self, stream: int) -> None:
         """Forget what `stream` announced."""
         with self._lock:
             self._announced.pop(stream, None)
+            self._jobs.pop(stream, None)
+            self._within.pop(stream, None)
             self._forecast.over(stream)
             later = self._execute(self._plan.withdraw(stream))
         _finish(later)
+
+    def assign(self, stream: int, job: str) -> None:
+        """The stream belongs to this job, with which it shares turns and limits; ends with `withdraw`. Without it a stream is a
+        job of its own."""
+        with self._lock:
+            self._jobs[stream] = job
+
+    def asked_within(self, stream: int, trace: str) -> None:
+        """The span (`dataio.core.trace.context`) within which the stream asks; what is fetched for it is recorded below that."""
+        with self._lock:
+            self._within[stream] = trace
+
+    def limit(self, limits: JobLimits) -> None:
+        """What each job may have in flight at stores from now on."""
+        self._fetcher.limit(limits)
+
+    def turns(self) -> dict[str, dict[str, int]]:
+        """What each job has waiting and in flight at stores."""
+        return self._fetcher.turns()
 
     def subscribe(self, dropped: Callable[[int], None]) -> Callable[[], None]:
         """Call `dropped(file)`, from any thread, when the cache drops a file; returns what ends that."""
@@ -172,10 +214,10 @@ class Engine:
         with self._lock:
             self._sources.pop(source, None)
 
-    def resize(self, budget: int) -> None:
-        """Another budget in bytes; a smaller one takes effect as soon as holders let go."""
+    def resize(self, *budgets: int) -> None:
+        """Another budget in bytes for each tier; a smaller one takes effect as soon as holders let go."""
         with self._lock:
-            later = self._execute(self._plan.resize(budget))
+            later = self._execute(self._plan.resize(budgets))
         _finish(later)
 
     def replace(self, source: str, store: Store) -> None:
@@ -188,7 +230,15 @@ class Engine:
         """Bytes and numbers for status."""
         self._run([])
         with self._lock:
-            return {**self._plan.counts(), **self._counts, "paused": not self._plan.admitting}
+            return {**self._plan.counts(), **self._counts, "paused": bool(self._paused)}
+
+    def tier_stats(self) -> list[dict[str, object]]:
+        """Of each tier: where it is, budget and use in bytes, and whether its disk is in trouble."""
+        with self._lock:
+            return [
+                {"directory": str(place.path), "budget_bytes": budget, "used_bytes": used, "paused": not well}
+                for place, (budget, used, well) in zip(self._places, self._plan.tiers, strict=True)
+            ]
 
     def prefetch_stats(self) -> dict[str, float | int]:
         """How prefetching does: the window, and predicted against actual need."""
@@ -315,8 +365,8 @@ class Engine:
                 todo.extend(self._plan.released(self._ended.popleft()))
                 continue
             match todo.popleft():
-                case Create(file, obj, keep):
-                    self._create(file, obj, keep and self._keep)
+                case Create() as create:
+                    self._create(create)
                 case Fetch() as fetch:
                     self._submit_fetch(fetch, todo)
                 case Drop(file, once):
@@ -332,20 +382,21 @@ class Engine:
         metrics.cache_resident_bytes.set(self._plan.used)
         return later
 
-    def _create(self, file: int, obj: ObjectId, keep: bool) -> None:
+    def _create(self, create: Create) -> None:
+        place = self._places[create.tier]
         try:
-            self._files[file] = (
-                kept.create(self._directory.path, obj, self._plan.block_bytes)
-                if keep
-                else self._directory.create(obj.size)
+            self._files[create.file] = (
+                kept.create(place.path, create.object, self._plan.block_bytes)
+                if create.keep and place.keep
+                else BlockDirectory(place.path).create(create.object.size)
             )
         except OSError as error:
-            self._pause(error)
+            self._pause(create.tier, error)
 
-    def _adopt(self, directory: Path, block_bytes: int) -> None:
+    def _adopt(self, tier: int, directory: Path, block_bytes: int) -> None:
         """Take over what an earlier engine left: its blocks are checked when they are first asked for."""
         for found in kept.adopt(directory, block_bytes):
-            file = self._plan.adopt(found.object, found.file.digests)
+            file = self._plan.adopt(found.object, found.file.digests, tier)
             if file is None:
                 found.file.unlink()
             else:
@@ -364,7 +415,9 @@ class Engine:
             return
         waited_for = partial(self._plan.waited_for, fetch.file, fetch.block)
         sources = [file for file in here if file is not None]
-        self._fetcher.start(Flight(fetch, opened, store, obj.key, sources, waited_for))
+        job = self._jobs.get(fetch.stream, str(fetch.stream))
+        within = self._within.get(fetch.stream, "")
+        self._fetcher.start(Flight(fetch, opened, store, obj.key, sources, waited_for, job, within))
 
     def _lease(self, file: int, once: bool) -> Lease | None:
         opened = self._files.get(file)
@@ -387,7 +440,7 @@ class Engine:
         with self._lock:
             self._counts["fetched_bytes"] += from_store
             if isinstance(error, DiskError):
-                self._pause(error.error)
+                self._pause(self._plan.tier_of(fetch.file), error.error)
                 instructions = self._plan.lost(fetch.file)
             elif error is None:
                 instructions = self._plan.fetched(fetch.file, fetch.block)
@@ -404,17 +457,19 @@ class Engine:
 
     # trouble with the disk
 
-    def _pause(self, error: OSError) -> None:
-        self._plan.admitting = False
-        self._paused_until = self._clock.monotonic() + RECOVER_SECONDS
-        warn_once(
-            _log,
-            f"the cache in {self._directory.path} cannot be written ({error.strerror}): reading from the store directly",
-        )
+    def _pause(self, tier: int | None, error: OSError) -> None:
+        if tier is None:  # of a file that was given up meanwhile
+            return
+        self._plan.set_open(tier, open=False)
+        self._paused[tier] = self._clock.monotonic() + RECOVER_SECONDS
+        left = "using the other tiers" if len(self._paused) < len(self._places) else "reading from the store directly"
+        warn_once(_log, f"the cache in {self._places[tier].path} cannot be written ({error.strerror}): {left}")
 
     def _recover(self) -> None:
-        if not self._plan.admitting and self._clock.monotonic() >= self._paused_until:
-            self._plan.admitting = True
+        for tier, until in list(self._paused.items()):
+            if self._clock.monotonic() >= until:
+                del self._paused[tier]
+                self._plan.set_open(tier, open=True)
 
 
 def source_of(location: Location) -> str:

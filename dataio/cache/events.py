@@ -5,7 +5,7 @@ Ranges are (offset, length) in bytes of the object; they lie inside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -31,11 +31,12 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Make an empty sparse file, before anything else is done to it. `keep`: it may outlive the daemon."""
+    """Make an empty sparse file in this tier, before anything else is done to it. `keep`: it may outlive the daemon."""
 
     file: int
     object: ObjectId
     keep: bool = True
+    tier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Fetch:
 
     `block` numbers the part of the file. `here` are (file, offset, length) that other files of the cache hold already.
     `adopted`: an earlier daemon left the block; it counts as fetched if its digest is right, and is fetched otherwise.
+    `stream`: who it is for, 0 for one that does not announce.
     """
 
     file: int
@@ -52,6 +54,7 @@ class Fetch:
     length: int
     here: tuple[tuple[int, int, int], ...] = ()
     adopted: bool = False
+    stream: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

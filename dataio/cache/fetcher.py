@@ -1,7 +1,8 @@
 """The engine's threads: fetch parts of objects into cache files, check what an earlier daemon left, ask again when it is late.
 
 Invariants: each fetch reports once, whichever of its attempts ends first; a second attempt is started only while somebody waits
-for the bytes, and for at most one in a hundred fetches. A thread's buffer is one block; nothing else is allocated.
+for the bytes, and for at most one in a hundred fetches. Jobs take turns (`turns`). A fetch takes one buffer of a block, and
+nothing else that grows.
 Failure behaviour: the store's error is reported when no other attempt is under way; trouble with the
 cache's own disk comes as `DiskError`.
 """
@@ -11,26 +12,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 
 from dataio.cache import kept
 from dataio.cache.blocks import BlockFile
+from dataio.cache.buffers import IDLE_SECONDS, Buffers
 from dataio.cache.events import Fetch
+from dataio.cache.turns import JobLimits, Turns
 from dataio.cache.window import Window
+from dataio.core import trace
 from dataio.core.clock import Clock
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
 
-IDLE_SECONDS = 5.0
-"""After so long without work a thread gives its buffer back: an idle daemon is a small one."""
-
 _log = get_logger(__name__)
-Job = Callable[[memoryview], None]
+Job = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A fetch under way. `here` are the files that have some of its bytes; `wanted()` whether somebody waits for it."""
+    """A fetch for a job, asked for `within` a span. `here` are the files that have some of its bytes; `wanted()` whether
+    somebody waits for it."""
 
     fetch: Fetch
     file: BlockFile
@@ -38,11 +39,18 @@ class Flight:
     key: str
     here: Sequence[BlockFile]
     wanted: Callable[[], bool]
+    job: str = ""
+    within: str = ""
     attempts: int = 1
     done: bool = False
     since: float = 0.0
     delivered: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def cost(self) -> int:
+        """Bytes that the store is asked for, as far as can be known: none where an earlier daemon left them."""
+        return 0 if self.fetch.adopted else self.fetch.length - sum(size for _, _, size in self.fetch.here)
 
 
 class DiskError(Exception):
@@ -54,16 +62,24 @@ class DiskError(Exception):
 
 
 class Fetcher:
-    """`threads` threads with a buffer of `block_bytes` each. `landed(fetch, error, bytes from the store)` is called by them."""
+    """`threads` threads, and `buffers` of `block_bytes`, which bound the blocks in flight. They call `landed(fetch, error, bytes
+    from the store)`."""
 
     def __init__(
-        self, threads: int, block_bytes: int, clock: Clock, landed: Callable[[Fetch, BaseException | None, int], None]
+        self,
+        threads: int,
+        buffers: int,
+        block_bytes: int,
+        clock: Clock,
+        landed: Callable[[Fetch, BaseException | None, int], None],
     ) -> None:
-        self._block_bytes, self._clock, self._landed = block_bytes, clock, landed
-        self.window = Window(2 * block_bytes, threads * block_bytes)
+        self._clock, self._landed = clock, landed
+        self._buffers = Buffers(block_bytes, buffers, clock)
+        self.window = Window(2 * block_bytes, max(2, buffers) * block_bytes)
         self._lock = threading.Condition()
         self._flights: dict[Flight, None] = {}
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._turns: Turns[Job | Flight] = Turns()
+        self._turn = threading.Condition()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"millrace-cache-{n}", daemon=True) for n in range(threads)
@@ -73,11 +89,26 @@ class Fetcher:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Run `job` in one of the threads, with its buffer."""
-        self._jobs.put(job)
+        """Run `job` in one of the threads."""
+        with self._turn:
+            self._turns.add_first(job)
+            self._turn.notify()
 
     def start(self, flight: Flight) -> None:
-        self._jobs.put(lambda buffer: self._attempt(flight, buffer))
+        with self._turn:
+            self._turns.add(flight, flight.job, flight.cost)
+            self._turn.notify()
+
+    def limit(self, limits: JobLimits) -> None:
+        """What each job may have in flight from now on."""
+        with self._turn:
+            self._turns.limit(limits)
+            self._turn.notify_all()
+
+    def turns(self) -> dict[str, dict[str, int]]:
+        """What each job has waiting and in flight."""
+        with self._turn:
+            return self._turns.report()
 
     def window_bytes(self) -> int:
         """What may be in flight."""
@@ -89,44 +120,62 @@ class Fetcher:
             return self.window.report()
 
     def close(self) -> None:
-        """Stop the threads after what they are doing."""
+        """Stop the threads after what they are doing and what waits."""
         with self._lock:
             self._closed = True
             self._lock.notify()
-        for _ in self._threads:
-            self._jobs.put(None)
+        self.limit(JobLimits())
 
     def _work(self) -> None:
-        buffer: memoryview | None = None
-        while True:
+        while (job := self._next()) is not None:
             try:
-                job = self._jobs.get(timeout=IDLE_SECONDS if buffer is not None else None)
-            except Empty:
-                buffer = None
-                continue
-            if job is None:
-                return
-            try:
-                buffer = buffer or memoryview(bytearray(self._block_bytes))
-                job(buffer)
+                if isinstance(job, Flight):
+                    self._fly(job)
+                else:
+                    job()
             except Exception:
                 _log.exception("a job of the cache failed")
             del job  # or it would keep its file open while this thread waits for the next one
 
+    def _next(self) -> Job | Flight | None:
+        """The next job; None at the end."""
+        with self._turn:
+            idle = IDLE_SECONDS
+            while (job := self._turns.next(now := self._clock.monotonic())) is None:
+                if self._closed and not self._turns:
+                    return None
+                soon = self._turns.wake_in(now)
+                if not self._turn.wait(soon if soon is not None else idle or None) and soon is None:
+                    idle = IDLE_SECONDS if self._buffers.trim() else 0.0  # an idle daemon is a small one
+            if self._turns:
+                self._turn.notify()  # what a limit held may go as well, now that something ended
+            return job
+
+    def _fly(self, flight: Flight) -> None:
+        try:
+            self._attempt(flight)
+        finally:
+            with self._turn:
+                self._turns.done(flight.job, flight.cost, self._clock.monotonic())
+
     # one attempt
 
-    def _attempt(self, flight: Flight, buffer: memoryview) -> None:
+    def _attempt(self, flight: Flight) -> None:
         if flight.done:
             return
-        view, fetched = buffer[: flight.fetch.length], 0
+        fetched, failed, began = 0, None, self._clock.monotonic()
         try:
-            if not self._is_right(flight, view):
-                fetched = self._from_store(flight, view)
-                self._write(flight, view)
+            with self._buffers.one() as buffer:
+                view = buffer[: flight.fetch.length]
+                if not self._is_right(flight, view):
+                    fetched = self._from_store(flight, view)
+                    self._write(flight, view)
+                    self._stored(fetched, began)
         except Exception as error:  # any error goes to those who wait
-            self._end(flight, error, fetched)
-            return
-        self._end(flight, None, fetched)
+            failed = error
+        if fetched or failed:
+            self._record(flight, began, fetched, failed)
+        self._end(flight, failed, fetched)
 
     def _is_right(self, flight: Flight, view: memoryview) -> bool:
         """Whether the part was left by an earlier daemon, and is what it said."""
@@ -175,6 +224,24 @@ class Fetcher:
             except OSError as error:
                 raise DiskError(error) from None
             flight.file.wrote(flight.fetch.block, view)
+
+    def _record(self, flight: Flight, began: float, fetched: int, error: Exception | None) -> None:
+        if not trace.recording():
+            return
+        seconds = self._clock.monotonic() - began
+        about: dict[str, trace.Value] = {
+            "key": flight.key,
+            "offset": flight.fetch.offset,
+            "bytes": fetched,
+            "job": flight.job,
+        }
+        what = type(error).__name__ if error else ""
+        trace.record("cache.fetch", self._clock.time() - seconds, seconds, flight.within, error=what, **about)
+
+    def _stored(self, fetched: int, began: float) -> None:
+        if fetched:
+            with self._lock:
+                self.window.stored(self._clock.monotonic() - began)
 
     def _end(self, flight: Flight, error: BaseException | None, fetched: int) -> None:
         with self._lock:

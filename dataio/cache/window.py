@@ -1,8 +1,9 @@
 """How many bytes to have in flight, and when a fetch is late: both measured on the way.
 
-In flight: bandwidth times latency times a safety factor. The bandwidth of a fetch is what all fetches together delivered while
-it was under way; the best of the last `KEPT` and the shortest latency of them are used, as congestion control does: while more
-requests bring more bytes the window grows, and when they only wait for each other it stops.
+In flight: bandwidth times latency times a safety factor; a block is in flight until it is in the cache's file. The bandwidth
+of a fetch is what all fetches together delivered while it was under way; the best of the last `KEPT` and the shortest latency
+of them are used, as congestion control does: while more requests bring more bytes the window grows, and when they only wait
+for each other it stops.
 Late: later than 95 of 100 of the last. Invariant: bounded, sans-I/O; the caller holds its lock.
 """
 
@@ -26,6 +27,7 @@ class Window:
         self._least, self._most = least, most
         self._rates: deque[float] = deque(maxlen=KEPT)
         self._times: deque[float] = deque(maxlen=KEPT)
+        self._flights: deque[float] = deque(maxlen=KEPT)
         self.delivered = 0
         self.fetches = self.hedges = 0
 
@@ -37,11 +39,15 @@ class Window:
         self._rates.append((self.delivered - delivered_before) / seconds)
         self._times.append(seconds)
 
+    def stored(self, seconds: float) -> None:
+        """A block was in the cache's file `seconds` after it had been asked for."""
+        self._flights.append(max(seconds, 1e-6))
+
     def bytes(self) -> int:
         """What may be in flight."""
-        if not self._times:
+        if not self._rates or not self._flights:
             return self._least
-        return int(min(self._most, max(self._least, max(self._rates) * min(self._times) * SAFETY)))
+        return int(min(self._most, max(self._least, max(self._rates) * min(self._flights) * SAFETY)))
 
     def late_after(self) -> float | None:
         """Seconds after which a fetch is asked for again, or None while nothing may be."""

@@ -6,6 +6,7 @@ Failure behaviour: `parse_bytes` raises `UsageError` naming the text.
 
 from __future__ import annotations
 
+import os
 import re
 
 from dataio.core.errors import UsageError
@@ -40,6 +41,11 @@ MESSAGE_BYTES = 64 * KIB
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"k": KIB, "m": MIB, "g": GIB, "t": 1 << 40, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def memory_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def parse_bytes(text: str) -> int:

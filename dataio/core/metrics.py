@@ -30,6 +30,9 @@ cache_bytes = Counter(
     "millrace_cache_bytes", "Bytes asked of the node cache, by where they came from", ["source"], registry=REGISTRY
 )
 cache_resident_bytes = Gauge("millrace_cache_resident_bytes", "Bytes that the node cache holds", registry=REGISTRY)
+tier_read_bytes = Counter(
+    "millrace_tier_read_bytes", "Bytes of checkpoints read, by where they were", ["source"], registry=REGISTRY
+)
 loader_samples = Counter("millrace_loader_samples", "Samples delivered", ["outcome"], registry=REGISTRY)
 loader_wait_seconds = Histogram(
     "millrace_loader_wait_seconds", "Time a trainer waited for a batch", buckets=_SECONDS, registry=REGISTRY
@@ -43,4 +46,10 @@ checkpoint_bytes = Counter(
 checkpoint_saves = Counter("millrace_checkpoint_saves", "Saves by outcome", ["outcome"], registry=REGISTRY)
 checkpoint_stall_seconds = Histogram(
     "millrace_checkpoint_stall_seconds", "Time save() held the trainer", buckets=_SECONDS, registry=REGISTRY
+)
+checkpoint_waited_seconds = Histogram(
+    "millrace_checkpoint_waited_seconds",
+    "Time the trainer was held after save() by what was still being copied",
+    buckets=_SECONDS,
+    registry=REGISTRY,
 )

@@ -1,8 +1,9 @@
-"""Named spans of time: ranges for NVIDIA's profilers, and a log of events in files.
+"""Named spans of time: ranges for NVIDIA's profilers, a log of events in files, and OpenTelemetry.
 
 Purpose: `with span("loader.wait", batch=7): ...` shows up in Nsight Systems where the package nvtx is there (NVTX_DISABLE turns
-it off), and as a line of JSON in `$MILLRACE_EVENTS/rank-<rank>-<pid>.jsonl` where that variable names a directory.
-Invariant: with neither, a span costs one call and allocates nothing. A process writes at most two files of `FILE_BYTES`: the
+it off), as a line of JSON in `$MILLRACE_EVENTS/rank-<rank>-<pid>.jsonl` where that variable names a directory, and as a span of
+OpenTelemetry (`dataio.core.otel`). `context()` names the current span to another process, which gives it to `record`.
+Invariant: with none of them, a span costs one call and allocates nothing. A process writes at most two files of `FILE_BYTES`: the
 newest and, as `….1`, the one before; what is older is dropped.
 Failure behaviour: an event log that cannot be written costs one warning and ends; a span never raises, and never hides an
 error of what it holds.
@@ -19,9 +20,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dataio.core import otel
 from dataio.core.limits import MIB
 from dataio.core.log import get_logger, warn_once
 
@@ -84,12 +87,34 @@ class Tracer:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         directory = environ.get("MILLRACE_EVENTS")
         self._events = EventLog(directory, environ.get("RANK", "0")) if directory else None
-        self._nvtx = _find_nvtx() if not environ.get("NVTX_DISABLE") else None
+        self._ranges = not environ.get("NVTX_DISABLE")
+        self._otel = otel.find(environ)
+
+    @cached_property
+    def _nvtx(self) -> Any:
+        """Looked for with the first span: a daemon, which only records, does without its memory."""
+        return _find_nvtx() if self._ranges else None
+
+    @property
+    def recording(self) -> bool:
+        """Whether anybody hears of what `record` is told."""
+        return self._events is not None or self._otel is not None
 
     def span(self, name: str, about: Mapping[str, Value]) -> AbstractContextManager[object]:
-        if self._events is None and self._nvtx is None:
+        if self._events is None and self._nvtx is None and self._otel is None:
             return _NOTHING
         return self._span(name, about)
+
+    def context(self) -> str:
+        return self._otel.context() if self._otel is not None else ""
+
+    def record(
+        self, name: str, began: float, seconds: float, parent: str, about: Mapping[str, Value], error: str
+    ) -> None:
+        if self._events is not None:
+            self._events.write(name, began, seconds, {**about, "error": error} if error else about)
+        if self._otel is not None:
+            self._otel.record(name, began, seconds, parent, about, error)
 
     @contextlib.contextmanager
     def _span(self, name: str, about: Mapping[str, Value]) -> Iterator[None]:
@@ -97,7 +122,8 @@ class Tracer:
         if self._nvtx is not None:
             self._nvtx.push_range(name, domain="millrace")
         try:
-            yield
+            with self._otel.span(name, about) if self._otel is not None else _NOTHING:
+                yield
         finally:
             if self._nvtx is not None:
                 self._nvtx.pop_range(domain="millrace")
@@ -106,11 +132,30 @@ class Tracer:
 
 
 def span(name: str, **about: Value) -> AbstractContextManager[object]:
-    """What happens inside is one span of this name; `about` goes to the event log."""
+    """What happens inside is one span of this name; `about` goes to the event log and to OpenTelemetry."""
+    return _found().span(name, about)
+
+
+def context() -> str:
+    """The current span of this thread, for another process: a W3C `traceparent`, or nothing."""
+    return _found().context()
+
+
+def recording() -> bool:
+    """Whether `record` is worth its arguments."""
+    return _found().recording
+
+
+def record(name: str, began: float, seconds: float, parent: str = "", *, error: str = "", **about: Value) -> None:
+    """A span that is over: from `began` (Unix time), for what another process did within `parent`, its `context()`."""
+    _found().record(name, began, seconds, parent, about, error)
+
+
+def _found() -> Tracer:
     global _tracer
     if _tracer is None:  # not at import: looking for nvtx takes a while, and the command line need not wait for it
         _tracer = Tracer()
-    return _tracer.span(name, about)
+    return _tracer
 
 
 def _find_nvtx() -> Any:

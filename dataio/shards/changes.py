@@ -22,11 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
-from dataio.shards import kept, query, versions
-from dataio.shards.kept import Rows
-from dataio.shards.mounting import mount_of, with_mounts
-from dataio.shards.open_index import OpenIndex
-from dataio.shards.versions import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
+from dataio.shards.query import conditions as query
+from dataio.shards.query import kept
+from dataio.shards.query.kept import Rows
+from dataio.shards.query.open_index import OpenIndex
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
+from dataio.shards.versions.mounting import mount_of, with_mounts
 from dataio.store.contract import Location, Store
 from dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
 

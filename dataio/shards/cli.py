@@ -8,11 +8,13 @@ Failure behaviour: errors are raised for `dataio.cli` to report.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dataio.core import limits
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
     from dataio.shards.report import PackReport
 
+ByteBar = Callable[[str, int, int | None], object]
+"""Told what is at hand, and how many bytes are done, of how many."""
 _LISTED = 50
 _SPOOL_BYTES = 64 * limits.MIB
 
@@ -221,3 +225,20 @@ def _count(n: int, what: str) -> str:
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else "?" for c in text)
+
+
+@contextlib.contextmanager
+def _byte_bar(verb: str, *, quiet: bool) -> Iterator[ByteBar | None]:
+    """A progress bar over bytes on a terminal's standard error; None where nobody would see it."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(verb + " {task.fields[what]}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(
+        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("", what="…", total=None)
+        yield lambda what, done, total: bar.update(task, total=total, completed=done, what=what)

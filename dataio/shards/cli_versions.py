@@ -38,7 +38,7 @@ def log(argv: list[str]) -> int:
     parser.add_argument("--limit", metavar="N", type=_positive, help="list only the newest N")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     args = parser.parse_args(argv)
-    from dataio.shards.history import history
+    from dataio.shards.versions.history import history
     from dataio.store.open import open_store
 
     number = 0
@@ -69,7 +69,7 @@ def tag(argv: list[str]) -> int:
     parser.add_argument("name", metavar="NAME", nargs="?", help="letters, digits, '.', '_' and '-'; not a digit first")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
-    from dataio.shards import tags
+    from dataio.shards.versions import tags
     from dataio.store.open import open_store
 
     with open_store(args.dataset) as store:

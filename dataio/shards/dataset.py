@@ -21,11 +21,14 @@ import pyarrow.compute as pc
 
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UsageError
-from dataio.shards import index, members, tags, versions
+from dataio.shards import members
 from dataio.shards.contract import Sample
-from dataio.shards.mounting import with_mounts
-from dataio.shards.open_index import OpenIndex
+from dataio.shards.index import rows as index
+from dataio.shards.query.open_index import OpenIndex
 from dataio.shards.report import PackReport
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions import tags
+from dataio.shards.versions.mounting import with_mounts
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 
@@ -104,11 +107,11 @@ class Dataset:
 
     @property
     def table(self) -> pa.Table:
-        """The whole index (`dataio.shards.index.SCHEMA`), one row a sample; `columns` reads only what is needed."""
+        """The whole index (`dataio.shards.index.rows.SCHEMA`), one row a sample; `columns` reads only what is needed."""
         return self.index.columns()
 
     def columns(self, names: Sequence[str]) -> pa.Table:
-        """These columns of `dataio.shards.index.SCHEMA`, one row a sample, read now."""
+        """These columns of `dataio.shards.index.rows.SCHEMA`, one row a sample, read now."""
         unknown = [name for name in names if name not in index.SCHEMA.names]
         if unknown:
             raise UsageError(f"the index has no column {unknown[0]!r}", hint=f"it has {', '.join(index.SCHEMA.names)}")
@@ -157,7 +160,7 @@ class Dataset:
     def where(self, condition: str) -> Dataset:
         """The samples that meet `condition`, numbered anew from 0: a view of this version, or of this view.
 
-        `condition` is one boolean expression in SQL over `dataio.shards.predicate.COLUMNS` and the promoted fields of the
+        `condition` is one boolean expression in SQL over `dataio.shards.query.predicate.COLUMNS` and the promoted fields of the
         samples' JSON: `"duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"`. A sample of which it is
         null is left out. `UsageError` for anything else. The answer is fixed: it does not follow later versions.
         """

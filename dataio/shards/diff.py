@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from dataio.shards.predicate import connect
+from dataio.shards.query.predicate import connect
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import blake3
 import msgspec
 
-from dataio.shards import query
-from dataio.shards.kept import Rows
-from dataio.shards.open_index import OpenIndex
-from dataio.shards.versions import Lineage, Source
+from dataio.shards.query import conditions as query
+from dataio.shards.query.kept import Rows
+from dataio.shards.query.open_index import OpenIndex
+from dataio.shards.versions.documents import Lineage, Source
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset

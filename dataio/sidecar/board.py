@@ -133,6 +133,11 @@ class Board:
             if len(self._early) > PROCESSES:
                 self._early.popitem(last=False)
 
+    def job_of(self, process: int) -> str | None:
+        """The job of a process, once it has reported."""
+        found = self._processes.get(process)
+        return found.job if found else None
+
     def commit(self, run: str, step: int, committed: float) -> None:
         """A step of `run` was committed, at this Unix time."""
         job = self._job(self._name(plain(run)))

@@ -1,20 +1,23 @@
-"""The daemon's cache directory: whose it is, and how large the cache in it may be.
+"""The daemon's cache directories: whose they are, and how large the cache in each may be.
 
 Invariant: files are kept for the next daemon only by the one that holds `<directory>/lock`; the kernel drops it with its holder.
 Failure behaviour: a directory where no lock can be had or made is used without keeping anything, which is said once;
-`AccessDeniedError` for a directory that others may enter.
+`AccessDeniedError` for a directory that others may enter. Of several tiers one that is not there is left out, with a warning.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataio.cache.blocks import private_directory
+from dataio.cache.engine import Place
 from dataio.core import limits
 from dataio.core.log import get_logger
+from dataio.core.private import private_directory
+from dataio.sidecar.config import CacheTier
 
 _log = get_logger(__name__)
 
@@ -49,6 +52,38 @@ class CacheDirectory:
         if self.lock is None:
             return 0
         return sum(path.lstat().st_blocks * 512 for path in self.path.glob("*.blocks"))
+
+
+class CacheDirectories:
+    """The tiers that can be used, the fast one first."""
+
+    def __init__(self, claimed: Sequence[tuple[CacheTier, CacheDirectory]] = ()) -> None:
+        self._claimed = claimed
+
+    @classmethod
+    def claim(cls, tiers: Sequence[CacheTier], keep: bool) -> CacheDirectories:
+        """All of them; `OSError` when not one is there."""
+        found, trouble = list[tuple[CacheTier, CacheDirectory]](), list[OSError]()
+        for tier in tiers:
+            try:
+                found.append((tier, CacheDirectory.claim(tier.path, keep)))
+            except OSError as error:
+                _log.warning("the cache does without %s: %s", tier.path, error.strerror)
+                trouble.append(error)
+        if not found:
+            raise trouble[0]
+        return cls(found)
+
+    def places(self, cache_bytes: int) -> list[Place]:
+        """For the engine; `cache_bytes` for the tiers that name no bytes of their own."""
+        return [
+            Place(directory.path, directory.budget(tier.bytes or cache_bytes), directory.lock is not None)
+            for tier, directory in self._claimed
+        ]
+
+    def close(self) -> None:
+        for _, directory in self._claimed:
+            directory.close()
 
 
 def _lock(path: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""`millrace sidecar run` and `millrace sidecar status`."""
+"""`millrace sidecar run`, `millrace sidecar status` and `millrace sidecar forget`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "chec
 def sidecar(argv: list[str]) -> int:
     """The sub-command's entry point."""
     options = _parser().parse_args(argv)
-    return _run(options) if options.action == "run" else _status(options)
+    return {"run": _run, "status": _status, "forget": _forget}[options.action](options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,6 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--socket", type=Path)
     status.add_argument("--json", action="store_true", help="everything, as one JSON object")
     status.add_argument("--watch", action="store_true", help="again every 2 seconds, until interrupted")
+    forget = actions.add_parser("forget", help="remove kept steps from the node's tier; only lists them without --yes")
+    forget.add_argument("run", help="the run's name")
+    forget.add_argument("--step", type=int, help="this step alone")
+    forget.add_argument("--yes", action="store_true", help="do it, also where the store may have no copy")
+    forget.add_argument("--socket", type=Path)
+    forget.add_argument("--json", action="store_true")
     return parser
 
 
@@ -70,3 +76,9 @@ def _status(options: argparse.Namespace) -> int:
     from dataio.sidecar import cli_status
 
     return cli_status.status(options)
+
+
+def _forget(options: argparse.Namespace) -> int:
+    from dataio.sidecar.tier.cli_forget import forget
+
+    return forget(options)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from dataio.core.errors import MillraceError, NotFoundError
 from dataio.core.limits import format_bytes
+from dataio.sidecar import cli_cache
 from dataio.sidecar.connection import Sidecar
 from dataio.sidecar.paths import default_socket
 
@@ -54,7 +55,7 @@ def ask(options: argparse.Namespace) -> State:
 
 def view(state: State) -> RenderableType:
     """The status for people."""
-    lines = [_head(state), _cache(state)]
+    lines = [_head(state), _cache(state), *cli_cache.lines(state), *_tier(state)]
     tables = [table for table in (_jobs(state), _saves(state)) if table.row_count]
     errors = [
         Text(f"{_clean(e['text'])}  {_ago(e['age_seconds'])}, {e['times']} times", "red")
@@ -90,6 +91,34 @@ def _cache(state: State) -> Text:
         f"{cache['waiting']} requests wait"
     )
     return Text(text + (", PAUSED: its disk cannot be written" if cache["paused"] else ""))
+
+
+def _tier(state: State) -> list[Text]:
+    tier = state.get("tier")
+    if not tier:
+        return []
+    kept = ", ".join(_clean(f"{s['run']} {s['step']}" + ("" if s["committed"] else "!")) for s in tier["kept"][:6])
+    text = (
+        f"tier    {format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])}, steps: {kept or 'none'}"
+    )
+    lines = [Text(text + (f", UNUSABLE: {_clean(tier['trouble'])}" if tier["trouble"] else ""))]
+    if tier["buddy"]:
+        lines.append(_buddy(tier["buddy"]))
+    if tier["guests"]:
+        refused = sum(tier["guests"]["refused"].values())
+        lines.append(
+            Text(f"guests  port {tier['guests']['port']}, {tier['guests']['peers']} connected, {refused} refused")
+        )
+    return lines
+
+
+def _buddy(buddy: State) -> Text:
+    copies = ", ".join(f"{_clean(c['run'])} {c['step']} of {_ago(c['age_seconds'])}" for c in buddy["copies"][:6])
+    trouble = f", GETS NO COPIES: {_clean(buddy['trouble'])}" if buddy["trouble"] else ""
+    text = (
+        f"buddy   {_clean(buddy['address'])} has {copies or 'nothing of this daemon yet'}, {buddy['waiting']} waiting"
+    )
+    return Text(text + trouble)
 
 
 def _jobs(state: State) -> Table:

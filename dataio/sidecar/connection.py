@@ -25,9 +25,10 @@ from typing import Self
 
 from dataio.core.errors import ConflictError, DeadlineError, MillraceError, TransientError
 from dataio.core.log import get_logger
+from dataio.core.trace import context, span
 from dataio.sidecar import messages as m
 from dataio.sidecar import paths, wire
-from dataio.sidecar.memfd import sealed
+from dataio.sidecar.transfer.memfd import sealed
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 30.0
@@ -39,8 +40,8 @@ BATCH = 1024
 
 _log = get_logger(__name__)
 SidecarName = str | os.PathLike[str] | None
-Answer = m.Opened | m.Bypassed | m.Staged | m.Status
-_ANSWERS = (m.Opened, m.Bypassed, m.Staged, m.Status, m.Failed)
+Answer = m.Opened | m.Bypassed | m.Staged | m.Recalled | m.Status
+_ANSWERS = (m.Opened, m.Bypassed, m.Staged, m.Recalled, m.Status, m.Failed)
 
 
 class _Slot:
@@ -165,7 +166,7 @@ class Sidecar:
             sock.settimeout(CONNECT_SECONDS)
             _connect_to(sock, os.fspath(path))
             pid, uid = wire.peer(sock)
-            if uid != os.geteuid():
+            if uid not in (os.geteuid(), 0):  # root's is the service manager's, which passes it to the daemon
                 raise ConflictError(f"the sidecar on {path} belongs to user {uid}")
             _send_all(sock, wire.frame(m.encode(m.Hello(m.VERSION, os.getpid()))), (), CONNECT_SECONDS)
             found = cls(sock, path, pid)
@@ -193,15 +194,24 @@ class Sidecar:
 
     # what it can do
 
-    def stage(self, kind: str, arena_fd: int, plan: bytes, about: str = "") -> Staged:
+    def stage(
+        self, kind: str, arena_fd: int, plan: bytes, about: str = "", *, urgent: bool = False, wait: float = 0.0
+    ) -> Staged:
         """Hand over an arena (a memory file sealed against shrinking) and its plan; returns once the daemon owns both.
 
-        `about` tells people what is saved. The caller keeps its own descriptor, and must not write to the arena before
+        `about` tells people what is saved; an `urgent` job overtakes others; `wait` seconds at most may pass until the daemon
+        has room, then it is a `CapacityError`. The caller keeps its own descriptor, and must not write to the arena before
         `Staged.wait_released` returns.
         """
         plan_fd = sealed("millrace-plan", plan)
         try:
-            answer, _ = self.call(lambda id: m.Stage(id, kind, about[:256]), (arena_fd, plan_fd))
+            with span("sidecar.stage", kind=kind):
+                within = context()
+                answer, _ = self.call(
+                    lambda id: m.Stage(id, kind, about[:256], within, int(urgent), wait),
+                    (arena_fd, plan_fd),
+                    ANSWER_SECONDS + wait,
+                )
         finally:
             os.close(plan_fd)
         return self._staged(answer)
@@ -210,6 +220,12 @@ class Sidecar:
         """A job staged earlier, perhaps through another connection. `NotFoundError` when the daemon does not know it."""
         answer, _ = self.call(lambda id: m.Follow(id, token))
         return self._staged(answer)
+
+    def recall(self, source: str, key: str, timeout: float) -> bool:
+        """Have the buddy's copy of an object brought into the node's tier (an empty key: the records of all steps of that store);
+        whether it is there now."""
+        answer, _ = self.call(lambda id: m.Recall(id, source, key), timeout=timeout)
+        return isinstance(answer, m.Recalled) and answer.there
 
     def status(self) -> dict[str, object]:
         """What the daemon says of itself."""

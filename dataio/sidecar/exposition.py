@@ -6,7 +6,7 @@ Failure behaviour: a figure that is not known is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -30,13 +30,33 @@ _CACHE = (
     ("waiting", "Requests that wait for bytes"),
     ("paused", "1 while the cache's disk cannot be written"),
 )
+_ROOM = (
+    ("budget_bytes", "What the arenas of staged checkpoints may hold"),
+    ("held_bytes", "What they hold"),
+    ("waiting_bytes", "What waits for room"),
+    ("waiting", "Staged checkpoints that wait for room"),
+    ("queued", "Staged checkpoints that wait for their turn"),
+    ("running", "Staged checkpoints that are being sent"),
+    ("committing", "Staged checkpoints that wait for other ranks"),
+)
+_TIERS = (
+    ("used_bytes", "Bytes that a tier of the cache holds, the fast one being 0"),
+    ("budget_bytes", "What it may hold"),
+    ("paused", "1 while its disk cannot be written"),
+)
 
 
 class JobMetrics(Collector):
     """Registered by the daemon."""
 
-    def __init__(self, board: Board, saves: Saves, cache: Callable[[], Mapping[str, int | bool]]) -> None:
-        self._board, self._saves, self._cache = board, saves, cache
+    def __init__(
+        self,
+        board: Board,
+        saves: Saves,
+        cache: Callable[[], Mapping[str, int | bool]],
+        tiers: Callable[[], Sequence[Mapping[str, object]]],
+    ) -> None:
+        self._board, self._saves, self._cache, self._tiers = board, saves, cache, tiers
 
     def collect(self) -> Iterable[Metric]:
         yield from self._of_jobs()
@@ -83,8 +103,12 @@ class JobMetrics(Collector):
         for outcome, number in self._saves.outcomes.items():
             ended.add_metric([outcome], number)
         yield ended
-        flying = sum(save["state"] in ("sending", "committing") for save in self._saves.listed())
+        flying = sum(save["state"] not in ("committed", "failed") for save in self._saves.listed())
         yield GaugeMetricFamily("millrace_staged_saves_in_flight", "Staged checkpoints on their way", flying)
+        room = self._saves.room()
+        for name, help_line in _ROOM:
+            if name in room:
+                yield GaugeMetricFamily(f"millrace_staged_{name}", help_line, room[name])
 
     def _of_cache(self) -> Iterable[Metric]:
         cache = self._cache()
@@ -95,6 +119,24 @@ class JobMetrics(Collector):
         for name, help_line in _CACHE:
             if name in cache:
                 yield GaugeMetricFamily(f"millrace_cache_{name}", help_line, int(cache[name]))
+        if "reads_ready" in cache:
+            reads = CounterMetricFamily(
+                "millrace_cache_announced_reads",
+                "Announced reads, by whether they were there in time",
+                labels=["outcome"],
+            )
+            for outcome in ("ready", "late"):
+                reads.add_metric([outcome], int(cache[f"reads_{outcome}"]))
+            yield reads
+        yield from _of_tiers(self._tiers())
+
+
+def _of_tiers(tiers: Sequence[Mapping[str, object]]) -> Iterable[Metric]:
+    for name, help_line in _TIERS:
+        family = GaugeMetricFamily(f"millrace_cache_tier_{name}", help_line, labels=["tier"])
+        for number, tier in enumerate(tiers):
+            _add(family, str(number), tier[name])
+        yield family
 
 
 def _add(family: GaugeMetricFamily, job: str, value: object) -> None:

@@ -20,6 +20,7 @@ from dataio.sidecar import messages as m
 
 OPENS = 64
 HELD = 1024
+RECALLS = 4
 
 
 class Holdable(Protocol):
@@ -69,6 +70,9 @@ class StartJob:
     arena: int
     plan: int
     about: str = ""
+    trace: str = ""
+    urgent: bool = False
+    wait: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,13 @@ class FollowJob:
 
     id: int
     token: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartRecall:
+    """Ask the buddy; answer with `recalled`."""
+
+    request: m.Recall
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,9 @@ class HangUp:
     reason: str
 
 
-Instruction = Send | StartOpen | Prefetch | Touch | StartJob | FollowJob | Report | Record | Discard | HangUp
+Instruction = (
+    Send | StartOpen | Prefetch | Touch | StartJob | FollowJob | StartRecall | Report | Record | Discard | HangUp
+)
 
 
 class Session:
@@ -120,6 +133,7 @@ class Session:
         self._opens: dict[int, int] = {}  # request -> the file that the client has
         self._held: dict[int, list[Holdable]] = {}
         self._holds = 0
+        self._recalls = 0
 
     # what the client sent
 
@@ -146,6 +160,8 @@ class Session:
                 return self._closed(files)
             case m.Follow(id, token):
                 return [FollowJob(id, token)]
+            case m.Recall():
+                return self._recall(message)
             case m.AskStatus(id):
                 return [Report(id)]
             case m.Report():
@@ -188,6 +204,13 @@ class Session:
 
     def staged(self, request: int, token: str) -> list[Instruction]:
         return [Send(m.Staged(request, token))]
+
+    def recalled(self, request: int, there: bool) -> list[Instruction]:
+        """The buddy gave the object, or not."""
+        if self.state != "ready":
+            return []
+        self._recalls -= 1
+        return [Send(m.Recalled(request, there))]
 
     def refused(self, request: int, error: BaseException) -> list[Instruction]:
         return self._fail(request, error)
@@ -234,7 +257,14 @@ class Session:
         if len(descriptors) != 2:
             error = UsageError(f"{len(descriptors)} descriptors with a checkpoint; it takes the arena's and the plan's")
             return [*([Discard(descriptors)] if descriptors else []), *self._fail(message.id, error)]
-        return [StartJob(message.id, message.kind, *descriptors, message.about)]
+        urgent, wait = message.priority == m.PREEMPTION, message.wait
+        return [StartJob(message.id, message.kind, *descriptors, message.about, message.trace, urgent, wait)]
+
+    def _recall(self, message: m.Recall) -> list[Instruction]:
+        if self._recalls >= RECALLS:
+            return self._fail(message.id, CapacityError(f"{RECALLS} objects are being fetched; the most is {RECALLS}"))
+        self._recalls += 1
+        return [StartRecall(message)]
 
     def _closed(self, files: list[int]) -> list[Instruction]:
         for file in files:

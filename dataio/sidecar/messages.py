@@ -17,6 +17,8 @@ from dataio.core.errors import MillraceError, UsageError
 from dataio.store.contract import Location
 
 VERSION = 1
+NORMAL, PREEMPTION = 0, 1
+"""Priorities of a staged checkpoint."""
 RANGES = 1024
 """Ranges in one `Open` or `Announce`."""
 
@@ -26,6 +28,8 @@ Key = Annotated[str, msgspec.Meta(max_length=limits.OBJECT_KEY_BYTES)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+Trace = Annotated[str, msgspec.Meta(max_length=64)]
+"""A W3C `traceparent`: the span within which something is asked for; empty for none."""
 Files = Annotated[list[Id], msgspec.Meta(max_length=4096)]
 
 
@@ -60,6 +64,7 @@ class Open(Message, frozen=True, tag="open"):
     ranges: Annotated[list[tuple[Size, Size]], msgspec.Meta(max_length=RANGES)]
     deadline: Annotated[float, msgspec.Meta(ge=0, le=3600)]
     have: Id = 0
+    trace: Trace = ""
 
 
 class Announce(Message, frozen=True, tag="announce"):
@@ -67,6 +72,7 @@ class Announce(Message, frozen=True, tag="announce"):
 
     where: Where
     upcoming: Annotated[list[tuple[Key, Size, Size]], msgspec.Meta(max_length=RANGES)]
+    trace: Trace = ""
 
 
 class Touched(Message, frozen=True, tag="touched"):
@@ -88,6 +94,10 @@ class Stage(Message, frozen=True, tag="stage"):
     kind: Name
     about: Text = ""
     """For people: what is saved."""
+    trace: Trace = ""
+    priority: Annotated[int, msgspec.Meta(ge=0, le=1)] = NORMAL
+    wait: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
+    """Seconds that the answer may take until there is room for the arena."""
 
 
 class Follow(Message, frozen=True, tag="follow"):
@@ -95,6 +105,15 @@ class Follow(Message, frozen=True, tag="follow"):
 
     id: Id
     token: Name
+
+
+class Recall(Message, frozen=True, tag="recall"):
+    """Bring the object `key` of the store `source` from the buddy into the node's tier; with an empty key the records of all
+    steps. Answered by `Recalled` or `Failed` (docs/design/0005)."""
+
+    id: Id
+    source: Text
+    key: Key
 
 
 class AskStatus(Message, frozen=True, tag="status?"):
@@ -200,6 +219,13 @@ class JobFailed(Message, frozen=True, tag="job failed"):
     hint: Text = ""
 
 
+class Recalled(Message, frozen=True, tag="recalled"):
+    """Whether it is in the tier now."""
+
+    id: Id
+    there: bool
+
+
 class Failed(Message, frozen=True, tag="failed"):
     """A request failed."""
 
@@ -216,9 +242,21 @@ class Status(Message, frozen=True, tag="status"):
     status: str
 
 
-FromClient = Hello | Open | Announce | Touched | Closed | Stage | Follow | AskStatus | Report
+FromClient = Hello | Open | Announce | Touched | Closed | Stage | Follow | Recall | AskStatus | Report
 FromDaemon = (
-    Welcome | Refused | Opened | Bypassed | Forget | Staged | Progress | Released | Done | JobFailed | Failed | Status
+    Welcome
+    | Refused
+    | Opened
+    | Bypassed
+    | Forget
+    | Staged
+    | Recalled
+    | Progress
+    | Released
+    | Done
+    | JobFailed
+    | Failed
+    | Status
 )
 JobEvent = Progress | Released | Done | JobFailed
 

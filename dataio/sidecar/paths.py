@@ -13,8 +13,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dataio.cache.blocks import private_directory
 from dataio.core.errors import ConflictError, UsageError
+from dataio.core.private import private_directory
 
 SOCKET_PATH_BYTES = 107
 """The most that a Unix socket's address holds on Linux."""
@@ -39,8 +39,10 @@ def chosen(sidecar: str | os.PathLike[str] | None, environ: Mapping[str, str] = 
     return None if environ.get("MILLRACE_SIDECAR") == OFF else default_socket(environ)
 
 
-def claim(socket: Path) -> int:
-    """Become the daemon of `socket`: returns the lock's descriptor, to be kept open until the daemon ends."""
+def claim(socket: Path, *, there: bool = False) -> int:
+    """Become the daemon of `socket`: returns the lock's descriptor, to be kept open until the daemon ends. What a dead daemon
+    left is
+    removed, unless the socket is `there` on purpose."""
     if len(os.fsencode(socket)) > SOCKET_PATH_BYTES:
         raise UsageError(
             f"{socket} is too long for a socket: the most is {SOCKET_PATH_BYTES} bytes", hint="use --socket"
@@ -58,5 +60,6 @@ def claim(socket: Path) -> int:
         ) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    socket.unlink(missing_ok=True)
+    if not there:
+        socket.unlink(missing_ok=True)
     return lock

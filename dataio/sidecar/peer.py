@@ -64,6 +64,8 @@ class Peer:
 
     def hang_up(self, reason: str) -> None:
         """Close, once what waits has gone out."""
+        if not self.open:  # the client was gone before it could be told
+            return
         self._closing = True
         self._loop.remove_reader(self._sock.fileno())
         if self._outbox:

@@ -22,6 +22,7 @@ from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError
 from dataio.core.log import get_logger, warn_once
+from dataio.core.trace import context, span
 from dataio.sidecar import messages as m
 from dataio.sidecar.connection import Sidecar, SidecarName
 from dataio.sidecar.reporting import LoaderMeter
@@ -103,7 +104,7 @@ class SidecarReader:
                 break
             cut.append((key, offset, length))
         try:
-            connection.tell(m.Announce(self._where, cut))
+            connection.tell(m.Announce(self._where, cut, context()))
         except MillraceError as error:
             _log.debug("not announced: %s", error)
 
@@ -128,7 +129,8 @@ class SidecarReader:
             if known is not None:
                 self._known.move_to_end(key)
         if known is None or not covered(known.present, ranges):
-            known = self._open(connection, key, ranges, known)
+            with span("sidecar.open", key=key):
+                known = self._open(connection, key, ranges, known)
         else:
             connection.touched_files.add(known.file)
             _FROM_CACHE.inc(sum([length for _, length in ranges]))
@@ -139,7 +141,7 @@ class SidecarReader:
         for first in range(0, max(1, len(ranges)), m.RANGES):
             part = list(ranges[first : first + m.RANGES])
             have = known.file if known else 0
-            message = m.Open(0, self._where, key, part, OPEN_SECONDS, have)
+            message = m.Open(0, self._where, key, part, OPEN_SECONDS, have, context())
             answer, descriptors = connection.call(
                 lambda id, message=message: _with_id(message, id),  # type: ignore[misc]  # the default binds it now
                 timeout=OPEN_SECONDS + 5,
@@ -223,4 +225,4 @@ class SidecarReader:
 
 
 def _with_id(message: m.Open, id: int) -> m.Open:
-    return m.Open(id, message.where, message.key, message.ranges, message.deadline, message.have)
+    return m.Open(id, message.where, message.key, message.ranges, message.deadline, message.have, message.trace)

@@ -25,7 +25,15 @@ def group_name(environ: Mapping[str, str] = os.environ) -> str:
         return named[:_NAME]
     if slurm := environ.get("SLURM_JOB_ID"):
         return f"slurm {slurm}"[:_NAME]
-    return f"process group {os.getpgid(0)}"
+    return group_of(0)
+
+
+def group_of(process: int) -> str:
+    """The name of a process's group; of a process that is gone, or in another pid namespace, a name of its own."""
+    try:
+        return f"process group {os.getpgid(process)}"
+    except OSError:
+        return f"process {process}"
 
 
 class LoaderMeter:
@@ -97,6 +105,11 @@ class SaveMeter:
         """`save` held the trainer for so long."""
         with self._lock:
             self._stall, self._saves = self._stall + seconds, self._saves + 1
+
+    def waited(self, seconds: float) -> None:
+        """What was still being copied after `save` had returned held the trainer for so long."""
+        with self._lock:
+            self._stall += seconds
 
     def committed(self, step: int, when: float) -> None:
         """The step was committed, or restored, at this Unix time."""

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dataio.sidecar import messages as m
@@ -29,6 +29,7 @@ class _Save:
     released: bool = False
     ended: float | None = None
     error: str | None = None
+    phase: Callable[[], str] = lambda: "running"
 
 
 class Saves:
@@ -38,14 +39,21 @@ class Saves:
         self._committed, self._clock = committed, clock
         self._saves: OrderedDict[str, _Save] = OrderedDict()
         self.outcomes = {"committed": 0, "failed": 0}
+        self.room: Callable[[], Mapping[str, int]] = dict
+        """How much room for arenas there is, and who waits for it."""
 
-    def listener(self, token: str, about: str) -> Callable[[m.JobEvent], None]:
-        """A new save; what is returned wants its events."""
-        self._saves[token] = save = _Save("".join(c for c in about if c.isprintable()), self._clock())
+    def listener(
+        self, token: str, about: str, phase: Callable[[], str] = lambda: "running"
+    ) -> Callable[[m.JobEvent], None]:
+        """A new save; what is returned wants its events. `phase` says whether it waits, as its job's state."""
+        name = "".join(c for c in about if c.isprintable())
+        self._saves[token] = save = _Save(name, self._clock(), phase=phase)
         return lambda event: self._heard(save, event)
 
     def listed(self) -> list[dict[str, object]]:
         """In flight first, then the latest that ended, newest first."""
+        for token in [token for token, save in self._saves.items() if save.ended is None and save.phase() == "gone"]:
+            del self._saves[token]
         order = sorted(self._saves.values(), key=lambda save: (save.ended is not None, -save.accepted))
         return [self._describe(save) for save in order[:LISTED]]
 
@@ -78,13 +86,22 @@ class Saves:
 
     def _describe(self, save: _Save) -> dict[str, object]:
         until = save.ended if save.ended is not None else self._clock()
-        state = "failed" if save.error else "committed" if save.ended else "committing" if save.released else "sending"
         return {
             "about": save.about or "a checkpoint",
-            "state": state,
+            "state": _state(save),
             "done": save.done,
             "total": save.total,
             "seconds": round(until - save.accepted, 1),
             "age_seconds": round(self._clock() - until, 1),
             "error": save.error,
         }
+
+
+def _state(save: _Save) -> str:
+    if save.ended is not None:
+        return "failed" if save.error else "committed"
+    if (phase := save.phase()) in ("waiting", "lost"):
+        return phase
+    if phase in ("taken", "queued"):
+        return "queued"
+    return "committing" if save.released else "sending"

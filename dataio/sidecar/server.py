@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,15 +27,20 @@ from dataio.cache.engine import Engine, Lease
 from dataio.core import limits
 from dataio.core.errors import MillraceError, UsageError
 from dataio.core.log import get_logger
-from dataio.sidecar import machine, paths, wire
+from dataio.sidecar import activation, machine, memory, paths, wire
 from dataio.sidecar import messages as m
 from dataio.sidecar.board import POINT_SECONDS
-from dataio.sidecar.cachedir import CacheDirectory
+from dataio.sidecar.cachedir import CacheDirectories
 from dataio.sidecar.config import RESTART, Config
-from dataio.sidecar.jobs import Jobs
 from dataio.sidecar.peer import Peer
+from dataio.sidecar.reporting import group_of
+from dataio.sidecar.spans import job_span
 from dataio.sidecar.status import StatusServer
 from dataio.sidecar.stores import Stores
+from dataio.sidecar.tier.room import Tier
+from dataio.sidecar.transfer.job import Job
+from dataio.sidecar.transfer.jobs import Jobs
+from dataio.sidecar.transfer.schedule import Schedule
 from dataio.sidecar.view import View, fitting
 from dataio.store.contract import Location, Store
 
@@ -52,8 +57,10 @@ class _Client:
     pid: int
     peer: Peer | None = None
     listener: Callable[[m.JobEvent], None] | None = None
-    announced: bool = False
     opening: bool = False  # the store of an announcement
+    job: str = ""  # with which it shares limits
+    staging: list[Job] = field(default_factory=list)
+    """Jobs that were not answered yet."""
 
     @property
     def process(self) -> int:
@@ -77,11 +84,16 @@ class Daemon:
         self._stopping = False
         self._opener = opener
         self._view = View()
+        self._tier: Tier | None = None
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
         """Run until SIGTERM or SIGINT; whether every staged checkpoint was finished."""
-        lock = paths.claim(self._config.socket)
-        self._cache = CacheDirectory(self._config.cache_dir, None)
+        memory.settle()
+        self._given = activation.listening()
+        if self._given is not None:
+            self._config = replace(self._config, socket=activation.path_of(self._given))
+        lock = paths.claim(self._config.socket, there=self._given is not None)
+        self._cache = CacheDirectories()
         try:
             self._loop = asyncio.get_running_loop()
             self._view.start()
@@ -89,25 +101,41 @@ class Daemon:
             await self._serve(ready)
             return await self._drain()
         finally:
+            if self._tier is not None:
+                self._tier.close()
             self._view.close()
             self._cache.close()
             os.close(lock)
 
     def _build(self) -> None:
         files = _raise_descriptor_limit() // 4
-        self._cache = CacheDirectory.claim(self._config.cache_dir, self._config.keep_cache)
+        self._cache = CacheDirectories.claim(self._config.tiers, self._config.keep_cache)
+        first, *slower = self._cache.places(self._config.cache_bytes)
         self._engine = Engine(
-            self._cache.path,
-            self._cache.budget(self._config.cache_bytes),
+            first.path,
+            first.budget,
             threads=self._config.fetch_threads,
             max_files=max(16, min(8192, files)),
-            keep=self._cache.lock is not None,
+            keep=first.keep,
+            slower=slower,
+            buffers=max(2, self._config.fetch_memory // limits.CACHE_BLOCK_BYTES),
         )
+        self._engine.limit(self._config.job_limits)
         self._engine.subscribe(lambda file: self._call(partial(self._dropped, file)))
         self._stores = Stores(self._opener, self._engine.forget)
+        wanted = self._config.tier
+        self._tier = Tier(wanted) if wanted is not None else None
+        commands = self._config.commands if self._tier is None else self._tier.commands(self._config.commands)
         self._jobs = Jobs(
-            self._config.commands, self._call, running=self._config.running_jobs, queued=self._config.queued_jobs
+            Path(f"{self._config.socket}.jobs"),
+            commands,
+            self._call,
+            self._later,
+            Schedule(self._config.running_jobs, self._config.queued_jobs, self._config.arena_bytes),
+            self._config.lost_seconds,
         )
+        self._view.saves.room = self._jobs.schedule.room
+        self._jobs.adopt(self._show)
 
     async def _serve(self, ready: Callable[[], None]) -> None:
         stop = asyncio.Event()
@@ -123,18 +151,19 @@ class Daemon:
                     f"port {self._config.http_port} cannot be used: {error.strerror}",
                     hint="give another --http-port, or off",
                 ) from None
-        listening = _listen(self._config.socket)
+        listening = self._given or _listen(self._config.socket)
         self._loop.add_reader(listening.fileno(), self._accept, listening)
-        _log.info(
-            "ready on %s, cache in %s, status on port %s", self._config.socket, self._config.cache_dir, self._port
-        )
+        _log.info("ready on %s, cache in %s, status on port %s", self._config.socket, self._cache_names, self._port)
         self._tick()
+        if self._tier is not None:
+            self._tier.start()
         ready()
         await stop.wait()
         self._stopping = True
         self._loop.remove_reader(listening.fileno())
         listening.close()
-        self._config.socket.unlink(missing_ok=True)
+        if self._given is None:
+            self._config.socket.unlink(missing_ok=True)
         self._http = http
 
     def _reload(self) -> None:
@@ -144,16 +173,20 @@ class Daemon:
         except MillraceError as error:
             _log.error("the configuration stays as it was: %s", error)
             return
+        if self._given is not None:
+            config = replace(config, socket=self._config.socket)
         fixed = [name for name in RESTART if getattr(config, name) != getattr(self._config, name)]
         if fixed:
             _log.warning("%s can only be changed by a restart", ", ".join(fixed))
         self._config = replace(config, **{name: getattr(self._config, name) for name in RESTART})
-        self._engine.resize(self._cache.budget(self._config.cache_bytes))
+        self._engine.resize(*(place.budget for place in self._cache.places(self._config.cache_bytes)))
+        self._engine.limit(self._config.job_limits)
+        self._jobs.schedule.budget = self._config.arena_bytes
         self._loop.run_in_executor(None, self._stores.renew, self._engine.replace)
         _log.info("configuration and credentials were read again")
 
     async def _drain(self) -> bool:
-        self._jobs.accepting = False
+        self._jobs.drain()
         until = self._loop.time() + self._config.drain_seconds
         if self._jobs.busy:
             _log.info("finishing %d staged checkpoints", self._jobs.busy)
@@ -167,6 +200,7 @@ class Daemon:
         for task in list(self._tasks):
             task.cancel()
         self._http.close()
+        self._jobs.close()
         self._engine.close()
         return not left
 
@@ -231,7 +265,9 @@ class Daemon:
         self._view.board.ended(id(client), client.process)
         if client.listener is not None:
             self._jobs.leave(client.listener)
-        if client.announced:
+        for job in client.staging:
+            self._jobs.withdraw(job)
+        if client.job:
             self._engine.withdraw(id(client))
 
     def _dropped(self, file: int) -> None:
@@ -259,6 +295,8 @@ class Daemon:
                     self._stage(client, instruction)
                 case machine.FollowJob(id, token):
                     self._follow(client, id, token)
+                case machine.StartRecall(request):
+                    self._spawn(self._recall(client, request))
                 case machine.Report(id):
                     peer.send(m.encode(m.Status(id, fitting(self.status(), STATUS_BYTES))))
                 case machine.Record(report):
@@ -281,6 +319,7 @@ class Daemon:
                     self._stores.release(location)
                     self._carry_out(client, client.session.opened(request.id, lease))
                     return
+                self._assign(client, request.trace)
                 future = self._engine.open(store, request.key, request.ranges, id(client))
                 if future.done():
                     self._stores.release(location)
@@ -303,6 +342,7 @@ class Daemon:
             if future is None:
                 store = await self._loop.run_in_executor(None, self._stores.acquire, location)
                 acquired = True
+                self._assign(client, request.trace)
                 future = self._engine.open(store, request.key, request.ranges, id(client))
             wrapped = asyncio.wrap_future(future)
             await asyncio.wait([wrapped])
@@ -345,21 +385,44 @@ class Daemon:
 
     def _announce(self, client: _Client, store: Store, location: Location, request: m.Announce) -> None:
         if client.session.state == "ready":
-            client.announced = True
+            self._assign(client, request.trace)
             self._engine.announce(id(client), store, request.upcoming)
         self._stores.release(location)
 
     def _stage(self, client: _Client, request: machine.StartJob) -> None:
-        try:
-            job = self._jobs.submit(request.kind, request.arena, request.plan)
-        except MillraceError as error:
-            self._carry_out(client, client.session.refused(request.id, error))
+        job = self._jobs.submit(
+            request.kind,
+            request.arena,
+            request.plan,
+            lambda answer: self._staged(client, request.id, answer),
+            about=request.about,
+            urgent=request.urgent,
+            wait=request.wait,
+        )
+        if job is not None:
+            client.staging.append(job)
+            self._show(job)
+            self._jobs.follow(job, job_span(request.kind, request.about, request.trace))
+
+    def _show(self, job: Job) -> None:
+        """On the page, from now on."""
+        listener = self._view.saves.listener(job.token, job.entry.about, lambda: self._jobs.state(job))
+        self._jobs.follow(job, listener)
+
+    def _staged(self, client: _Client, request: int, answer: Job | MillraceError) -> None:
+        client.staging = [job for job in client.staging if job is not answer]
+        if isinstance(answer, MillraceError):
+            self._carry_out(client, client.session.refused(request, answer))
             return
-        self._jobs.follow(job, self._view.saves.listener(job.token, request.about))
-        self._carry_out(client, client.session.staged(request.id, job.token))
+        self._carry_out(client, client.session.staged(request, answer.token))
         if client.listener is not None and client.session.state == "ready":
-            self._jobs.follow(job, client.listener)
-        self._jobs.start()
+            self._jobs.follow(answer, client.listener)
+
+    async def _recall(self, client: _Client, request: m.Recall) -> None:
+        there = False
+        if self._tier is not None:
+            there = await self._loop.run_in_executor(self._tier.pool, self._tier.recall, request.source, request.key)
+        self._carry_out(client, client.session.recalled(request.id, there))
 
     def _follow(self, client: _Client, request: int, token: str) -> None:
         try:
@@ -373,6 +436,17 @@ class Daemon:
 
     def _reported(self, client: _Client, report: m.Report) -> None:
         self._view.board.report(id(client), client.process, report)
+        if client.job:
+            self._assign(client)
+
+    def _assign(self, client: _Client, trace: str = "") -> None:
+        """What the client reads from stores counts for its job: by its own report, before that for its process group."""
+        job = self._view.board.job_of(client.process) or client.job or group_of(client.process)
+        if job != client.job and client.session.state == "ready":
+            client.job = job
+            self._engine.assign(id(client), job)
+        if trace and client.job:
+            self._engine.asked_within(id(client), trace)
 
     # state
 
@@ -386,26 +460,39 @@ class Daemon:
             "http_port": self._port,
             "draining": self._stopping,
             "uptime_seconds": round(time.time() - self._started, 3),
-            "cache": {"directory": str(self._config.cache_dir), **self._engine.stats()},
+            "cache": {
+                "directory": self._cache_names,
+                **self._engine.stats(),
+                "tiers": self._engine.tier_stats(),
+            },
             "prefetch": self._engine.prefetch_stats(),
+            "fetching": self._engine.turns(),
             "stores": len(self._stores),
             "clients": len(clients),
             "client_list": [
                 {"pid": c.pid, "held_files": c.session.held, "opens": c.session.opens} for c in clients[:LISTED_CLIENTS]
             ],
             "jobs": self._jobs.status(),
+            "tier": self._tier.status() if self._tier is not None else None,
             **self._view.status(time.time()),
         }
 
+    @property
+    def _cache_names(self) -> str:
+        return ", ".join(str(tier) for tier in self._config.tiers)
+
     def _tick(self) -> None:
         """A point of the charts."""
-        self._view.tick(self._engine.stats())
+        self._view.tick(self._engine.stats(), self._engine.tier_stats())
         self._loop.call_later(POINT_SECONDS, self._tick)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+        return self._loop.call_later(seconds, action).cancel
 
     def _call(self, action: Callable[[], None]) -> None:
         """Run `action` on the loop's thread, from any thread; nothing once the loop is closed."""

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataio.core.errors import UsageError
-from dataio.core.limits import KIB, parse_bytes
-from dataio.sidecar.config import Config
+from dataio.core.limits import KIB, memory_bytes, parse_bytes
+from dataio.sidecar.config import CacheTier, Config
 from dataio.sidecar.paths import default_socket
+from dataio.sidecar.tier import config as tier
 
 PREFIX = "MILLRACE_SIDECAR_"
 FILE_BYTES = 64 * KIB
@@ -50,7 +51,18 @@ def _path(text: str) -> Path:
     return Path(text).absolute()
 
 
-def _count(least: int, most: int) -> Callable[[str], object]:
+def cache_tiers(text: str) -> Path | tuple[CacheTier, ...]:
+    """The value of `cache_dir`."""
+    found = []
+    for part in text.split(","):
+        path, equals, size = part.strip().rpartition("=")
+        found.append(CacheTier(Path(str(_path(path))), _size(size)) if equals else CacheTier(Path(str(_path(size)))))
+    if len({tier.path for tier in found}) < len(found):
+        raise UsageError(f"{text!r} names a directory twice")
+    return found[0].path if len(found) == 1 and found[0].bytes is None else tuple(found)
+
+
+def _count(least: int, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
             raise UsageError(f"{text!r} is no number from {least} to {most}")
@@ -64,6 +76,17 @@ def _size(text: str) -> int:
     if size < 1 << 20:
         raise UsageError(f"{text!r} is less than 1 MiB")
     return size
+
+
+def _no_more(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """A limit, or `off` for none, which is 0."""
+    return lambda text: 0 if text == "off" else parse(text)
+
+
+def _share_of_memory(text: str) -> int:
+    if text.endswith("%") and text[:-1].isdecimal() and 1 <= int(text[:-1]) <= 100:
+        return memory_bytes() * int(text[:-1]) // 100
+    return _size(text)
 
 
 def _seconds(text: str) -> float:
@@ -98,15 +121,39 @@ def _level(text: str) -> str:
 
 SETTINGS = (
     Setting("socket", _path, None, "default: $MILLRACE_SIDECAR, or a private directory of this user", "PATH"),
-    Setting("cache_dir", _path, None, "default: a private directory of this user in the temporary one", "PATH"),
-    Setting("cache_bytes", _size, "20GiB", "the most that the cache holds", "SIZE"),
+    Setting(
+        "cache_dir",
+        cache_tiers,
+        None,
+        "default: a private directory of this user in the temporary one; several are tiers, the fast one first",
+        "PATH[=SIZE][,PATH[=SIZE]...]",
+    ),
+    Setting("cache_bytes", _size, "20GiB", "the most that a directory holds for which cache_dir has no size", "SIZE"),
     Setting("keep_cache", _switch, "true", "leave the cache to the next daemon", "true|false"),
     Setting("http_port", _port, "0", "status on 127.0.0.1: 0 takes any free port", "N|off"),
     Setting("clients", _count(1, 100_000), "1024", "the most processes that are connected at once"),
     Setting("running_jobs", _count(1, 1024), "2", "staged checkpoints that are carried out at once"),
     Setting("queued_jobs", _count(0, 65536), "16", "staged checkpoints that wait; more are refused"),
+    Setting("arena_bytes", _share_of_memory, "25%", "the most memory that staged checkpoints hold", "SIZE|%"),
     Setting("drain_seconds", _seconds, "300", "how long SIGTERM waits for checkpoints", "SECONDS"),
     Setting("fetch_threads", _count(2, 256), "16", "the most requests to stores at once, for the cache"),
+    Setting(
+        "job_connections", _no_more(_count(1, 256)), "off", "the most requests to stores at once for one job", "N|off"
+    ),
+    Setting("job_bytes_in_flight", _no_more(_size), "off", "the most bytes in flight for one job", "SIZE|off"),
+    Setting("job_bandwidth", _no_more(_size), "off", "the most bytes a second for one job", "SIZE|off"),
+    Setting("tier_dir", tier.optional_path, "off", "keep the last steps here: a tmpfs or a local disk", "PATH|off"),
+    Setting("tier_bytes", _size, "8GiB", "the most that they take", "SIZE"),
+    Setting("tier_steps", _count(1, 1000), "2", "steps of each run that stay"),
+    Setting("buddy", tier.address, "off", "send copies to the sidecar that listens there", "HOST:PORT|off"),
+    Setting("buddy_listen", tier.address, "off", "take copies in on this address", "HOST:PORT|off"),
+    Setting(
+        "buddy_names", tier.names, "off", "names of certificates that are let in; off: the buddy's host", "NAME,..|off"
+    ),
+    Setting("buddy_rate", tier.rate, "off", "bytes a second between buddies at most", "SIZE|off"),
+    Setting("tls_cert", tier.optional_path, "off", "this node's certificate for buddies, PEM", "PATH|off"),
+    Setting("tls_key", tier.optional_path, "off", "its key, PEM without a password", "PATH|off"),
+    Setting("tls_ca", tier.optional_path, "off", "the CA of the buddies' certificates, PEM", "PATH|off"),
     Setting("log_level", _level, "INFO", "how much is logged", "|".join(LEVELS)),
 )
 
@@ -170,6 +217,8 @@ def _text(name: str, value: object, path: Path) -> str:
         return str(value).lower()
     if isinstance(value, str | int | float):
         return str(value)
+    if name == "cache_dir" and isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+        return ",".join(value)
     raise UsageError(f"{name} in {path}: a text, a number or true and false are meant, not {type(value).__name__}")
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from dataio.core.errors import CapacityError
 from dataio.core.metrics import REGISTRY
@@ -31,8 +31,9 @@ class View:
         self.saves = Saves(self.board.commit)
         self._recent = Recent()
         self._cache: Mapping[str, int | bool] = {}
+        self._tiers: Sequence[Mapping[str, object]] = ()
         self._points: deque[_Point] = deque(maxlen=POINTS)
-        self._metrics = JobMetrics(self.board, self.saves, lambda: self._cache)
+        self._metrics = JobMetrics(self.board, self.saves, lambda: self._cache, lambda: self._tiers)
 
     def start(self) -> None:
         logging.getLogger("millrace").addHandler(self._recent)
@@ -42,9 +43,9 @@ class View:
         logging.getLogger("millrace").removeHandler(self._recent)
         REGISTRY.unregister(self._metrics)
 
-    def tick(self, cache: Mapping[str, int | bool]) -> None:
-        """Every `POINT_SECONDS`, with the cache's figures."""
-        self._cache = cache
+    def tick(self, cache: Mapping[str, int | bool], tiers: Sequence[Mapping[str, object]] = ()) -> None:
+        """Every `POINT_SECONDS`, with the figures of the cache and of its tiers."""
+        self._cache, self._tiers = cache, tiers
         self.board.tick()
         self._points.append((time.monotonic(), int(cache["fetched_bytes"]), self._delivered()))
 

@@ -27,10 +27,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from dataio.store.resume import UploadLog
 
 Buffer = bytes | bytearray | memoryview
 """Readable bytes; a memoryview must be contiguous."""
@@ -96,6 +99,13 @@ class Store(abc.ABC):
         Parts may have any size. An exception from `parts` leaves the old object, or none, and no billable leftovers.
         """
 
+    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        """As `put_multipart`; where the back-end has parts, what `log` says is there already is not sent again."""
+        return self.put_multipart(key, parts)
+
+    def abort_upload(self, key: str, upload: str) -> None:  # noqa: B027 - most stores have no uploads
+        """Forget the unfinished upload with this id, if it is known."""
+
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects whose key starts with `prefix` (any string, not only a folder), by key, streaming."""
@@ -115,6 +125,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def delete_many(self, keys: Iterable[str]) -> None:
         """Delete these objects; absent ones are no error."""
+
+    def distrust(self, key: str) -> bool:
+        """What was read of this object was wrong. True: the next read is of another copy. False: there is no other."""
+        return False
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Release what the store holds; it is not used afterwards."""

@@ -1,7 +1,9 @@
-"""O_DIRECT reads: large ranges straight into the caller's buffer, past the page cache.
+"""O_DIRECT: large ranges straight into the caller's buffer, or from it, past the page cache.
 
 Purpose: a shard that is read once and cached elsewhere should not push everything else out of the page cache; it also
-costs about a quarter of the CPU. It does not help what is read again soon, so it is asked for, never assumed.
+costs about a quarter of the CPU. It does not help what is read again soon, so reading so is asked for, never assumed.
+Writing so is twice as fast as through the cache with the fsync that follows anyway, at a tenth of the CPU; large runs that
+happen to be aligned, as the chunks of a staged checkpoint are, always go this way.
 Invariants: only the part of a range that is aligned in the file and in memory goes this way, and only from `LEAST_BYTES`
 on; the rest, and everything where the file system or its device refuses, is read as usual. The bytes are the same either
 way.
@@ -56,3 +58,34 @@ def fill_directly(fd: int, offset: int, buffer: memoryview) -> tuple[int, int]:
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, before)
     return start, done
+
+
+def write_directly(fd: int, data: memoryview) -> int:
+    """Write what can be written of `data` (flat) from its beginning, at the file's position; how many bytes that was.
+
+    `fd` must be used by nobody else meanwhile: its flags change and change back.
+    """
+    length = len(data) - len(data) % ALIGN
+    if length < LEAST_BYTES:
+        return 0
+    import numpy as np  # for an address alone, and readers, such as the sidecar, do without it
+
+    if np.frombuffer(data, np.uint8).ctypes.data % ALIGN:
+        return 0
+    if os.lseek(fd, 0, os.SEEK_CUR) % ALIGN:
+        return 0
+    before = fcntl.fcntl(fd, fcntl.F_GETFL)
+    done = 0
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, before | os.O_DIRECT)
+        while done < length:
+            n = os.write(fd, data[done:length])
+            done += n
+            if n % ALIGN:
+                break
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, before)
+    return done

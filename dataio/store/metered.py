@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dataio.core import limits
 from dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -16,6 +16,9 @@ from dataio.core.errors import MillraceError
 from dataio.core.metrics import store_bytes, store_requests, store_seconds
 from dataio.store.contract import Buffer, ObjectInfo, Store
 from dataio.store.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from dataio.store.resume import UploadLog
 
 T = TypeVar("T")
 
@@ -55,6 +58,11 @@ class Metered(Wrapper):
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         size = super().put_multipart(key, parts)
+        self._wrote(size)
+        return size
+
+    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        size = super().put_resumable(key, parts, log)
         self._wrote(size)
         return size
 

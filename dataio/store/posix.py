@@ -28,7 +28,7 @@ from dataio.core.crashpoints import declare
 from dataio.core.errors import AmbiguousWriteError, CapacityError, NotFoundError, TransientError, UnsupportedError
 from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from dataio.store.direct import fill_directly
+from dataio.store.direct import fill_directly, write_directly
 from dataio.store.oserrors import AMBIGUOUS, translated
 
 TEMPORARY = ".millrace-tmp"
@@ -293,8 +293,8 @@ def _sorted_names(path: str) -> list[tuple[str, bool]]:
 
 
 def _write_all(fd: int, data: Buffer) -> int:
-    view = memoryview(data).cast("B")
-    done = 0
+    view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+    done = write_directly(fd, view)
     while done < len(view):
         done += os.write(fd, view[done:])
     return done

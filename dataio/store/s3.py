@@ -8,6 +8,7 @@ Failure behaviour: see `s3errors`. A PUT takes at most 5 GiB, and a conditional 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,12 +27,13 @@ from dataio.core.errors import (
 from dataio.store import s3read
 from dataio.store.checks import check_conditional_size, check_prefix, too_large
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from dataio.store.resume import UploadLog
 from dataio.store.retry import Policy, call_async
 from dataio.store.s3client import connect
 from dataio.store.s3config import S3Config
-from dataio.store.s3errors import PreconditionError, UnreachableError
+from dataio.store.s3errors import NoSuchUploadError, PreconditionError, UnreachableError
 from dataio.store.s3session import flat
-from dataio.store.s3upload import Upload, blocks
+from dataio.store.s3upload import Notes, Upload, blocks
 
 PUT_BYTES = 5 * limits.GIB
 _DELETE_BATCH = 1000
@@ -73,13 +75,25 @@ class S3Store(Store):
             return self._won(key, data, error)
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        return self._upload(key, parts, None)
+
+    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        return self._upload(key, parts, Notes(log, key))
+
+    def abort_upload(self, key: str, upload: str) -> None:
+        with contextlib.suppress(NoSuchUploadError):
+            full, doing = self._config.full_key(key), f"aborting the upload of {self._name(key)}"
+            self._session.run(self._session.call("abort_multipart_upload", doing, Key=full, UploadId=upload))
+
+    def _upload(self, key: str, parts: Iterable[Buffer], notes: Notes | None) -> int:
         full, name = self._config.full_key(key), self._name(key)
         stream = blocks(parts, name)
         first, second = next(stream), next(stream, None)
         if second is None:
             self._session.run(call_async(lambda: self._put(key, first), self._policy))
             return first.getbuffer().nbytes
-        return Upload(self._session, full, name, self._policy).send(itertools.chain([first, second], stream))
+        upload = Upload(self._session, full, name, self._policy, notes)
+        return upload.send(itertools.chain([first, second], stream))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if not check_prefix(prefix):

@@ -5,25 +5,32 @@ more is being filled, so memory stays below (IN_FLIGHT + 2) parts. Nothing is vi
 Failure behaviour: each part is retried by itself (its bytes cannot be asked for twice). Any exception, also one of the stream
 or an interrupt, cancels what is on its way and aborts the upload. A lost answer to the completion is settled by the
 nonce in the object's metadata. More than `MAX_BYTES` is a `CapacityError`. A process that is killed leaves an unfinished
-upload, invisible but billable: give the bucket a lifecycle rule that aborts those.
+upload, invisible but billable, which the next one continues where there is a log (`resume`); give the bucket a lifecycle
+rule that
+aborts the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import io
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from dataio.core import limits
 from dataio.core.crashpoints import declare
 from dataio.core.errors import AmbiguousWriteError, CapacityError, MillraceError, NotFoundError
 from dataio.core.log import get_logger
 from dataio.store.contract import Buffer
+from dataio.store.resume import Part, Unfinished, UploadLog
 from dataio.store.retry import Policy, call_async
 from dataio.store.s3errors import NoSuchUploadError
 from dataio.store.s3session import S3Session
@@ -35,6 +42,9 @@ MAX_BYTES = sum(PART_BYTES << i for i in range(_SIZES)) * _PARTS_PER_SIZE
 IN_FLIGHT = 4
 _NONCE = "millrace-upload"
 _logger = get_logger(__name__)
+_part_sent = declare(
+    "store.s3.part-sent", "some parts are uploaded, the upload is not completed; the object is as it was"
+)
 _uploaded = declare("store.s3.uploaded", "all parts are uploaded, the upload is not completed; the object is as it was")
 
 
@@ -58,11 +68,22 @@ def blocks(parts: Iterable[Buffer], name: str) -> Iterator[io.BytesIO]:
     yield block
 
 
-class Upload:
-    """One multipart upload, from `begin` to `complete` or `abort`. Used from one thread."""
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The page of a log that is about one object."""
 
-    def __init__(self, session: S3Session, key: str, name: str, policy: Policy) -> None:
+    log: UploadLog
+    key: str
+
+
+class Upload:
+    """One multipart upload, begun or continued, to `complete` or `abort`. Used from one thread."""
+
+    def __init__(self, session: S3Session, key: str, name: str, policy: Policy, notes: Notes | None = None) -> None:
         self._session, self._key, self._name, self._policy = session, key, name, policy
+        self._notes = notes
+        self._there: dict[int, tuple[int, str]] = {}
+        self._written: Mapping[int, Part] = {}
         self._nonce = secrets.token_hex(16)
         self._id = ""
         self._waiting: deque[asyncio.Task[dict[str, Any]]] = deque()
@@ -71,9 +92,7 @@ class Upload:
     def send(self, stream: Iterable[io.BytesIO]) -> int:
         """Upload `stream` and complete; the object's size in bytes."""
         size = 0
-        self._id = self._session.run(self._retried("create_multipart_upload", Metadata={_NONCE: self._nonce}))[
-            "UploadId"
-        ]
+        self._session.run(self._begin())
         try:
             for number, block in enumerate(stream, 1):
                 size += block.getbuffer().nbytes
@@ -86,6 +105,42 @@ class Upload:
             self._abort()
             raise
 
+    async def _begin(self) -> None:
+        """Continue the upload of the notes, if the server still has it; begin one otherwise."""
+        found = self._notes.log.unfinished(self._notes.key) if self._notes is not None else None
+        if found is not None:
+            self._id, self._nonce = found.id, found.nonce
+            with contextlib.suppress(NoSuchUploadError):
+                self._there, self._written = await self._listed(), found.parts
+                return
+        self._nonce = secrets.token_hex(16)
+        self._id = (await self._retried("create_multipart_upload", Metadata={_NONCE: self._nonce}))["UploadId"]
+        if self._notes is not None:
+            self._notes.log.begun(self._notes.key, Unfinished(self._id, self._nonce))
+
+    async def _listed(self) -> dict[int, tuple[int, str]]:
+        """Size and ETag of the parts that the server has of this upload."""
+        found: dict[int, tuple[int, str]] = {}
+        marker = 0
+        while True:
+            page = await self._retried("list_parts", UploadId=self._id, PartNumberMarker=marker)
+            found |= {part["PartNumber"]: (part["Size"], part["ETag"]) for part in page.get("Parts", ())}
+            after = int(page.get("NextPartNumberMarker") or 0)
+            if not page.get("IsTruncated") or after <= marker:
+                return found
+            marker = after
+
+    def _kept(self, number: int, block: io.BytesIO, seen: bytes) -> str | None:
+        """The ETag of this part if the server has it with these bytes: by its own MD5, or by what was written down."""
+        size, etag = self._there.get(number, (-1, ""))
+        with block.getbuffer() as data:
+            if size != data.nbytes:
+                return None
+            written = self._written.get(number)
+            if written is not None and (written.size, written.etag, written.digest) == (size, etag, seen):
+                return etag
+            return etag if hashlib.md5(data, usedforsecurity=False).hexdigest() == etag.strip('"') else None
+
     async def _admit(self, number: int, block: io.BytesIO) -> None:
         await self._drain(IN_FLIGHT - 1)
         self._waiting.append(asyncio.create_task(self._part(number, block)))
@@ -96,7 +151,15 @@ class Upload:
             self._waiting.popleft()
 
     async def _part(self, number: int, block: io.BytesIO) -> dict[str, Any]:
+        data = block.getbuffer()
+        size, seen = data.nbytes, xxhash.xxh3_128_digest(data) if self._notes is not None else b""
+        data.release()
+        if (etag := self._kept(number, block, seen)) is not None:
+            return {"PartNumber": number, "ETag": etag}
         answer = await self._retried("upload_part", UploadId=self._id, PartNumber=number, Body=block)
+        if self._notes is not None:
+            self._notes.log.sent(self._notes.key, Part(number, size, answer["ETag"], seen))
+        _part_sent()
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     async def _complete(self) -> None:
@@ -123,6 +186,8 @@ class Upload:
         try:
             self._session.run(self._cancel())
             self._session.run(self._retried("abort_multipart_upload", UploadId=self._id))
+            if self._notes is not None:
+                self._notes.log.ended(self._notes.key, None)
         except NoSuchUploadError:
             pass
         except MillraceError as error:

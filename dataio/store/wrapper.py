@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dataio.core import limits
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+
+if TYPE_CHECKING:
+    from dataio.store.resume import UploadLog
 
 T = TypeVar("T")
 MULTIPART_BYTES = 64 * limits.MIB
@@ -53,6 +56,12 @@ class Wrapper(Store):
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         return self._through("put_multipart", key, MULTIPART_BYTES, lambda: self.inner.put_multipart(key, parts))
 
+    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        return self._through("put_multipart", key, MULTIPART_BYTES, lambda: self.inner.put_resumable(key, parts, log))
+
+    def abort_upload(self, key: str, upload: str) -> None:
+        self._through("delete_many", key, 0, lambda: self.inner.abort_upload(key, upload))
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         found = self.inner.list(prefix)
         yield from self._through("list", prefix, 0, lambda: [*itertools.islice(found, 1)])
@@ -64,6 +73,9 @@ class Wrapper(Store):
     def delete_many(self, keys: Iterable[str]) -> None:
         doomed = [*keys]
         self._through("delete_many", "", 0, lambda: self.inner.delete_many(doomed))
+
+    def distrust(self, key: str) -> bool:
+        return self.inner.distrust(key)
 
     def close(self) -> None:
         self.inner.close()

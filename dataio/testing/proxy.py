@@ -14,12 +14,13 @@ import socket
 import struct
 import threading
 import urllib.parse
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Self
 
 _HEAD_BYTES = 64 << 10
 _CHUNK = 64 << 10
+REQUESTS = 100_000
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
 
@@ -43,6 +44,15 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """One request; `length` is that of its body."""
+
+    method: str
+    path: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Head:
     """The first line and the headers of a request or an answer."""
 
@@ -63,10 +73,15 @@ class _Head:
 class FaultProxy:
     """In front of the HTTP server at `upstream` (a URL). A context manager; use `endpoint` instead of `upstream`."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, rate: float | None = None) -> None:
+        """`rate`: the most bytes a second that all requests together bring to the server."""
         parts = urllib.parse.urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._plans: list[_Plan] = []
+        self._bucket = _Bucket(rate)
+        self._tasks: set[asyncio.Task[None] | None] = set()  # a loop holds its tasks weakly
+        self.requests: deque[Request] = deque(maxlen=REQUESTS)
+        """What was asked, newest last: method, path with query, and the bytes of the body."""
         self._lock, self._ready = threading.Lock(), threading.Event()
         self.fired: Counter[Fault] = Counter()
         self._loop = asyncio.new_event_loop()
@@ -117,6 +132,7 @@ class FaultProxy:
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server: asyncio.StreamWriter | None = None
+        self._tasks.add(task := asyncio.current_task())
         try:
             upstream, server = await asyncio.open_connection(*self._upstream, limit=_HEAD_BYTES)
             while await self._exchange(reader, writer, upstream, server):
@@ -124,6 +140,7 @@ class FaultProxy:
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # a cancelled connection ends in order: streams of Python 3.11 would complain about the cancellation
         finally:
+            self._tasks.discard(task)
             for end in (writer, server):
                 if end is not None:
                     end.close()
@@ -137,6 +154,9 @@ class FaultProxy:
     ) -> bool:
         """One request and its answer; whether the connection lives on."""
         request = _Head(await reader.readuntil(b"\r\n\r\n"))
+        length = int(request.header("content-length") or 0)
+        method, path = request.words[:2]
+        self.requests.append(Request(method, path, length))
         fault = self._pick(request)
         if fault is Fault.REFUSE:
             return _reset(writer)
@@ -150,7 +170,7 @@ class FaultProxy:
                 writer.write(answer.raw)
                 answer = None
         if answer is None:
-            await _pass_on(reader, server, int(request.header("content-length") or 0))
+            await self._bucket.pass_on(reader, server, length)
             answer = _Head(await upstream.readuntil(b"\r\n\r\n"))
         if fault is Fault.LOSE_ANSWER:
             return _reset(writer)
@@ -179,6 +199,23 @@ async def _answer_body(
         half += 1
     await _pass_on(upstream, writer, length - half)
     return True
+
+
+class _Bucket:
+    """Bodies on their way to the server, together no faster than `rate` bytes a second."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate, self._free = rate, 0.0
+
+    async def pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, count: int) -> None:
+        while count:
+            piece = min(count, _CHUNK)
+            if self._rate is not None:
+                now = asyncio.get_running_loop().time()
+                self._free = max(self._free, now) + piece / self._rate
+                await asyncio.sleep(self._free - now)
+            await _pass_on(source, target, piece)
+            count -= piece
 
 
 async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter, count: int) -> None:

@@ -158,7 +158,7 @@ function showCache(status) {
   ].map(([term, value, small]) => el("div", {}, el("dt", {}, term), el("dd", {}, `${value} `, el("small", {}, small || "")))));
 }
 
-const STATES = { sending: "sending", committing: "sent, committing", committed: "committed", failed: "failed" };
+const STATES = { waiting: "waits for room", queued: "queued", lost: "waits for its trainer", sending: "sending", committing: "sent, committing", committed: "committed", failed: "failed" };
 
 function showSaves(saves) {
   const lines = saves.slice(0, 8).map((save) => {
@@ -173,6 +173,28 @@ function showSaves(saves) {
   });
   byId("saves").replaceChildren(lines.length ? el("div", { class: "card" }, ...lines)
     : el("p", { class: "empty" }, "No checkpoint was handed to this sidecar yet."));
+}
+
+// ---- the last steps, kept on the node and on its buddy
+
+function showTier(tier) {
+  byId("tier").hidden = !tier;
+  if (!tier) return;
+  const bar = el("i", { class: "compute" });
+  bar.style.width = `${Math.min(100, 100 * tier.used_bytes / (tier.budget_bytes || 1))}%`;
+  const steps = tier.kept.slice(0, 6).map((step) => el("div", { class: "save" }, el("div", { class: "top" },
+    el("b", {}, `${step.run}, step ${step.step}`),
+    el("span", { class: step.committed ? "" : "warn" }, step.committed ? "committed" : "only here yet")),
+    el("div", { class: "quiet" }, `kept ${span(step.age_seconds)} ago, ${step.ranks} of ${step.world_size} ranks${step.guest ? ", for a buddy" : ""}`)));
+  const facts = [["Holds", bytes(tier.used_bytes), `of ${bytes(tier.budget_bytes)}`]];
+  const buddy = tier.buddy, guests = tier.guests;
+  if (buddy) facts.push(["Buddy", buddy.trouble ? "no copies" : "takes copies"], ["To be copied", number(buddy.waiting)]);
+  for (const copy of buddy ? buddy.copies.slice(0, 4) : []) facts.push([`Copy of ${copy.run}`, `step ${copy.step}`, `${span(copy.age_seconds)} old`]);
+  if (guests) facts.push(["Guests", number(guests.peers), `connected, ${bytes(guests.received_bytes)} taken in`]);
+  const trouble = [tier.trouble, buddy ? buddy.trouble : ""].filter(Boolean).map((text) => el("p", { class: "warn" }, text));
+  byId("tier").replaceChildren(el("h2", {}, "Kept on this node"), el("div", { class: "card" }, ...trouble,
+    el("div", { class: "split" }, bar), el("dl", {}, ...facts.map(([term, value, small]) =>
+      el("div", {}, el("dt", {}, term), el("dd", {}, `${value} `, el("small", {}, small || ""))))), ...steps));
 }
 
 function showErrors(errors) {
@@ -214,6 +236,7 @@ async function refresh() {
   showJobs(status.training || []);
   showCache(status);
   showSaves(status.saves || []);
+  showTier(status.tier);
   if (turn % HISTORY_EVERY === 0) {
     const history = await ask("history.json");
     cacheChart.set(history.node);

@@ -1,0 +1,354 @@
+"""The plan: bytes of immutable objects under the budgets of one or more tiers.
+
+Purpose: reads of announced stores are kept in whole blocks where there is room (`pinned`), and pass through files of their own
+where there is none (`ring`). A block that nobody announced is evicted when it is the least recently used.
+
+A file is only ever *dropped* (forgotten and unlinked), never punched: whoever still holds a descriptor or mapping of it
+keeps every byte it had. Such a file stays on the books until its last holder lets go. Everything in the cache has a copy in
+a store; staged checkpoints are not in it.
+
+Invariants: the bytes on the books (present, in flight, adopted, and dropped but still held) never pass the budget; a block
+of a live file is fetched by one instruction however many tickets want it; every ticket gets exactly one of `Ready`, `Bypass`
+and `Failed`, at once or when its last part's fetch ends; a file with a fetch in flight is not evicted.
+Failure behaviour: what finds no room is told to `Bypass` the cache (read the store directly), so nothing ever waits for
+room; prefetching alone waits (back-pressure). A failed fetch fails the tickets that wait for it and leaves the block absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from dataio.cache.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
+from dataio.cache.plan.files import CacheFile, blocks_of
+from dataio.cache.plan.flights import Flights, Ticket
+from dataio.cache.plan.pinned import Pinned
+from dataio.cache.plan.ring import Ring
+from dataio.cache.plan.streams import Streams
+from dataio.cache.plan.tiers import Tiers
+from dataio.core import limits
+
+
+class CachePlan:
+    """The state of one cache. Not thread-safe: its engine calls it under a lock."""
+
+    def __init__(
+        self,
+        budgets: int | Sequence[int],
+        *,
+        block_bytes: int = limits.CACHE_BLOCK_BYTES,
+        max_files: int = 4096,
+        prefetch_parts: int = 4,
+    ) -> None:
+        """`budgets` in bytes: of each tier, the fast one first."""
+        self.block_bytes, self.prefetch_parts = block_bytes, prefetch_parts
+        """Prefetches in flight at once: fewer than the engine has threads, so that a fetch somebody waits for gets one."""
+        self.prefetch_bytes = prefetch_parts * block_bytes
+        """Bytes that prefetches may have in flight; the engine sets it to what the store's bandwidth and latency ask for."""
+        self._tiers = Tiers([budgets] if isinstance(budgets, int) else budgets, block_bytes, max_files)
+        self._streams = Streams()
+        self._ring = Ring(self._tiers, self._streams)
+        self._pinned = Pinned(self._tiers, self._ring, self._streams)
+        self._flights = Flights(self._tiers, self._streams)
+
+    # events
+
+    def request(self, ticket: int, obj: ObjectId, ranges: Ranges, stream: int = 0) -> list[Instruction]:
+        """`ticket` (never used before) wants these ranges of `obj` in one file; `stream` is who asks, if it announces."""
+        out: list[Instruction] = []
+        self._streams.read(stream, obj, ranges)
+        self._request(ticket, obj, ranges, stream, out)
+        return out
+
+    def take(self, obj: ObjectId, ranges: Ranges) -> int | None:
+        """A block file of `obj` with all of `ranges` present: held once more, as by `Ready`. The quick way for most reads."""
+        for file in self._tiers.blocks(obj):
+            if blocks_of(ranges, self.block_bytes) <= file.present:
+                self._tiers.used_lately(file)
+                self._tiers.hold(file)
+                return file.id
+        return None
+
+    def fetched(self, file_id: int, block: int) -> list[Instruction]:
+        """A `Fetch` is done: its bytes are in the file."""
+        file = self._tiers.files.get(file_id)
+        if file is None or block not in file.flying:  # the file was lost meanwhile
+            return []
+        out: list[Instruction] = []
+        for number in self._flights.fetched(file, block):
+            ticket = self._flights.tickets.pop(number)
+            if ticket.file is not None:
+                self._ready(number, ticket.file, out)
+            else:
+                self._request(number, ticket.object, ticket.ranges, ticket.stream, out)
+        if file.ring:
+            self._ring.sweep(file.object, out)
+        return [*out, *self._prefetch()]
+
+    def failed(self, file_id: int, block: int) -> list[Instruction]:
+        """A `Fetch` failed at the store."""
+        file = self._tiers.files.get(file_id)
+        if file is None or block not in file.flying:
+            return []
+        out: list[Instruction] = [Failed(ticket, file_id, block) for ticket in self._flights.failed(file, block)]
+        if file.ring:
+            self._ring.sweep(file.object, out)
+        return [*out, *self._prefetch()]
+
+    def lost(self, file_id: int) -> list[Instruction]:
+        """The file cannot be created or written: those who wait for it bypass, and it is dropped."""
+        file = self._tiers.files.get(file_id)
+        if file is None or not self._tiers.live(file):
+            return []
+        waiting = self._flights.lost(file)
+        out: list[Instruction] = []
+        self._tiers.drop(file, out)
+        return [*out, *(Bypass(ticket) for ticket in waiting), *self._prefetch()]
+
+    def released(self, file_id: int) -> list[Instruction]:
+        """One hold that a `Ready` had given out ended."""
+        self._tiers.release(self._tiers.files[file_id])
+        return self._prefetch()
+
+    def touch(self, file_id: int) -> None:
+        """A holder read from the file without asking."""
+        file = self._tiers.files.get(file_id)
+        if file is not None and not file.ring and self._tiers.live(file):
+            self._tiers.used_lately(file)
+
+    def announce(self, stream: int, source: str, wants: Sequence[Want]) -> list[Instruction]:
+        """`stream` reads `source` to an order, and these come next, soonest first; replaces what it announced before. A read
+        may be named several times."""
+        out: list[Instruction] = []
+        self._streams.announce(stream, source, wants)
+        self._pinned.announced(source)
+        self._ring.announced(stream, out)
+        return [*out, *self._prefetch()]
+
+    def reads_in_order(self, stream: int, source: str) -> list[Instruction]:
+        """`stream` is about to announce what it reads of `source`; known at once, since its first read may be as quick."""
+        return [] if self._streams.reads(stream, source) else self.announce(stream, source, [])
+
+    def withdraw(self, stream: int) -> list[Instruction]:
+        """The stream is over: nothing is prefetched for it any more, and its store's blocks may be evicted."""
+        out: list[Instruction] = []
+        self._streams.withdraw(stream)
+        self._pinned.withdrawn()
+        self._ring.withdrawn(stream, out)
+        return [*out, *self._prefetch()]
+
+    def adopt(self, obj: ObjectId, blocks: Iterable[int], tier: int = 0) -> int | None:
+        """An earlier daemon left these blocks of `obj` in the tier. Returns the file's number, or None when there is no room."""
+        place, blocks = self._tiers.all[tier], set(blocks)
+        cost = sum(min(self.block_bytes, obj.size - block * self.block_bytes) for block in blocks)
+        known = self._tiers.versions.get((obj.source, obj.key), obj) != obj or obj in place.linked
+        full = place.used + cost > place.budget - self._pinned.slack(place)
+        if known or full or len(self._tiers.files) >= self._tiers.max_files:
+            return None
+        file = self._tiers.add(place, obj, None)
+        file.adopted = blocks
+        self._tiers.charge(file, cost)
+        return file.id
+
+    def resize(self, budgets: int | Sequence[int]) -> list[Instruction]:
+        """Other budgets. What is held or in flight above a smaller one goes as soon as it can; until then nothing comes."""
+        out: list[Instruction] = []
+        for tier, budget in zip(self._tiers.all, [budgets] if isinstance(budgets, int) else budgets, strict=True):
+            tier.budget = budget
+            for file in list(tier.linked.values()):
+                if tier.used - tier.dropped <= budget:
+                    break
+                if not file.flying:
+                    self._tiers.drop(file, out)
+        return [*out, *self._prefetch()]
+
+    def set_open(self, tier: int, *, open: bool) -> None:
+        """Whether the tier's disk can be written: else what is present is still served, and nothing new comes into it."""
+        self._tiers.all[tier].open = open
+
+    # questions
+
+    @property
+    def used(self) -> int:
+        """Bytes on the books."""
+        return self._tiers.used
+
+    @property
+    def budget(self) -> int:
+        return self._tiers.budget
+
+    @property
+    def tiers(self) -> list[tuple[int, int, bool]]:
+        """Of each tier: budget and used in bytes, and whether its disk can be written."""
+        return [(tier.budget, tier.used, tier.open) for tier in self._tiers.all]
+
+    @property
+    def ring_bytes(self) -> int:
+        """What the ring may hold."""
+        return sum(self._ring.room(tier) for tier in self._tiers.all)
+
+    def tier_of(self, file_id: int) -> int | None:
+        """The file's tier; None when the file is forgotten."""
+        file = self._tiers.files.get(file_id)
+        return file.tier if file is not None else None
+
+    def runs(self, file_id: int, at_most: int) -> list[tuple[int, int]]:
+        """The file's present bytes as (first, end) runs, sorted; the first `at_most` of them."""
+        return self._tiers.files[file_id].runs(at_most)
+
+    def object_of(self, file_id: int) -> ObjectId:
+        return self._tiers.files[file_id].object
+
+    def waited_for(self, file_id: int, block: int) -> bool:
+        """Whether somebody waits for this fetch now."""
+        file = self._tiers.files.get(file_id)
+        return file is not None and bool(file.flying.get(block))
+
+    def has_all(self, obj: ObjectId, ranges: Ranges) -> bool:
+        """Whether these ranges are all present."""
+        wanted = blocks_of(ranges, self.block_bytes)
+        if wanted <= set[int]().union(*(file.present for file in self._tiers.blocks(obj))):
+            return True
+        ring = self._ring.find(obj, ranges)
+        needed = ring.needs(ranges) if ring is not None else None
+        return ring is not None and needed is not None and needed <= ring.present
+
+    def counts(self) -> dict[str, int]:
+        """Sizes for status: bytes and numbers."""
+        tiers = self._tiers.all
+        linked = [file for tier in tiers for file in tier.linked.values()]
+        live = [*linked, *self._tiers.ring_files.values()]
+        return {
+            "budget_bytes": self.budget,
+            "used_bytes": self.used,
+            "pinned_bytes": sum(tier.pinned.used - tier.pinned.dropped for tier in tiers),
+            "ring_bytes": sum(tier.ring.used - tier.ring.dropped for tier in tiers),
+            "reused_bytes": self._ring.reused_bytes(),
+            "adopted_bytes": sum(file.cost(file.adopted) for file in linked),
+            "in_flight_bytes": sum(file.cost(file.flying) for file in live),
+            "dropped_but_held_bytes": sum(tier.dropped for tier in tiers),
+            "files": len(live),
+            "waiting": len(self._flights.tickets),
+            "streams": len(self._streams),
+            "announced": self._streams.waiting(),
+        }
+
+    # placing and prefetching
+
+    def _request(self, number: int, obj: ObjectId, ranges: Ranges, stream: int, out: list[Instruction]) -> None:
+        first_new = self._tiers.next_file
+        file = self._find(obj, ranges)
+        parts = self._scattered(obj, ranges, out, stream) if file is None else {}
+        missing = {(other.id, part): other for part, other in parts.items() if part not in other.present}
+        if missing:  # and then it is looked at again
+            self._flights.wait(number, Ticket(None, missing, obj, ranges, stream))
+            return
+        if parts:
+            file = self._through_ring(obj, ranges, out, stream, due=0.0, asked=True)
+        file = file or self._place(obj, ranges, out, stream, due=0.0, asked=True)
+        if file is None:
+            out.append(Bypass(number))
+            return
+        if file.ring and file.id >= first_new:
+            self._ring.asked(file, stream, ranges)
+        wanted = file.needs(ranges) or set()
+        self._flights.launch(file, sorted(wanted - file.present - file.flying.keys()), out, stream)
+        self._ring.was_read(obj, stream, ranges)
+        missing = dict.fromkeys(((file.id, part) for part in wanted - file.present), file)
+        if missing:
+            self._flights.wait(number, Ticket(file, missing, obj, ranges, stream))
+            return
+        self._ready(number, file, out)
+        self._ring.sweep(obj, out)
+
+    def _scattered(self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int) -> dict[int, CacheFile]:
+        """The files of several tiers that have, or from now on get, the blocks of `ranges`; nothing when it is one, or none has
+        room. So a block is in one tier, and a read over an edge is copied together instead of being kept twice."""
+        parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
+        lacking = blocks_of(ranges, self.block_bytes) - parts.keys()
+        if not parts:
+            return {}
+        if lacking:
+            more = tuple((part * self.block_bytes, 1) for part in sorted(lacking))
+            file = self._pinned.admit(obj, more, out)
+            if file is None:
+                return {}
+            parts.update(dict.fromkeys(lacking, file))
+        for part, file in sorted(parts.items(), key=lambda entry: entry[0]):
+            if part not in file.present and part not in file.flying:
+                self._flights.launch(file, [part], out, stream)
+        return parts
+
+    def _find(self, obj: ObjectId, ranges: Ranges) -> CacheFile | None:
+        """The file that has or gets `ranges` already."""
+        file = self._pinned.find(obj, ranges) or self._ring.find(obj, ranges)
+        if file is not None and not file.ring:
+            self._tiers.used_lately(file)
+        return file
+
+    def _place(
+        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
+    ) -> CacheFile | None:
+        """A file that gets `ranges`, or has them already; None when there is no room in any tier."""
+        file = self._find(obj, ranges) or self._pinned.admit(obj, ranges, out)
+        if file is None and self._streams.uses(obj.source):
+            file = self._through_ring(obj, ranges, out, stream, due=due, asked=asked)
+        elif file is not None and not file.ring:
+            self._tiers.used_lately(file)
+        return file
+
+    def _through_ring(
+        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
+    ) -> CacheFile | None:
+        file = self._ring.open(obj, ranges, out, due=due, asked=asked)
+        if file is not None:
+            self._flights.launch(file, range(len(file.parts or ())), out, stream)
+        return file
+
+    def _ready(self, ticket: int, file: CacheFile, out: list[Instruction]) -> None:
+        self._tiers.hold(file)
+        out.append(Ready(ticket, file.id, file.ring))
+
+    def _prefetch(self) -> list[Instruction]:
+        """Start announced fetches, the one due first before the others, while there is room in the air and in the cache."""
+        out: list[Instruction] = []
+        flights = self._flights
+        while flights.ahead_parts < self.prefetch_parts and flights.ahead_bytes < self.prefetch_bytes:
+            stream = self._streams.next(self.prefetch_bytes) if self._tiers.open else None
+            if stream is None or not self._prefetch_for(stream, self._streams.head(stream), out):
+                break
+            self._streams.pop(stream)
+        return out
+
+    def _prefetch_for(self, stream: int, want: Want, out: list[Instruction]) -> bool:
+        """Start what `want` needs; False when it must wait for room."""
+        first_new = self._tiers.next_file
+        file = self._find(want.object, want.ranges)
+        if file is None:
+            flying = set(self._flying(want.object))
+            if self._scattered(want.object, want.ranges, out, stream):
+                for id, number in set(self._flying(want.object)) - flying:
+                    self._flights.ahead(self._tiers.files[id], number, stream)
+                return True
+            file = self._place(want.object, want.ranges, out, stream, due=want.due, asked=False)
+        if file is None:  # one that will never fit is left out
+            return sum(length for _, length in want.ranges) > self._ring_for_prefetch
+        if not file.ring:
+            started = (file.needs(want.ranges) or set()) - file.present - file.flying.keys()
+            self._flights.launch(file, sorted(started), out, stream)
+        elif file.id >= first_new:
+            self._ring.fetching(file, stream, want.ranges, want.due)
+            started = set(file.flying)
+        else:
+            if stream not in file.awaited:  # another stream's
+                self._ring.fetching(file, stream, want.ranges, want.due)
+            started = set()
+        for number in started:
+            self._flights.ahead(file, number, stream)
+        return True
+
+    def _flying(self, obj: ObjectId) -> Iterator[tuple[int, int]]:
+        return ((file.id, number) for file in self._tiers.blocks(obj) for number in file.flying)
+
+    @property
+    def _ring_for_prefetch(self) -> int:
+        return max((self._ring.base(tier) for tier in self._tiers.all), default=0) * 3 // 4

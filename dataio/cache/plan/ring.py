@@ -1,0 +1,200 @@
+"""The ring: files of single reads that found no room among the blocks, for as long as somebody awaits them.
+
+Purpose: an announced read passes through a small file with exactly its bytes, in the fastest tier, and is dropped once
+everybody who announced it has read it. So a byte that is not kept is fetched once for each time that it is read, and never in
+blocks that are thrown away. A read that is announced *again* before that (its source is weighted up) is kept in between: the
+next use of such reads is known, so where room is short the one that is used last goes first, which is Belady's rule.
+Invariants: reads that come once have `base` bytes; those that come again have the ring's `reserve` beside it, which grows in
+sixteenths of the budget to less than half of it, at the cost of blocks, which are read once an epoch.
+Failure behaviour: None where there is no room. A read that nobody read and that `PATIENCE` announcements of its stream no longer
+named is given up when room is short.
+
+Belady: "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966.
+"""
+
+from __future__ import annotations
+
+from dataio.cache.events import Instruction, ObjectId, Ranges
+from dataio.cache.plan.files import Awaited, CacheFile, Readers, extents_of
+from dataio.cache.plan.streams import Streams
+from dataio.cache.plan.tiers import Tier, Tiers
+
+SHARE = 64
+"""The ring is this part of the budget while somebody announces, but at least `BLOCKS` blocks or half of its tier."""
+BLOCKS = 4
+STEPS = 16
+"""The reserve grows by this part of its tier's budget."""
+PATIENCE = 4
+"""A read that so many announcements no longer named, and that was not read, will not be."""
+
+
+class Ring:
+    """The ring files."""
+
+    def __init__(self, tiers: Tiers, streams: Streams) -> None:
+        self._tiers, self._streams = tiers, streams
+        self._again: dict[int, CacheFile] = {}
+        self.reserve = 0
+
+    # how much
+
+    @property
+    def tier(self) -> Tier | None:
+        """Where it is: in the fastest tier whose disk is well."""
+        return next(iter(self._tiers.open), None)
+
+    def base(self, tier: Tier) -> int:
+        """What reads that come once may have of the tier."""
+        if not self._streams or tier is not self.tier:
+            return 0
+        return min(tier.budget // 2, max(self._tiers.budget // SHARE, BLOCKS * self._tiers.block_bytes))
+
+    def room(self, tier: Tier) -> int:
+        """What the ring may have of the tier."""
+        base = self.base(tier)
+        return base + min(self.reserve, tier.budget // 2 - base) if base else 0
+
+    def reused_bytes(self) -> int:
+        """Bytes of live files that are kept because they are read again."""
+        self._again = {id: file for id, file in self._again.items() if self._tiers.live(file)}
+        return sum(file.bytes for file in self._again.values())
+
+    # in and out
+
+    def find(self, obj: ObjectId, ranges: Ranges) -> CacheFile | None:
+        rings = self._tiers.rings.get(obj, ())
+        return next((file for file in rings if file.whole and file.needs(ranges) is not None), None)
+
+    def open(
+        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, asked: bool
+    ) -> CacheFile | None:
+        """A new file for this read, which is due then. Prefetching leaves a quarter to reads that are `asked` for now."""
+        tier = self.tier
+        parts = extents_of(ranges, self._tiers.block_bytes)
+        cost = sum(length for _, length in parts)
+        if tier is None:
+            return None
+        limit = self.base(tier) if asked else self.base(tier) * 3 // 4
+        if cost > limit or len(self._tiers.ring_files) >= max(4, self._tiers.max_files // 4):
+            return None
+        self._make_room(tier, cost, limit, due, out)
+        if self._over(tier, cost, limit) or tier.used + cost > tier.budget:
+            return None
+        return self._tiers.create(tier, obj, parts, out)
+
+    def _over(self, tier: Tier, cost: int, limit: int) -> bool:
+        reused = min(self.reused_bytes(), self.room(tier) - self.base(tier)) if self._again else 0
+        return tier.ring.used - reused + cost > limit
+
+    def _make_room(self, tier: Tier, cost: int, limit: int, due: float, out: list[Instruction]) -> None:
+        """Drop reads that were announced, and then neither announced again nor read; then those that come again, but later
+        than this one; and, where there are more blocks than there may be since somebody announces, some of these."""
+        if self._over(tier, cost, limit):
+            for file in list(self._tiers.ring_files.values()):
+                if not file.flying and all(self._given_up(stream, r.number) for stream, r in file.awaited.items()):
+                    self._tiers.drop(file, out)
+        if self._again and self._over(tier, cost, limit):
+            for file in sorted(self._again.values(), key=lambda file: -file.next_use):
+                if file.next_use <= due or not self._over(tier, cost, limit):
+                    break
+                if not file.flying:
+                    self._tiers.drop(file, out)
+        self._shrink_blocks(tier, out)
+
+    def _shrink_blocks(self, tier: Tier, out: list[Instruction]) -> None:
+        limit = tier.budget - self.room(tier)
+        for victim in list(tier.linked.values()) if tier.pinned.used > limit else ():
+            if tier.pinned.used - tier.pinned.dropped <= limit:
+                break
+            if not victim.flying:
+                self._tiers.drop(victim, out)
+
+    def _given_up(self, stream: int, number: int) -> bool:
+        now = self._streams.announced(stream)
+        return not now or now - number >= PATIENCE
+
+    # who awaits what
+
+    def announced(self, stream: int, out: list[Instruction]) -> None:
+        """The stream has announced anew: see which files it names, how often, and which no more."""
+        number = self._streams.announced(stream)
+        for file in self._tiers.ring_files.values():
+            if (readers := file.awaited.get(stream)) is not None:
+                _renew(readers, float("inf"))
+        for want in self._streams.named(stream):
+            found = self.find(want.object, want.ranges)
+            if found is not None:
+                self._name(found, stream, number, want.ranges, want.due)
+        self._note_again(out)
+
+    def fetching(self, file: CacheFile, stream: int, ranges: Ranges, due: float) -> None:
+        """The file is prefetched for the stream, whose newest announcement names it."""
+        times = self._streams.times(stream, file.object, ranges)
+        for _ in range(max(1, times)):
+            self._name(file, stream, self._streams.announced(stream), ranges, due)
+        if times > 1:
+            self._keep(file)
+
+    def asked(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
+        """The file is made for a read that the stream asks for now. Named once, that may be this read, by an announcement that
+        the next one is about to replace; named more often, it comes again, and stays."""
+        if self._streams.times(stream, file.object, ranges) > 1:
+            self.fetching(file, stream, ranges, self._streams.due(stream, file.object, ranges))
+
+    def was_read(self, obj: ObjectId, stream: int, ranges: Ranges) -> None:
+        for file in self._tiers.rings.get(obj, ()):
+            readers = file.awaited.get(stream)
+            if readers is None:
+                continue
+            for wanted in ranges:
+                if (left := readers.ranges.get(wanted)) is not None:
+                    left.read()
+                    if not left.left:
+                        del readers.ranges[wanted]
+            if not readers.ranges:
+                del file.awaited[stream]
+
+    def withdrawn(self, stream: int, out: list[Instruction]) -> None:
+        """The stream is over."""
+        for file in list(self._tiers.ring_files.values()):
+            if file.awaited.pop(stream, None) is not None and self._tiers.live(file):
+                self.sweep(file.object, out)
+        if not self._streams:
+            self.reserve = 0
+
+    def sweep(self, obj: ObjectId, out: list[Instruction]) -> None:
+        """Drop this object's files that nobody awaits, and those with a hole, which serve nobody."""
+        for file in list(self._tiers.rings.get(obj, ())):
+            if not file.flying and (not file.awaited or not file.whole):
+                self._tiers.drop(file, out)
+
+    def _name(self, file: CacheFile, stream: int, number: int, ranges: Ranges, due: float) -> None:
+        readers = file.awaited.setdefault(stream, Readers())
+        if readers.number != number:
+            _renew(readers, due)
+            readers.number = number
+        readers.due = min(readers.due, due)
+        for wanted in ranges:
+            entry = readers.ranges.setdefault(wanted, Awaited())
+            entry.making, entry.named = max(0, entry.making - 1), entry.named + 1
+
+    def _note_again(self, out: list[Instruction]) -> None:
+        for file in self._tiers.ring_files.values():
+            if not file.again and any(entry.left > 1 for r in file.awaited.values() for entry in r.ranges.values()):
+                self._keep(file)
+        if self._again and (tier := self.tier) is not None:
+            self._shrink_blocks(tier, out)
+
+    def _keep(self, file: CacheFile) -> None:
+        """It comes again: it counts for the reserve, which grows where it must."""
+        file.again = True
+        self._again[file.id] = file
+        step = max(1, self._tiers.all[file.tier].budget // STEPS)
+        self.reserve = max(self.reserve, -(-self.reused_bytes() // step) * step)
+
+
+def _renew(readers: Readers, due: float) -> None:
+    """What was named until now is in the making, unless it is named again."""
+    readers.due = due
+    for entry in readers.ranges.values():
+        entry.making, entry.named = entry.making + entry.named, 0

@@ -1,0 +1,142 @@
+"""What the loaders of the node announced: whose read is prefetched next, and which stores are in use.
+
+Invariants: the read that is due first is next; a stream that has more than its fair share of the bytes in flight waits while
+another has something to fetch, so no job starves another. Reads of one stream keep their order.
+Sans-I/O, bounded: a stream has at most the wants of one announcement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from dataio.cache.events import ObjectId, Ranges, Want
+
+Read = tuple[ObjectId, Ranges]
+
+
+@dataclass(eq=False)
+class Stream:
+    """One loader. `flying` counts bytes that are being prefetched for it, `number` its announcements; `named` is the newest, and
+    `placed` what of it was looked at already: an announcement repeats most of the last one."""
+
+    source: str
+    wants: deque[Want] = field(default_factory=deque)
+    flying: int = 0
+    number: int = 0
+    named: Sequence[Want] = ()
+    placed: set[Read] = field(default_factory=set)
+
+    @cached_property
+    def times(self) -> Counter[Read]:
+        """How often the newest announcement names a read; counted when somebody asks, which is where room is short."""
+        return Counter((want.object, want.ranges) for want in self.named)
+
+    @cached_property
+    def due(self) -> dict[Read, float]:
+        """When the newest announcement names a read first."""
+        return {(want.object, want.ranges): want.due for want in reversed(self.named)}
+
+    def announce(self, wants: Sequence[Want]) -> None:
+        reads = [(want.object, want.ranges) for want in wants]
+        self.placed &= set(reads)
+        self.wants = deque(want for want, read in zip(wants, reads, strict=True) if read not in self.placed)
+        self.named, self.number = wants, self.number + 1
+        for counted in ("times", "due"):
+            self.__dict__.pop(counted, None)
+
+
+class Streams:
+    """All streams by number."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Stream] = {}
+        self._sources: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._streams)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def uses(self, source: str) -> bool:
+        """Whether somebody reads this store to an announced order."""
+        return source in self._sources
+
+    def reads(self, number: int, source: str) -> bool:
+        """Whether the stream is known, with this source."""
+        found = self._streams.get(number)
+        return found is not None and found.source == source
+
+    def announced(self, stream: int) -> int:
+        """How often the stream has announced; 0 when there is none."""
+        found = self._streams.get(stream)
+        return found.number if found else 0
+
+    def announce(self, number: int, source: str, wants: Sequence[Want]) -> int:
+        """Replace what the stream announced before; returns how often it has announced."""
+        stream = self._streams.get(number)
+        if stream is None or stream.source != source:
+            self.withdraw(number)
+            stream = self._streams[number] = Stream(source)
+            self._sources[source] = self._sources.get(source, 0) + 1
+        stream.announce(wants)
+        return stream.number
+
+    def named(self, number: int) -> Sequence[Want]:
+        """What the stream's newest announcement names."""
+        return self._streams[number].named
+
+    def read(self, number: int, obj: ObjectId, ranges: Ranges) -> None:
+        """The stream reads this now: when it is named once more, it is looked at once more."""
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.placed.discard((obj, ranges))
+
+    def times(self, number: int, obj: ObjectId, ranges: Ranges) -> int:
+        """How often the stream's newest announcement names this read."""
+        stream = self._streams.get(number)
+        return stream.times[obj, ranges] if stream is not None else 0
+
+    def due(self, number: int, obj: ObjectId, ranges: Ranges) -> float:
+        """When the stream's newest announcement names this read first; infinity when it does not."""
+        stream = self._streams.get(number)
+        return stream.due.get((obj, ranges), float("inf")) if stream is not None else float("inf")
+
+    def withdraw(self, number: int) -> None:
+        """The stream is over."""
+        stream = self._streams.pop(number, None)
+        if stream is None:
+            return
+        self._sources[stream.source] -= 1
+        if not self._sources[stream.source]:
+            del self._sources[stream.source]
+
+    def next(self, in_flight_bytes: int) -> int | None:
+        """The stream to prefetch for when `in_flight_bytes` may be in flight for all together."""
+        waiting = [(number, stream) for number, stream in self._streams.items() if stream.wants]
+        if not waiting:
+            return None
+        share = in_flight_bytes // len(waiting)
+        below = [entry for entry in waiting if entry[1].flying < share] or waiting
+        return min(below, key=lambda entry: (entry[1].wants[0].due, entry[1].flying))[0]
+
+    def head(self, number: int) -> Want:
+        return self._streams[number].wants[0]
+
+    def pop(self, number: int) -> None:
+        """The stream's next want is being fetched, or needs no fetch."""
+        stream = self._streams[number]
+        want = stream.wants.popleft()
+        stream.placed.add((want.object, want.ranges))
+
+    def charge(self, number: int, cost: int) -> None:
+        """Bytes in flight for the stream, which may be gone."""
+        if number in self._streams:
+            self._streams[number].flying += cost
+
+    def waiting(self) -> int:
+        """Wants not looked at yet."""
+        return sum(len(stream.wants) for stream in self._streams.values())

@@ -1,0 +1,115 @@
+"""Whose fetch goes next: the bytes of the store are shared among jobs, each within its limits.
+
+Purpose: a queue for each job, served by start-time fair queueing: the job that was given the fewest bytes is next, so one that
+asks for a thousand blocks at once does not keep another waiting for its one.
+Invariants: a job has no more fetches and bytes in flight than its limits, but at least one fetch; over time it is given no more
+bytes a second than its bandwidth. A job that was idle does not catch up on what it did not ask for. What belongs to no job (an
+object's size, an announcement) goes first. Sans-I/O; the caller holds its lock.
+Failure behaviour: none; the queues are as long as the callers' own bounds allow.
+
+Start-time fair queueing: Goyal, Vin, Cheng, SIGCOMM 1996.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """Of each job: requests and bytes in flight, and bytes a second. 0 is no limit."""
+
+    connections: int = 0
+    bytes_in_flight: int = 0
+    bandwidth: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Job(Generic[T]):
+    waiting: deque[tuple[T, int]] = field(default_factory=deque)
+    given: float = 0.0
+    """Its virtual time: bytes that it was given, or would have been while it was idle."""
+    active: int = 0
+    bytes: int = 0
+    free_at: float = 0.0
+
+
+class Turns(Generic[T]):
+    """All queues. A job is forgotten when it has nothing waiting or in flight and its bandwidth is paid for."""
+
+    def __init__(self, limits: JobLimits | None = None) -> None:
+        self._limits = limits or JobLimits()
+        self._jobs: dict[str, _Job[T]] = {}
+        self._first: deque[T] = deque()
+        self._now = 0.0  # the virtual time
+
+    def limit(self, limits: JobLimits) -> None:
+        """Other limits from now on; what is in flight above them is not recalled."""
+        self._limits = limits
+        if not limits.bandwidth:
+            for job in self._jobs.values():
+                job.free_at = 0.0
+
+    def add_first(self, item: T) -> None:
+        """Something of no job."""
+        self._first.append(item)
+
+    def add(self, item: T, name: str, cost: int) -> None:
+        """A fetch of `cost` bytes for a job."""
+        job = self._jobs.setdefault(name, _Job())
+        if not job.waiting:
+            job.given = max(job.given, self._now)
+        job.waiting.append((item, cost))
+
+    def next(self, now: float) -> T | None:
+        """What goes now, if anything may."""
+        if self._first:
+            return self._first.popleft()
+        able = [job for job in self._jobs.values() if job.waiting and self._may(job, now)]
+        if not able:
+            return None
+        job = min(able, key=lambda job: job.given)
+        item, cost = job.waiting.popleft()
+        self._now = job.given
+        job.given += cost
+        job.active, job.bytes = job.active + 1, job.bytes + cost
+        if self._limits.bandwidth:
+            job.free_at = max(job.free_at, now) + cost / self._limits.bandwidth
+        return item
+
+    def done(self, name: str, cost: int, now: float) -> None:
+        """A fetch that `next` gave is over."""
+        job = self._jobs[name]
+        job.active, job.bytes = job.active - 1, job.bytes - cost
+        if not job.active and not job.waiting and job.free_at <= now:
+            del self._jobs[name]
+
+    def wake_in(self, now: float) -> float | None:
+        """Seconds until a job may go on that only its bandwidth holds; None when there is none."""
+        held = [job.free_at - now for job in self._jobs.values() if job.waiting and self._has_room(job)]
+        return max(0.0, min(held)) if held else None
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """What each job has waiting and in flight."""
+        return {
+            name: {"waiting": len(job.waiting), "connections": job.active, "bytes_in_flight": job.bytes}
+            for name, job in self._jobs.items()
+            if job.waiting or job.active
+        }
+
+    def __len__(self) -> int:
+        return len(self._first) + sum(len(job.waiting) for job in self._jobs.values())
+
+    def _may(self, job: _Job[T], now: float) -> bool:
+        return self._has_room(job) and (not self._limits.bandwidth or job.free_at <= now)
+
+    def _has_room(self, job: _Job[T]) -> bool:
+        if not job.active:
+            return True
+        few = not self._limits.connections or job.active < self._limits.connections
+        cost = job.waiting[0][1]
+        return few and (not self._limits.bytes_in_flight or job.bytes + cost <= self._limits.bytes_in_flight)

@@ -1,0 +1,85 @@
+"""`millrace index`.
+
+Invariant: as in `dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
+Failure behaviour: errors are raised for `dataio.cli` to report; 1 is returned when samples or shards were skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from dataio.shards.cli import _byte_bar, _parser, _positive, _print_json, _print_report, _print_some, _printable
+
+if TYPE_CHECKING:
+    from dataio.shards.in_place.tally import IndexProgress
+
+_HELP = """\
+Make a dataset over WebDataset tars that exist, where they are. Nothing is copied: DST gets an index and a version only.
+URL-PATTERN is a tar, a folder of tars, or a quoted pattern: 's3://bucket/set/{00000..09999}.tar', '/data/{train,extra}/*.tar'.
+Every shard is read once, to hash its members and to probe its media. S3 credentials and endpoint come from the usual AWS
+variables and profiles. Commands (pipe:…) and compressed tars are refused."""
+_CODES = """\
+exit codes: 0 all indexed · 1 indexed, but samples or shards were skipped (they are listed) · 2 wrong use, or nothing to
+index · 3 passing trouble, try again · 4 a damaged shard, with --strict · 5 DST already holds a dataset"""
+
+
+def index(argv: list[str]) -> int:
+    """`millrace index URL-PATTERN... DST`"""
+    parser = _parser("index", _HELP, _CODES)
+    parser.add_argument("patterns", metavar="URL-PATTERN", nargs="+", help="which tars")
+    parser.add_argument("destination", metavar="DST", help="where the dataset goes: a folder or s3://bucket/prefix")
+    parser.add_argument(
+        "--keys",
+        choices=("member", "shard"),
+        default="member",
+        help="a sample's key: its members' name, or that with the shard's path in front (default: member)",
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at the first sample or shard that cannot be used")
+    parser.add_argument("--workers", metavar="N", type=_positive, help="probing processes (default: one a core)")
+    parser.add_argument("--name", help="name of the dataset (default: the last part of DST)")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    args = parser.parse_args(argv)
+    from dataio.shards.in_place.indexing import index as index_in_place
+
+    with _progress(quiet=args.json) as progress:
+        dataset = index_in_place(
+            args.patterns,
+            args.destination,
+            name=args.name,
+            strict=args.strict,
+            keys=args.keys,
+            progress=progress,
+            workers=args.workers,
+        )
+    with dataset:
+        report = dataset.report
+        assert report is not None
+        if args.json:
+            mounts = {mount.name: mount.url for mount in dataset.document.mounts}
+            _print_json(
+                {"url": dataset.url, "version": dataset.version, "mounts": mounts, **dataclasses.asdict(report)}
+            )
+        else:
+            _print_report(dataclasses.replace(report, ignored=()), dataset.url, dataset.version)
+            _print_some("ignored, not called like a tar", list(report.ignored))
+            for mount in dataset.document.mounts:
+                print(f"shards stay in {_printable(mount.url)}")
+    return 1 if report.skipped else 0
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[IndexProgress], None] | None]:
+    with _byte_bar("indexing", quiet=quiet) as bar:
+        if bar is None:
+            yield None
+            return
+
+        def show(done: IndexProgress) -> None:
+            skipped = f" ({done.skipped} skipped)" if done.skipped else ""
+            what = f"shard {done.shards}/{done.shards_total}, {done.samples} samples{skipped}"
+            bar(what, done.bytes, done.bytes_total)
+
+        yield show

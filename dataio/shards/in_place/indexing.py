@@ -1,0 +1,195 @@
+"""`index`: a dataset over tars that are there already, without copying them.
+
+Purpose: read every shard once, from its beginning to its end; describe its samples; write index parts and a version at another
+place. The shards stay where they are, mounted (`dataio.shards.versions.mounting`), or, where they lie below the dataset,
+under their keys.
+
+Invariants:
+
+* One pass over each shard (`in_place_pass`): memory is bounded by four read-ahead windows, one shard's rows and `PART_ROWS`
+  rows, and the disk by what is set aside for probing, whatever the sizes.
+* Keys are WebDataset's. With `keys="shard"` the shard's own path is put in front, for collections that number their samples anew
+  in every shard.
+* The index describes the bytes that were read; a shard whose size or time changed meanwhile stops the indexing.
+* Nothing is visible before the version document, which is written last.
+
+Failure behaviour: a sample that cannot be used is skipped, and so is a whole shard that is damaged, compressed, missing or holds
+what a shard may not hold; both are reported with the shard, the reason and the offset, and with `strict` they are errors. Equal
+keys in two shards are a `UsageError`, a dataset that is there already a `ConflictError`. A store that stays out of
+reach ends the indexing: a dataset that silently lacks shards would be worse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
+from dataio.shards.contract import Sample
+from dataio.shards.dataset import Dataset
+from dataio.shards.in_place import patterns as found_by
+from dataio.shards.in_place.tally import IndexProgress, ShardAt, Tally, UniqueKeys
+from dataio.shards.in_place.tar_pass import Pass
+from dataio.shards.ingest.pool import ProbePool
+from dataio.shards.query.parts import store_parts
+from dataio.shards.report import PackReport, Skipped
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions.mounting import mount_of
+from dataio.store.contract import Store
+from dataio.store.mounts import PREFIX, Mounts
+from dataio.store.open import open_store
+
+__all__ = ["IndexProgress", "index"]
+
+PART_ROWS = 50_000
+"""An index part is closed at the end of the shard in which it reaches this many rows."""
+_SHARD_FAULTS = (CorruptionError, UnsupportedError, NotFoundError)
+
+Keys = Literal["member", "shard"]
+
+
+def index(
+    patterns: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+    url: str | os.PathLike[str] | Store,
+    *,
+    name: str | None = None,
+    strict: bool = False,
+    keys: Keys = "member",
+    progress: Callable[[IndexProgress], None] | None = None,
+    workers: int | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    **storage_options: Any,
+) -> Dataset:
+    """Make version 1 of a dataset at `url` over the WebDataset tars that `patterns` mean, and open it.
+
+    `dataio.shards.in_place.patterns` says what a pattern is. `source_options` open the shards' stores, where
+    they are not directories, and `storage_options` the dataset's (`open_store`). Of the former, the version
+    records all but secrets, so readers need credentials of their own. `keys`, `strict` and what is refused: see this module.
+    `workers` are probing processes (default: one a core). The dataset's `report` says what was indexed and what was skipped.
+
+    Raises `NotFoundError` (a pattern without shards), `UnsupportedError` (a command in place of an address), `UsageError` (equal
+    keys, nothing to index), `ConflictError` (a dataset is there already), `TransientError` (a shard that changes, or a store
+    out of reach), and with `strict` the error of the first sample or shard that cannot be used.
+    """
+    if keys not in ("member", "shard"):
+        raise UsageError(f"keys must be 'member' or 'shard', not {keys!r}")
+    listed = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    with contextlib.ExitStack() as undo:
+        store = url if isinstance(url, Store) else undo.enter_context(open_store(url, **storage_options))
+        versions.refuse_existing(store)
+        found = found_by.find(listed, lambda root: _open_source(root, source_options or {}))
+        undo.callback(found.close)
+        shards, mounted = _places(found, store)
+        indexer = _Indexer(store, shards, Tally(found, strict, progress, [s.size for s in shards]), keys == "shard")
+        report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), workers)
+        whole = Mounts(store, mounted, owns_base=store is not url) if mounted else store
+        dataset = Dataset(whole, 1)
+        dataset.report, dataset.owns_store = report, whole is not url
+        undo.pop_all()
+    _close_unmounted(found, mounted)
+    return dataset
+
+
+def _open_source(root: str, options: Mapping[str, Any]) -> Store:
+    return open_store(root, **(options if "://" in root else {}))
+
+
+def _close_unmounted(found: found_by.Found, mounted: Mapping[str, Store]) -> None:
+    for source in found.sources:
+        if source.store not in mounted.values():
+            source.store.close()
+
+
+def _places(found: found_by.Found, store: Store) -> tuple[list[ShardAt], dict[str, Store]]:
+    """Every shard by its key in the dataset, in order, and what is to be mounted for them."""
+    shards, mounted = list[ShardAt](), dict[str, Store]()
+    for source in found.sources:
+        prefix = found_by.below(source.store.location, store.location)
+        if prefix is None:
+            mount = mount_of(source.store.location)
+            mounted[mount.name], prefix = source.store, f"{PREFIX}{mount.name}/"
+        shards += [ShardAt(prefix + s.key, source.store, s.key, s.size, s.modified) for s in source.shards]
+    return sorted({s.key: s for s in shards}.values(), key=lambda s: s.key), mounted
+
+
+class _Indexer:
+    """Goes through the shards and writes index parts; a version at the end."""
+
+    def __init__(self, store: Store, shards: Sequence[ShardAt], tally: Tally, prefixed: bool) -> None:
+        self._store, self._shards, self._tally, self._prefixed = store, shards, tally, prefixed
+        self._parts: list[versions.IndexPart] = []
+        self._used: list[versions.Shard] = []
+        self._rows: list[Sample] = []
+        self._count = 0
+        self._unique = UniqueKeys(shards)
+
+    def run(self, name: str | None, mounts: tuple[versions.Mount, ...], workers: int | None) -> PackReport:
+        name = name or self._store.location.url.rstrip("/").rpartition("/")[2] or "dataset"
+        versions.claim(self._store, name)
+        with ProbePool(workers) as pool:
+            for number, shard in enumerate(self._shards):
+                self._tally.shards += 1
+                self._add(shard, number, self._rows_of(shard, pool))
+                self._tally.done += shard.size
+                self._tally.step(0)
+        self._unique.check()
+        if not self._used:
+            raise self._nothing()
+        self._store_part()
+        used = {shard.key.split("/")[1] for shard in self._used if shard.key.startswith(PREFIX)}
+        document = versions.new_document(
+            name,
+            tuple(self._used),
+            tuple(self._parts),
+            version=1,
+            parent=None,
+            message="indexed in place",
+            mounts=tuple(sorted((m for m in mounts if m.name in used), key=lambda m: m.name)),
+        )
+        versions.publish(self._store, document)
+        return self._tally.report(document)
+
+    def _nothing(self) -> UsageError:
+        first = next(iter(self._tally.skipped), None)
+        why = f"{first.path}: {first.reason}" if first else "the shards hold no samples"
+        return UsageError(f"there is nothing to index: {why}", hint="give tar shards with members called <key>.<ext>")
+
+    def _rows_of(self, shard: ShardAt, pool: ProbePool) -> list[Sample]:
+        """The samples of one shard, by offset; none when the shard is at fault."""
+        skipped, members, notes = len(self._tally.skipped), self._tally.members, len(self._tally.notes)
+        samples = self._tally.samples
+        try:
+            rows = Pass(shard, self._tally, self._prefixed).rows(pool)
+            after = shard.store.stat(shard.inner)
+            if (after.size, after.modified) != (shard.size, shard.modified):
+                raise TransientError(
+                    f"{shard.url} changed while it was indexed", hint="index again when nothing writes to it"
+                )
+            return rows
+        except _SHARD_FAULTS as error:
+            if self._tally.strict:
+                raise
+            del self._tally.skipped[skipped:], self._tally.notes[notes:]  # the shard's own fault stands for all
+            self._tally.members, self._tally.samples = members, samples
+            self._tally.skip(Skipped(shard.url, error.code, str(error)))
+            return []
+
+    def _add(self, shard: ShardAt, number: int, rows: list[Sample]) -> None:
+        if not rows:
+            return
+        self._unique.add(number, [row.key for row in rows])
+        self._used.append(versions.Shard(key=shard.key, size=shard.size, samples=len(rows)))
+        for row in rows:
+            self._rows.append(dataclasses.replace(row, id=self._count))
+            self._count += 1
+        if len(self._rows) >= PART_ROWS:
+            self._store_part()
+
+    def _store_part(self) -> None:
+        if not self._rows:
+            return
+        self._parts += store_parts(self._store, self._rows, len(self._parts))
+        self._rows = []

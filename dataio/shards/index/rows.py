@@ -1,0 +1,246 @@
+"""The sample index: one Parquet row per sample, and the way back to `Sample`.
+
+Purpose: readers learn from it where every sample lies and what it holds, without opening a shard.
+Invariants: `SCHEMA` is the whole format; media columns are null together where a sample has no such stream. A part is written
+in row groups of `GROUP_ROWS`, so that one sample costs one small read; its footer holds, under `BLOCKS`, the digests of all
+`BLOCK_BYTES` before it, so that every range of it can be checked alone. The same samples give the same bytes.
+Failure behaviour: `CorruptionError` names the index part, the row and the column; nothing of a bad part is returned.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import blake3
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError
+from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.index import checks as index_checks
+
+GROUP_ROWS = 2048
+BLOCK_BYTES = 64 * limits.KIB
+BLOCKS = b"millrace.blocks"
+"""The footer's entry: base64 of the blocks' BLAKE3 digests, `BLOCK_DIGEST` bytes of each."""
+BLOCK_DIGEST = 16
+
+_MEMBER = pa.struct(
+    [
+        pa.field("ext", pa.string(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int64(), nullable=False),
+        pa.field("xxh3", pa.uint64(), nullable=False),
+    ]
+)
+_KEY_FRAME = pa.struct([pa.field("pts", pa.int64(), nullable=False), pa.field("index", pa.int32(), nullable=False)])
+
+_VIDEO: dict[str, Any] = {
+    "video_ext": pa.string(),
+    "video_stream": pa.int32(),
+    "video_codec": pa.string(),
+    "width": pa.int32(),
+    "height": pa.int32(),
+    "fps_numerator": pa.int64(),
+    "fps_denominator": pa.int64(),
+    "frames": pa.int32(),
+    "time_base_numerator": pa.int64(),
+    "time_base_denominator": pa.int64(),
+    "start_pts": pa.int64(),
+    "duration_pts": pa.int64(),
+    "pixel_format": pa.string(),
+    "rotation": pa.int16(),
+}
+_COLOR: dict[str, Any] = dict.fromkeys(("color_space", "color_range", "color_primaries", "color_transfer"), pa.string())
+_AUDIO: dict[str, Any] = {
+    "audio_ext": pa.string(),
+    "audio_stream": pa.int32(),
+    "audio_codec": pa.string(),
+    "sample_rate": pa.int32(),
+    "channels": pa.int16(),
+    "samples": pa.int64(),
+}
+
+# what is asked for often lies together, what is long comes last
+SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("shard", pa.string(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),  # of all members
+        pa.field("duration", pa.float64(), nullable=False),
+        *(pa.field(name, kind) for name, kind in (_VIDEO | _COLOR | _AUDIO).items()),
+        pa.field("text", pa.string()),
+        pa.field("fields", pa.string()),  # a JSON object: the promoted fields of the sample's JSON
+        pa.field("members", pa.list_(pa.field("item", _MEMBER, nullable=False)), nullable=False),
+        pa.field("key_frames", pa.list_(pa.field("item", _KEY_FRAME, nullable=False))),
+    ]
+)
+_RULES = index_checks.Rules(
+    required=tuple(field.name for field in SCHEMA if not field.nullable),
+    together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO), "color_space": tuple(_COLOR)},
+    positive=(
+        *("width", "height", "fps_numerator", "fps_denominator", "frames", "time_base_numerator"),
+        *("time_base_denominator", "sample_rate", "channels", "samples"),
+    ),
+    not_negative=("bytes", "duration", "video_stream", "duration_pts", "audio_stream"),
+)
+
+
+# --- Sample -> row -> Sample
+
+
+def to_row(sample: Sample) -> dict[str, Any]:
+    """One row of `SCHEMA`; the sample's number is its place, so it is not stored."""
+    row: dict[str, Any] = {
+        "key": sample.key,
+        "shard": sample.shard,
+        "members": [{"ext": m.ext, "offset": m.offset, "length": m.length, "xxh3": m.xxh3} for m in sample.members],
+        "bytes": sum(m.length for m in sample.members),
+        "duration": sample.duration,
+        "text": sample.text,
+        "fields": json.dumps(dict(sample.fields), sort_keys=True, ensure_ascii=False) if sample.fields else None,
+    }
+    return row | _video_columns(sample.video) | _audio_columns(sample.audio)
+
+
+def _video_columns(v: VideoInfo | None) -> dict[str, Any]:
+    if v is None:
+        return dict.fromkeys((*_VIDEO, *_COLOR, "key_frames"))
+    values = (
+        *(v.ext, v.stream, v.codec, v.width, v.height, v.fps.numerator, v.fps.denominator, v.frames),
+        *(v.time_base.numerator, v.time_base.denominator, v.start_pts, v.duration_pts, v.pixel_format, v.rotation),
+    )
+    key_frames = [{"pts": k.pts, "index": k.index} for k in v.key_frames]
+    return {**dict(zip(_VIDEO, values, strict=True)), **_color_columns(v.color), "key_frames": key_frames}
+
+
+def _color_columns(c: Color | None) -> dict[str, Any]:
+    if c is None:
+        return dict.fromkeys(_COLOR)
+    return dict(zip(_COLOR, (c.space, c.range, c.primaries, c.transfer), strict=True))
+
+
+def _audio_columns(a: AudioInfo | None) -> dict[str, Any]:
+    if a is None:
+        return dict.fromkeys(_AUDIO)
+    return dict(zip(_AUDIO, (a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples), strict=True))
+
+
+def from_row(row: Mapping[str, Any], number: int) -> Sample:
+    """The sample of a checked row."""
+    return Sample(
+        id=number,
+        key=row["key"],
+        shard=row["shard"],
+        members=tuple(Member(m["ext"], m["offset"], m["length"], m["xxh3"]) for m in row["members"]),
+        duration=row["duration"],
+        video=None if row["video_codec"] is None else _video(row),
+        audio=None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO)),
+        text=row["text"],
+        fields=_fields(row["fields"], row["key"]),
+    )
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _fields(text: str | None, key: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text or "{}", parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"sample {key!r}: its fields in the index are not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CorruptionError(f"sample {key!r}: its fields in the index are not a JSON object")
+    return fields
+
+
+def _video(row: Mapping[str, Any]) -> VideoInfo:
+    return VideoInfo(
+        ext=row["video_ext"],
+        stream=row["video_stream"],
+        codec=row["video_codec"],
+        width=row["width"],
+        height=row["height"],
+        fps=Fraction(row["fps_numerator"], row["fps_denominator"]),
+        frames=row["frames"],
+        time_base=Fraction(row["time_base_numerator"], row["time_base_denominator"]),
+        start_pts=row["start_pts"],
+        duration_pts=row["duration_pts"],
+        pixel_format=row["pixel_format"],
+        rotation=row["rotation"],
+        key_frames=tuple(KeyFrame(k["pts"], k["index"]) for k in row["key_frames"]),
+        color=None if row["color_space"] is None else Color(*(row[name] for name in _COLOR)),
+    )
+
+
+# --- Parquet
+
+
+def digest(data: bytes) -> str:
+    """BLAKE3 of `data`, in hex."""
+    return str(blake3.blake3(data).hexdigest())
+
+
+def write_part(samples: Sequence[Sample]) -> bytes:
+    """An index part as Parquet; the same samples give the same bytes."""
+    return write_table(pa.Table.from_pylist([to_row(s) for s in samples], schema=SCHEMA))
+
+
+def write_table(table: Any) -> bytes:
+    """An index part of these rows, which have `SCHEMA`."""
+    sink = io.BytesIO()
+    # of statistics only those of keys are of use, and those of long texts would make every footer long
+    with pq.ParquetWriter(
+        sink, SCHEMA, compression="zstd", compression_level=6, write_statistics=["key"], store_schema=True
+    ) as writer:
+        writer.write_table(table, row_group_size=GROUP_ROWS)
+        digests = block_digests(sink.getbuffer())
+        writer.add_key_value_metadata({BLOCKS: base64.b64encode(b"".join(digests))})
+    return sink.getvalue()
+
+
+def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
+    """The digests of every `BLOCK_BYTES` of `data`; the last block may be short."""
+    view = memoryview(data)
+    blocks = (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
+    return [blake3.blake3(block).digest(BLOCK_DIGEST) for block in blocks]
+
+
+def footer_bytes(data: bytes) -> int:
+    """How many bytes at the end of a Parquet file are its footer."""
+    return int.from_bytes(data[-8:-4], "little") + 8
+
+
+def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards: Mapping[str, int]) -> Any:
+    """The checked Arrow table of a whole index part. `shards` gives the size of every shard that it may refer to."""
+    found = digest(data)
+    if found != expected_digest:
+        raise CorruptionError(f"{name}: BLAKE3 is {found}, the dataset version says {expected_digest}")
+    try:
+        # not pq.read_table: it starts Arrow's thread pool, whose tear-down sometimes aborts a process that ends at once
+        table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
+        table.validate(full=True)
+        fits = table.schema.equals(SCHEMA)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise CorruptionError(f"{name}: not a readable Parquet file: {error}") from error
+    if not fits:
+        raise CorruptionError(
+            f"{name}: its columns are not those of a sample index",
+            hint="was it written by this version of Millrace? If not, pack or index the data again",
+        )
+    if table.num_rows != rows:
+        raise CorruptionError(f"{name}: holds {table.num_rows} rows, the dataset version says {rows}")
+    check(table, name, shards)
+    return table
+
+
+def check(table: Any, name: str, shards: Mapping[str, int], first_row: int = 0) -> None:
+    """`CorruptionError` for the first value that cannot be meant, in whichever columns of `SCHEMA` `table` has."""
+    index_checks.check(table, _RULES, name, shards, first_row)

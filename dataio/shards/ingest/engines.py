@@ -1,0 +1,58 @@
+"""Where the units of a plan are packed: in this process and its workers, or on the machines of a Ray cluster.
+
+Invariant: an engine packs and records every unit that it is given, in any order; which one it was cannot be seen in the dataset.
+Failure behaviour: `UsageError` for an engine that does not exist, `UnsupportedError` for one that is not installed.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from dataio.core.errors import UnsupportedError, UsageError
+from dataio.shards.ingest.journal import Journal
+from dataio.shards.ingest.packing import pack_units
+from dataio.shards.ingest.plan import Settings, Unit
+from dataio.shards.ingest.pool import ProbePool
+from dataio.shards.report import WorkerReport
+from dataio.store.contract import Store
+
+Step = Callable[[int, int, int], None]
+"""Called with groups, bytes and skipped ones that are further done."""
+Engine = Callable[[Store, Journal, Sequence[Unit], Settings, int | None, str, Step], Sequence[WorkerReport]]
+
+
+def local(
+    store: Store,
+    journal: Journal,
+    todo: Sequence[Unit],
+    settings: Settings,
+    workers: int | None,
+    scratch: str,
+    step: Step,
+) -> Sequence[WorkerReport]:
+    """Pack here, with `workers` processes reading media."""
+    started = time.monotonic()
+    with ProbePool(workers) as pool:
+        for _ in pack_units(store, journal, todo, settings, pool, scratch, step):
+            pass
+    groups = [group for unit in todo for group in unit.groups]
+    size = sum(group.bytes for group in groups)
+    return (WorkerReport(socket.gethostname(), len(groups), size, time.monotonic() - started),)
+
+
+def named(name: str) -> Engine:
+    """The engine called "local" or "ray"."""
+    if name == "local":
+        return local
+    if name == "ray":
+        try:
+            from dataio.shards.ingest import ray_engine
+        except ImportError as error:
+            raise UnsupportedError(
+                f"the engine ray cannot be used: {error}", hint="pip install 'millrace[ray]'"
+            ) from error
+        engine: Engine = ray_engine.run
+        return engine
+    raise UsageError(f"there is no engine {name!r}", hint="engines are local and ray")

@@ -1,0 +1,361 @@
+"""`pack` and `append`: media files in, a version of a dataset out.
+
+Purpose: gather, plan, pack the units of the plan here or on many machines, store the index, publish.
+
+Invariants:
+
+* Nothing is visible before the version document, which is written last: a packer that dies leaves at most objects that no
+  version names. Run again with the same input, it goes on after the last unit that was finished, and what it makes is equal, byte
+  for byte, to what an undisturbed run makes. Run again after the version was made, it finds that and does nothing.
+* The same input gives the same shards, byte for byte, under the same names, and the same index: a shard is named by its
+  place and a digest of what it holds. So packers that race never overwrite each other's different bytes; one publishes.
+* Memory is bounded but for the names of all files: two units' metadata, the rows of an index part and a few megabytes of
+  payload, whatever the size of the files. Files made on the way (recipes, tars) take disk space for one unit, in `TMPDIR`.
+* The index describes the bytes that were stored: a file that changes between being read and being sent stops the packing.
+
+Failure behaviour: a file that cannot be packed is skipped and reported with its reason; with `strict` it is an error. An existing
+dataset is a `ConflictError` for `pack`, as are keys that it has for `append`; no usable file at all is a `UsageError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dataio.core import crashpoints, limits
+from dataio.core.errors import ConflictError, UsageError
+from dataio.shards.contract import Sample
+from dataio.shards.dataset import Dataset
+from dataio.shards.ingest import engines, plan
+from dataio.shards.ingest.journal import Journal
+from dataio.shards.ingest.manifests import USUAL, Columns
+from dataio.shards.ingest.packing import error_of
+from dataio.shards.ingest.sources import Gathered, Group, gather
+from dataio.shards.media.facts import TEXT_BYTES, Recipe
+from dataio.shards.media.recipes import check_recipe
+from dataio.shards.query import conditions as query
+from dataio.shards.query.open_index import OpenIndex
+from dataio.shards.query.parts import store_parts
+from dataio.shards.report import PackReport, Progress, Skipped, WorkerReport
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions.mounting import with_mounts
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+
+__all__ = ["Columns", "PackReport", "Progress", "Recipe", "Skipped", "append", "pack"]
+
+PART_ROWS = 50_000
+"""An index part is closed at the end of the unit in which it reaches this many rows."""
+_AS_IT_IS = Recipe()
+
+_at_index = crashpoints.declare("pack.index-stored", "shards and index are stored; there is no version yet")
+_at_version = crashpoints.declare("pack.version-stored", "the version exists; the caller has not been told")
+
+Sources = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
+
+
+def pack(
+    sources: Sources,
+    url: str | os.PathLike[str] | Store,
+    *,
+    shard_bytes: int = 256 * limits.MIB,
+    strict: bool = False,
+    captions: Mapping[str, str] | None = None,
+    columns: Columns = USUAL,
+    recipe: Recipe = _AS_IT_IS,
+    engine: str = "local",
+    progress: Callable[[Progress], None] | None = None,
+    workers: int | None = None,
+    name: str | None = None,
+    **storage_options: Any,
+) -> Dataset:
+    """Write media files into tar shards with an index at `url`, as version 1 of a dataset, and open it.
+
+    `sources` are files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet) and WebDataset tars;
+    `dataio.shards.ingest.sources` says what becomes a sample and what its key is. A shard is closed before the sample
+    that would make it larger than `shard_bytes`, and at the end of a unit of the plan (`dataio.shards.ingest.plan`).
+    `captions` gives texts by key to samples without a `.txt` file, and are stored as one; `columns` names the columns of
+    manifests. `recipe` re-encodes, copies into another container or splits.
+    `engine` is "local" or "ray"; `workers` are processes (default: one a core, here or of the Ray cluster). `progress` is
+    called after every group of files. The dataset's `report` says what was packed and what was skipped.
+
+    Raises `NotFoundError` (a source, or the bucket), `UsageError` (equal keys, nothing to pack), `ConflictError` (another dataset
+    is there already), and with `strict` the error of the first file that cannot be packed.
+    """
+    job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers)
+    return _opened(url, storage_options, lambda store: job.pack(store, sources, name))
+
+
+def append(
+    sources: Sources,
+    url: str | os.PathLike[str] | Store,
+    *,
+    shard_bytes: int = 256 * limits.MIB,
+    strict: bool = False,
+    captions: Mapping[str, str] | None = None,
+    columns: Columns = USUAL,
+    recipe: Recipe = _AS_IT_IS,
+    engine: str = "local",
+    progress: Callable[[Progress], None] | None = None,
+    workers: int | None = None,
+    message: str = "",
+    **storage_options: Any,
+) -> Dataset:
+    """Add media files to the dataset at `url`, as its next version, and open that; `pack` explains the arguments.
+
+    What the dataset holds stays as it is; the new samples come after it. Appenders that race all succeed, one after the other.
+    A key that the dataset already has is a `ConflictError`: remove the old sample first. `NotFoundError` without a dataset.
+    """
+    job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers)
+    return _opened(url, storage_options, lambda store: job.append(store, sources, message))
+
+
+def _opened(
+    url: str | os.PathLike[str] | Store,
+    storage_options: Mapping[str, Any],
+    work: Callable[[Store], tuple[PackReport, int]],
+) -> Dataset:
+    store = url if isinstance(url, Store) else open_store(url, **storage_options)
+    try:
+        report, version = work(store)
+        dataset = Dataset(store, version)
+    except BaseException:
+        if store is not url:
+            store.close()
+        raise
+    dataset.report = report
+    dataset.owns_store = dataset.owns_store or store is not url
+    return dataset
+
+
+class _Job:
+    """One call of `pack` or `append`."""
+
+    def __init__(
+        self,
+        shard_bytes: int,
+        strict: bool,
+        captions: Mapping[str, str],
+        columns: Columns,
+        recipe: Recipe,
+        engine: str,
+        progress: Callable[[Progress], None] | None,
+        workers: int | None,
+    ) -> None:
+        if shard_bytes < 1:
+            raise UsageError(f"shard_bytes must be positive, not {shard_bytes}")
+        self._recipe = check_recipe(recipe)
+        self._settings = plan.Settings(shard_bytes=shard_bytes, recipe=recipe, strict=strict)
+        self._captions, self._columns, self._progress, self._workers = captions, columns, progress, workers
+        self._engine = engines.named(engine)
+        self._started = time.monotonic()
+
+    def pack(self, store: Store, sources: Sources, name: str | None) -> tuple[PackReport, int]:
+        """Make version 1."""
+        gathered = self._gather(sources)
+        tally = _Tally(gathered, self._settings.strict, self._progress)
+        journal = Journal(store, plan.digest(gathered.groups, self._settings, append=False))
+        work = _Work(store, journal, plan.units(gathered.groups, self._settings), self._settings)
+        if versions.list_versions(store):
+            found = work.published()
+            if found is not None:
+                return self._finish(work, tally, (), found)
+            versions.refuse_existing(store)
+        name = name or store.location.url.rstrip("/").rpartition("/")[2] or "dataset"
+        if not gathered.groups:
+            raise tally.nothing()
+        versions.claim(store, name)
+        journal.begin(0)
+        workers = work.run(self._engine, self._workers, tally)
+        shards, parts = work.index(0, tally.nothing)
+        document = versions.new_document(name, shards, parts, version=1, parent=None, message="packed")
+        _at_index()
+        versions.publish(store, document)
+        _at_version()
+        return self._finish(work, tally, workers, document)
+
+    def append(self, store: Store, sources: Sources, message: str) -> tuple[PackReport, int]:
+        """Make the next version."""
+        newest, _ = versions.load(store)
+        gathered = self._gather(sources)
+        tally = _Tally(gathered, self._settings.strict, self._progress)
+        if not gathered.groups:
+            raise tally.nothing()
+        journal = Journal(store, plan.digest(gathered.groups, self._settings, append=True))
+        work = _Work(store, journal, plan.units(gathered.groups, self._settings), self._settings)
+        found = work.published()
+        if found is not None:
+            return self._finish(work, tally, (), found)
+        if self._recipe.split is None:
+            _refuse_known(store, newest, {group.key for group in gathered.groups})
+        work.settings = msgspec.structs.replace(self._settings, salt=journal.begin(newest.version))
+        workers = work.run(self._engine, self._workers, tally)
+        shards, parts = work.index(len(newest.index), tally.nothing)
+        _at_index()
+
+        def build(base: versions.VersionDocument) -> versions.VersionDocument:
+            _refuse_known(store, base, work.keys)
+            return versions.new_document(
+                base.name,
+                base.shards + shards,
+                base.index + parts,
+                version=base.version + 1,
+                parent=base.version,
+                message=message or f"appended {len(work.keys)} samples",
+                mounts=base.mounts,
+                lineage=versions.Lineage(operation="append"),
+            )
+
+        document = versions.commit(store, build)
+        _at_version()
+        return self._finish(work, tally, workers, document)
+
+    def _gather(self, sources: Sources) -> Gathered:
+        gathered = gather([sources] if isinstance(sources, str | os.PathLike) else sources, self._columns)
+        known = {group.key for group in gathered.groups}
+        for key, text in self._captions.items():
+            if key not in known:
+                raise UsageError(
+                    f"there is a caption for {key!r}, and no such sample", hint="captions go by sample key"
+                )
+            if len(text.encode()) > TEXT_BYTES:
+                raise UsageError(f"the caption of {key!r} is larger than {limits.format_bytes(TEXT_BYTES)}")
+        if not self._captions:
+            return gathered
+        return dataclasses.replace(gathered, groups=tuple(self._captioned(group) for group in gathered.groups))
+
+    def _captioned(self, group: Group) -> Group:
+        return dataclasses.replace(group, caption=self._captions.get(group.key, group.caption))
+
+    def _finish(
+        self, work: _Work, tally: _Tally, workers: Sequence[WorkerReport], document: versions.VersionDocument
+    ) -> tuple[PackReport, int]:
+        report = work.report(tally, tuple(workers), time.monotonic() - self._started)
+        work.journal.delete()
+        return report, document.version
+
+
+class _Work:
+    """The units of a plan, packed and recorded in the journal."""
+
+    def __init__(self, store: Store, journal: Journal, units: list[plan.Unit], settings: plan.Settings) -> None:
+        self.store, self.journal, self.units, self.settings = store, journal, units, settings
+        self.keys: set[str] = set()
+        self.resumed = 0
+
+    def published(self) -> versions.VersionDocument | None:
+        """The version that an earlier, interrupted call made of this very plan."""
+        if not self.units or not self.journal.done() >= set(range(len(self.units))):
+            return None
+        document, _ = versions.load(self.store)
+        there = {shard.key for shard in document.shards}
+        shards = [shard.key for packed in self.journal.records(len(self.units)) for shard in packed.shards]
+        return document if shards and there.issuperset(shards) else None
+
+    def run(self, engine: engines.Engine, workers: int | None, tally: _Tally) -> Sequence[WorkerReport]:
+        """Pack the units that have no record."""
+        todo = []
+        done = self.journal.done()
+        for unit in self.units:
+            packed = self.journal.read(unit.number) if unit.number in done else None
+            if packed is None:
+                todo.append(unit)
+            else:
+                self.resumed += 1
+                tally.step(packed.groups, packed.bytes, len(packed.skipped))
+        if not todo:
+            return ()
+        with tempfile.TemporaryDirectory(prefix="millrace-pack-", ignore_cleanup_errors=True) as scratch:
+            return engine(self.store, self.journal, todo, self.settings, workers, scratch, tally.step)
+
+    def index(self, first: int, nothing: Callable[[], UsageError]) -> tuple[Any, Any]:
+        """Store the index parts of all units, in order; all shards, all parts."""
+        shards, parts, rows = list[versions.Shard](), list[versions.IndexPart](), list[Sample]()
+        for packed in self.journal.records(len(self.units)):
+            shards += packed.shards
+            rows += packed.samples
+            self.keys |= {sample.key for sample in packed.samples}
+            if len(rows) >= PART_ROWS:
+                parts += store_parts(self.store, rows, first + len(parts))
+                rows = []
+        parts += store_parts(self.store, rows, first + len(parts))
+        if not shards:
+            skipped = [item for packed in self.journal.records(len(self.units)) for item in packed.skipped]
+            self.journal.delete()
+            raise _nothing(skipped) if skipped else nothing()
+        return tuple(shards), tuple(parts)
+
+    def report(self, tally: _Tally, workers: tuple[WorkerReport, ...], seconds: float) -> PackReport:
+        """What the records say."""
+        files = samples = shards = size = 0
+        skipped, notes = list(tally.skipped), list[str]()
+        for packed in self.journal.records(len(self.units)):
+            files += packed.files
+            samples += len(packed.samples)
+            shards += len(packed.shards)
+            size += sum(shard.size for shard in packed.shards)
+            skipped += packed.skipped
+            notes += packed.notes
+        return PackReport(
+            files=files,
+            samples=samples,
+            shards=shards,
+            bytes=size,
+            seconds=seconds,
+            skipped=tuple(skipped),
+            ignored=tally.gathered.ignored,
+            notes=tuple(notes),
+            resumed=self.resumed,
+            workers=workers,
+        )
+
+
+class _Tally:
+    """Counts while packing, for whoever watches, and applies `strict` to what could not be gathered."""
+
+    def __init__(self, gathered: Gathered, strict: bool, progress: Callable[[Progress], None] | None) -> None:
+        self.gathered, self.skipped, self._progress = gathered, gathered.skipped, progress
+        self._groups = self._bytes = 0
+        self._skips = len(gathered.skipped)
+        self._total = sum(group.bytes for group in gathered.groups)
+        if strict and gathered.skipped:
+            raise error_of(gathered.skipped[0], "without strict it would be skipped")
+
+    def step(self, groups: int, size: int, skipped: int) -> None:
+        """So many groups more were looked at."""
+        self._groups += groups
+        self._bytes += size
+        self._skips += skipped
+        if self._progress is not None:
+            done = Progress(self._groups, len(self.gathered.groups), self._bytes, self._total, self._skips)
+            self._progress(done)
+
+    def nothing(self) -> UsageError:
+        """The error of having nothing to pack."""
+        return _nothing(self.skipped)
+
+
+def _nothing(skipped: Sequence[Skipped]) -> UsageError:
+    why = "no media files were found"
+    if skipped:
+        why = f"all {len(skipped)} candidates were skipped; {skipped[0].path}: {skipped[0].reason}"
+    return UsageError(f"there is nothing to pack: {why}", hint="give media files, or folders of them")
+
+
+def _refuse_known(store: Store, base: versions.VersionDocument, keys: set[str]) -> None:
+    """`ConflictError` when version `base` has one of `keys`."""
+    mounted, _ = with_mounts(store, base, False, {})
+    _, missing = query.rows_with_keys(OpenIndex(mounted, base), keys)
+    known = sorted(keys.difference(missing))
+    if known:
+        more = f" and {len(known) - 1} more of these keys" if len(known) > 1 else ""
+        raise ConflictError(
+            f"{store.location.url} version {base.version} already has the sample {known[0]!r}{more}",
+            hint="remove those samples first, or give the new ones other keys",
+        )

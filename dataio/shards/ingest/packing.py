@@ -1,0 +1,221 @@
+"""Packing units of a plan: prepare their groups, store their shards, record them.
+
+Invariants: a shard is named by its unit and a digest of what it holds, and is closed before the sample that would make it larger
+than asked. A shard that is already stored under its name is not sent again. The index rows describe the bytes that were stored: a
+file that changes between being described and being sent stops the packing.
+Failure behaviour: what cannot be prepared is in the unit's `skipped`; with `strict`, it is raised. Recorded units stay recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import blake3
+import msgspec
+import xxhash
+
+from dataio.core import crashpoints, limits
+from dataio.core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    CorruptionError,
+    DeadlineError,
+    MillraceError,
+    NotFoundError,
+    TransientError,
+    UnsupportedError,
+)
+from dataio.core.log import get_logger
+from dataio.shards import tar
+from dataio.shards.contract import Member, Sample
+from dataio.shards.ingest.journal import Journal, Packed
+from dataio.shards.ingest.plan import Settings, Unit
+from dataio.shards.ingest.pool import ProbePool, scratch_of
+from dataio.shards.ingest.sources import Group
+from dataio.shards.media.facts import Clip, Failure, FileFact, Outcome
+from dataio.shards.report import Skipped
+from dataio.shards.versions.documents import Shard
+from dataio.store.contract import Store
+
+_READ = 1 * limits.MIB
+_log = get_logger(__name__)
+
+_at_shard = crashpoints.declare("pack.shard-stored", "shards are stored, and nothing refers to them")
+_at_unit = crashpoints.declare("pack.unit-sealed", "a unit's shards are stored and recorded; there is no version yet")
+
+
+def pack_units(
+    store: Store,
+    journal: Journal,
+    todo: Sequence[Unit],
+    settings: Settings,
+    pool: ProbePool,
+    scratch: str,
+    step: Callable[[int, int, int], None],
+) -> Iterator[tuple[Unit, Packed]]:
+    """Pack and record units one after the other, preparing ahead. `scratch` is a folder for files made on the way.
+
+    `step` is called after every group with 1, its bytes and whether it was skipped.
+    """
+    owners = ((unit, position) for unit in todo for position in range(len(unit.groups)))
+    groups = (group for unit in todo for group in unit.groups)
+    writer: _Writer | None = None
+    for (unit, position), (group, outcome) in zip(owners, pool.prepare(groups, settings.recipe, scratch), strict=True):
+        if position == 0:
+            writer = _Writer(store, unit.number, settings, scratch)
+        assert writer is not None
+        writer.add(group, outcome)
+        step(1, group.bytes, isinstance(outcome, Failure))
+        if position == len(unit.groups) - 1:
+            packed = writer.finish()
+            journal.seal(unit.number, packed)
+            _at_unit()
+            yield unit, packed
+
+
+def error_of(item: Skipped, hint: str) -> MillraceError:
+    """The error that a skipped input is under `strict`."""
+    kinds: tuple[type[MillraceError], ...] = (
+        UnsupportedError,
+        NotFoundError,
+        AccessDeniedError,
+        CapacityError,
+        DeadlineError,
+    )
+    kind = {kind.code: kind for kind in kinds}.get(item.code, CorruptionError)
+    return kind(f"{item.path}: {item.reason}", hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """One sample waiting for its shard to be full."""
+
+    key: str
+    clip: Clip
+
+    @property
+    def files(self) -> tuple[FileFact, ...]:
+        return self.clip.described.files
+
+
+class _Writer:
+    """Collects the samples of one unit into shards, and stores each as it is full."""
+
+    def __init__(self, store: Store, number: int, settings: Settings, scratch: str) -> None:
+        self._store, self._number, self._settings, self._scratch = store, number, settings, scratch
+        self._pending: list[_Pending] = []
+        self._pending_bytes = len(tar.END)
+        self._folders: list[str] = []
+        self._shards: list[Shard] = []
+        self._samples: list[Sample] = []
+        self._skipped: list[Skipped] = []
+        self._notes: list[str] = []
+        self._files = self._groups = self._bytes = 0
+
+    def add(self, group: Group, outcome: Outcome) -> None:
+        """Take what became of one group; it may be stored later."""
+        self._groups += 1
+        self._bytes += group.bytes
+        folder = scratch_of(group, self._settings.recipe, self._scratch)
+        if isinstance(outcome, Failure):
+            shutil.rmtree(folder, ignore_errors=True)
+            self._skip(Skipped(outcome.path, outcome.code, outcome.reason))
+            return
+        for clip in outcome.clips:
+            self._add(f"{group.key}{clip.suffix}", clip)
+        if folder:
+            self._folders.append(folder)
+        self._files += len(group.files)
+
+    def _skip(self, item: Skipped) -> None:
+        if self._settings.strict:
+            raise error_of(item, "without strict it would be skipped")
+        _log.info("skipped %s: %s", item.path, item.reason)
+        self._skipped.append(item)
+
+    def _add(self, key: str, clip: Clip) -> None:
+        size = sum(tar.member_bytes(f"{key}.{file.ext}", file.size) for file in clip.described.files)
+        if self._pending and self._pending_bytes + size > self._settings.shard_bytes:
+            self._store_shard()
+        self._pending.append(_Pending(key, clip))
+        self._pending_bytes += size
+        self._notes += [f"{key}: {note}" for note in clip.described.notes]
+
+    def finish(self) -> Packed:
+        """Store what is left."""
+        if self._pending:
+            self._store_shard()
+        self._drop_folders()
+        return Packed(
+            shards=tuple(self._shards),
+            samples=tuple(self._samples),
+            skipped=tuple(self._skipped),
+            notes=tuple(self._notes),
+            files=self._files,
+            groups=self._groups,
+            bytes=self._bytes,
+        )
+
+    def _store_shard(self) -> None:
+        members = [(f"{item.key}.{file.ext}", file) for item in self._pending for file in item.files]
+        placed, size = tar.layout((name, file.size) for name, file in members)
+        content = msgspec.msgpack.encode([(name, file.size, file.xxh3) for name, file in members])
+        if self._settings.salt:
+            content += f"version {self._settings.salt}".encode()
+        key = f"shards/{self._number:08}-{blake3.blake3(content).hexdigest()[:16]}.tar"
+        if not _is_stored(self._store, key, size):
+            self._store.put_multipart(key, tar.stream(placed, (_read_unchanged(file) for _, file in members)))
+        _at_shard()
+        self._shards.append(Shard(key=key, size=size, samples=len(self._pending)))
+        self._add_rows(key, iter(placed))
+        self._pending, self._pending_bytes = [], len(tar.END)
+        self._drop_folders()
+
+    def _drop_folders(self) -> None:
+        """Remove what was made for groups that are stored; of a group that is being added, clips may still wait."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folders = []
+
+    def _add_rows(self, shard: str, placed: Iterator[tar.Placed]) -> None:
+        for item in self._pending:
+            described = item.clip.described
+            sample = Sample(
+                id=len(self._samples),
+                key=item.key,
+                shard=shard,
+                members=tuple(Member(file.ext, next(placed).offset, file.size, file.xxh3) for file in item.files),
+                duration=described.duration,
+                video=described.video,
+                audio=described.audio,
+                text=described.text,
+                fields=json.loads(described.fields),
+            )
+            self._samples.append(sample)
+
+
+def _is_stored(store: Store, key: str, size: int) -> bool:
+    try:
+        return store.stat(key).size == size
+    except NotFoundError:
+        return False
+
+
+def _read_unchanged(fact: FileFact) -> Iterator[bytes]:
+    hasher = xxhash.xxh3_64()
+    try:
+        with open(fact.path, "rb", buffering=0) as file:
+            while chunk := file.read(_READ):
+                hasher.update(chunk)
+                yield chunk
+    except OSError as error:
+        raise _changed(fact, f"cannot be read any more: {error.strerror or error}") from error
+    if hasher.intdigest() != fact.xxh3:
+        raise _changed(fact, "changed while it was being packed")
+
+
+def _changed(fact: FileFact, what: str) -> TransientError:
+    return TransientError(f"{fact.path} {what}", hint="pack again when nothing writes to the input")

@@ -1,0 +1,103 @@
+"""Reading and converting media in worker processes: a file on which libav hangs or crashes costs that file and nothing else.
+
+Invariants: at most `_AHEAD` samples per worker are in flight, and answers come in the order asked; time limits and the lives of
+the workers are `dataio.shards.workers.process`'s.
+Failure behaviour: a hang is a `Failure` with code "deadline", a crash one with code "corruption". A worker that cannot even start
+raises `UnsupportedError`, since then no file is to blame.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Self
+
+import blake3
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, DeadlineError
+from dataio.shards.ingest.sources import Group
+from dataio.shards.media.facts import Answer, Failure, Outcome, Recipe, Task, decode_outcome, encode_task
+from dataio.shards.workers.probe_worker import HELLO
+from dataio.shards.workers.process import WorkerPool, run_module
+
+_AHEAD = 4
+_ANSWER_BYTES = 256 * limits.MIB
+_AS_IT_IS = Recipe()
+_Flying = tuple[Group, Task, Future[Outcome]]
+_COMMAND = run_module("dataio.shards.workers.probe_worker")
+
+
+def seconds_for(group: Group, recipe: Recipe = _AS_IT_IS) -> float:
+    """The time limit for a sample: a minute, and more for large files, at 4 MiB/s; to re-encode, ten minutes and 128 KiB/s."""
+    if recipe.codec is not None:
+        return 600.0 + group.bytes / (128 * limits.KIB)
+    return 60.0 + group.bytes / (4 * limits.MIB)
+
+
+class ProbePool:
+    """Use as a context manager. `command` starts one worker."""
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        seconds: Callable[[Group], float] | None = None,
+        command: Sequence[str] = _COMMAND,
+    ) -> None:
+        self._seconds = seconds
+        self._pool = WorkerPool(command, HELLO, workers, answer_bytes=_ANSWER_BYTES)
+
+    def describe(self, groups: Iterable[Group]) -> Iterator[tuple[Group, Answer]]:
+        """Every group as it is, with its facts, in order."""
+        for group, outcome in self.prepare(groups):
+            yield group, outcome if isinstance(outcome, Failure) else outcome.clips[0].described
+
+    def prepare(
+        self, groups: Iterable[Group], recipe: Recipe = _AS_IT_IS, scratch: str = ""
+    ) -> Iterator[tuple[Group, Outcome]]:
+        """Every group with the samples made of it by `recipe`, in order.
+
+        New files go into a folder of their own below `scratch`, which is `scratch_of(group, recipe, scratch)`.
+        """
+        flying: deque[_Flying] = deque()
+        for group in groups:
+            task = Task(
+                key=group.key,
+                files=group.members(),
+                recipe=recipe,
+                scratch=scratch_of(group, recipe, scratch),
+                caption=group.caption,
+                fields=group.fields,
+            )
+            limit = self._seconds(group) if self._seconds else seconds_for(group, recipe)
+            flying.append((group, task, self._pool.submit(encode_task(task), limit, decode_outcome)))
+            if len(flying) >= _AHEAD * self._pool.workers:
+                yield _landed(flying)
+        while flying:
+            yield _landed(flying)
+
+    def close(self) -> None:
+        """Kill the workers, whatever they are doing."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def scratch_of(group: Group, recipe: Recipe, scratch: str) -> str:
+    """The folder for files made for `group`; empty where none are."""
+    needed = recipe.changes or group.spans or group.caption is not None or group.fields is not None
+    return os.path.join(scratch, blake3.blake3(group.key.encode()).hexdigest()[:24]) if needed else ""
+
+
+def _landed(flying: deque[_Flying]) -> tuple[Group, Outcome]:
+    group, task, future = flying.popleft()
+    try:
+        return group, future.result()
+    except (DeadlineError, CorruptionError) as error:
+        return group, Failure(task.files[0].path, error.code, error.message)

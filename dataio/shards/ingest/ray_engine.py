@@ -1,0 +1,186 @@
+"""Packing the units of a plan on the machines of a Ray cluster.
+
+Purpose: each of some number of Ray actors packs one unit at a time with one media worker of its own, on any machine.
+Invariants: actors open the store and the files by the same names as the caller, so both must be reachable everywhere; credentials
+come from each machine's environment and are never sent. What is passed between them is msgpack. Two units at most wait at an
+actor. An actor that dies with its machine is started again and its unit is packed again.
+Failure behaviour: `UnsupportedError` for a store opened with secrets; errors of actors are raised here as what they were;
+`TransientError` when an actor dies over and over. Units that were recorded by then stay so, and packing again goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by ray at import
+
+import ray
+import ray.exceptions
+
+from dataio.core import errors
+from dataio.core.errors import MillraceError, TransientError, UnsupportedError
+from dataio.shards.ingest.journal import Journal
+from dataio.shards.ingest.packing import pack_units
+from dataio.shards.ingest.plan import Settings, Unit, decode_unit, encode_unit
+from dataio.shards.ingest.pool import ProbePool
+from dataio.shards.report import WorkerReport
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+
+if TYPE_CHECKING:
+    from dataio.shards.ingest.engines import Step
+
+_AHEAD = 2
+_RESTARTS = 3
+
+
+class _Done(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor answers: `code` and the texts are those of an error, where there was one."""
+
+    worker: str
+    groups: int = 0
+    bytes: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    code: str = ""
+    message: str = ""
+    hint: str = ""
+
+
+class _Packer:
+    """Runs on a machine of the cluster."""
+
+    def __init__(self, url: str, options: dict[str, Any], plan: str, settings: bytes) -> None:
+        self._store = open_store(url, **options)
+        self._journal = Journal(self._store, plan)
+        self._settings = msgspec.msgpack.decode(settings, type=Settings)
+        self._pool = ProbePool(1)
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+
+    def pack(self, unit: bytes) -> bytes:
+        """Pack one unit and record it."""
+        started = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(prefix="millrace-pack-", ignore_cleanup_errors=True) as scratch:
+                work = pack_units(
+                    self._store, self._journal, [decode_unit(unit)], self._settings, self._pool, scratch, _nobody
+                )
+                ((_, packed),) = work
+        except MillraceError as error:
+            return _encode(_Done(worker=self._name, code=error.code, message=error.message, hint=error.hint))
+        done = _Done(
+            worker=self._name,
+            groups=packed.groups,
+            bytes=packed.bytes,
+            skipped=len(packed.skipped),
+            seconds=time.monotonic() - started,
+        )
+        return _encode(done)
+
+
+def _nobody(groups: int, size: int, skipped: int) -> None:
+    pass
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Done).decode
+
+
+def run(
+    store: Store,
+    journal: Journal,
+    todo: Sequence[Unit],
+    settings: Settings,
+    workers: int | None,
+    scratch: str,
+    step: Step,
+) -> Sequence[WorkerReport]:
+    """Pack on the cluster that `RAY_ADDRESS` names or that the caller has joined; without one, on this machine."""
+    location = store.location
+    if not location.shareable:
+        raise UnsupportedError(
+            "a store that was opened with secrets in its options cannot be opened on other machines",
+            hint="give credentials by environment variables or profiles on every machine",
+        )
+    with _cluster(workers):
+        count = min(len(todo), workers or int(_cores()))
+        kind = ray.remote(num_cpus=1, max_restarts=_RESTARTS, max_task_retries=_RESTARTS)(_Packer)
+        arguments = (location.url, dict(location.options), journal.plan, msgspec.msgpack.encode(settings))
+        actors = [kind.remote(*arguments) for _ in range(count)]
+        done = list(_results(actors, todo, step))
+    names = sorted({item.worker for item in done})
+    return [_sum([item for item in done if item.worker == name]) for name in names]
+
+
+def _sum(items: list[_Done]) -> WorkerReport:
+    groups, size = sum(item.groups for item in items), sum(item.bytes for item in items)
+    return WorkerReport(items[0].worker, groups, size, sum(item.seconds for item in items))
+
+
+@contextmanager
+def _cluster(workers: int | None) -> Iterator[None]:
+    if ray.is_initialized():
+        yield
+        return
+    local: dict[str, Any] = {
+        "num_cpus": workers or os.cpu_count(),
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+    }
+    ray.init(
+        **({} if os.environ.get("RAY_ADDRESS") else local),
+        log_to_driver=False,
+        configure_logging=False,
+        namespace="millrace",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _results(actors: list[Any], todo: Sequence[Unit], step: Step) -> Iterator[_Done]:
+    waiting = iter(todo)
+    flying: dict[Any, Any] = {}
+    for actor in [actor for _ in range(_AHEAD) for actor in actors]:
+        _send(actor, waiting, flying)
+    while flying:
+        (ready, *_), _ = ray.wait(list(flying), num_returns=1)
+        actor = flying.pop(ready)
+        try:
+            done = _decode(ray.get(ready))
+        except ray.exceptions.RayError as error:
+            raise TransientError(
+                f"a packing worker of the Ray cluster was lost: {type(error).__name__}",
+                hint="pack again; it goes on from here",
+            ) from error
+        if done.code:
+            raise _error(done)
+        step(done.groups, done.bytes, done.skipped)
+        _send(actor, waiting, flying)
+        yield done
+
+
+def _send(actor: Any, waiting: Iterator[Unit], flying: dict[Any, Any]) -> None:
+    unit = next(waiting, None)
+    if unit is not None:
+        flying[actor.pack.remote(encode_unit(unit))] = actor
+
+
+def _error(done: _Done) -> MillraceError:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MillraceError)]
+    kind = next((kind for kind in kinds if kind.code == done.code), MillraceError)
+    return kind(done.message, hint=done.hint)
+
+
+def _cores() -> float:
+    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # ray has no types here
+    return found.get("CPU", 1)

@@ -1,0 +1,88 @@
+"""`millrace export` and `preview`.
+
+Invariant: as in `dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
+Failure behaviour: errors are raised for `dataio.cli` to report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dataio.core import limits
+from dataio.shards.cli import _add_dataset, _add_where, _narrowed, _parser, _positive, _printable
+
+
+def export(argv: list[str]) -> int:
+    """`millrace export DATASET KEY... DIR`"""
+    parser = _parser(
+        "export", "Write the members of samples as files into one folder, after their checksums were verified."
+    )
+    _add_dataset(parser)
+    parser.add_argument("keys", metavar="KEY", nargs="+", help="samples' keys, as `millrace ls` prints them")
+    parser.add_argument(
+        "folder", metavar="DIR", help="where the files go; a / of a key becomes %%2F in the file's name"
+    )
+    parser.add_argument("--ext", help="only this member, such as mp4 (default: all)")
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    args = parser.parse_args(argv)
+    from dataio.shards.dataset import Dataset
+    from dataio.shards.look.export import export as export_members
+
+    with Dataset(args.dataset, args.version) as dataset:
+        for name, path in export_members(dataset, args.keys, args.folder, ext=args.ext, force=args.force):
+            print(_printable(f"{name} -> {path}"))
+    return 0
+
+
+_PREVIEW = """\
+Make one page of HTML that shows what a dataset holds: pictures of samples spread evenly over it, durations, sizes, codecs,
+captions. The page needs nothing else and no network; it is opened with any browser."""
+
+
+def preview(argv: list[str]) -> int:
+    """`millrace preview DATASET -o PAGE`"""
+    parser = _parser("preview", _PREVIEW)
+    _add_dataset(parser)
+    _add_where(parser)
+    parser.add_argument("--limit", metavar="N", type=_positive, default=48, help="samples with pictures (default: 48)")
+    parser.add_argument("--frames", metavar="N", type=_positive, default=4, help="pictures of a sample (default: 4)")
+    parser.add_argument("--workers", metavar="N", type=_positive, help="decoding processes (default: one a core)")
+    parser.add_argument("-o", "--output", metavar="PAGE", required=True, help="the file to write, such as page.html")
+    args = parser.parse_args(argv)
+    from dataio.shards.dataset import Dataset
+    from dataio.shards.look.preview import preview as make
+
+    with Dataset(args.dataset, args.version) as opened, _progress() as progress:
+        page = make(
+            _narrowed(opened, args.where),
+            limit=args.limit,
+            frames=args.frames,
+            workers=args.workers,
+            progress=progress,
+        )
+    path = Path(args.output)
+    path.write_text(page, encoding="utf-8")
+    print(_printable(f"{path}: {limits.format_bytes(path.stat().st_size)}"))
+    return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    with Progress(
+        TextColumn("looking at samples"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

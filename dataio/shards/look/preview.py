@@ -1,0 +1,96 @@
+"""`preview`: one page that shows what a dataset or a view of it holds.
+
+Purpose: look at data before training on it, and hand what was seen to others: one file, no script, no network.
+Invariants: figures and histograms are of all samples, pictures of at most `limit` spread evenly over them; the same dataset gives
+the same page. Pictures are made in worker processes with time limits. The page's pictures have at most `PICTURE_BYTES`.
+Failure behaviour: a sample that cannot be shown says why on the page. `UsageError` for limits that are too large; the store's
+errors pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from dataio.core import limits
+from dataio.core.errors import CapacityError, CorruptionError, DeadlineError, UsageError
+from dataio.shards.contract import Sample
+from dataio.shards.dataset import Dataset
+from dataio.shards.look.preview_page import Shown, page
+from dataio.shards.workers import media_jobs
+from dataio.shards.workers.decoding import ask, seconds_for, set_aside
+from dataio.shards.workers.media_jobs import Pictures, PicturesJob
+from dataio.shards.workers.process import WorkerPool, run_module
+
+MOST_SAMPLES, MOST_FRAMES = 1000, 16
+PICTURE_BYTES = 32 * limits.MIB
+_PEAKS = 96
+
+
+def preview(
+    dataset: Dataset,
+    *,
+    limit: int = 48,
+    frames: int = 4,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> str:
+    """The page for this dataset or view, as HTML; `progress` is told how many samples were looked at, of how many.
+
+    `limit` samples are shown, with `frames` pictures each. `workers` are decoding processes (default: one a core).
+    """
+    if not 1 <= limit <= MOST_SAMPLES or not 1 <= frames <= MOST_FRAMES:
+        raise UsageError(f"a page shows 1 to {MOST_SAMPLES} samples with 1 to {MOST_FRAMES} pictures each")
+    count = min(limit, len(dataset))
+    samples = dataset.samples([i * len(dataset) // count for i in range(count)]) if count else []
+    return page(dataset, _shown(dataset, samples, frames, workers, progress), frames)
+
+
+def _shown(
+    dataset: Dataset,
+    samples: list[Sample],
+    frames: int,
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[Shown]:
+    found, total = list[Shown](), 0
+    with (
+        WorkerPool(run_module(media_jobs.WORKER), media_jobs.HELLO, workers) as pool,
+        ThreadPoolExecutor(pool.workers) as threads,
+    ):
+        for pictures in threads.map(lambda sample: _look(dataset, sample, frames, pool), samples):
+            sample = samples[len(found)]
+            total += sum(map(len, pictures.jpegs))
+            if total > PICTURE_BYTES:
+                pictures = Pictures(fault="left out: the page would become too large")
+            found.append(Shown(sample, pictures))
+            if progress is not None:
+                progress(len(found), len(samples))
+    return found
+
+
+def _look(dataset: Dataset, sample: Sample, frames: int, pool: WorkerPool) -> Pictures:
+    if sample.video is not None:
+        job = PicturesJob(
+            path="",
+            video_stream=sample.video.stream,
+            rotation=sample.video.rotation,
+            count=frames,
+            width=320,
+            height=240,
+        )
+        ext = sample.video.ext
+    elif sample.audio is not None:
+        job = PicturesJob(path="", audio_stream=sample.audio.stream, samples=sample.audio.samples, count=_PEAKS)
+        ext = sample.audio.ext
+    else:
+        return Pictures(fault="it has neither pictures nor sound")
+    try:
+        with set_aside(dataset.store, sample, ext) as path:
+            answer = ask(pool, msgspec.structs.replace(job, path=path), seconds_for(sample))
+    except (CorruptionError, DeadlineError, CapacityError) as error:
+        return Pictures(fault=error.message)
+    assert isinstance(answer, Pictures)
+    return answer

@@ -1,0 +1,90 @@
+"""Media files by their outside: which extensions they have, and whether they are all there.
+
+Purpose: decoders read a file that lost its tail without complaint (zeros, stale or black frames), so the length is checked
+before anything is decoded.
+Invariant: only the outermost elements are looked at (MP4/MOV boxes, EBML elements of Matroska and WebM), at a few reads of
+some bytes each; other containers and elements of unknown length pass.
+Failure behaviour: `CorruptionError` saying at which offset which element ends behind the end of the file.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import BinaryIO
+
+from dataio.core.errors import CorruptionError
+
+MEDIA_EXTENSIONS = frozenset(
+    ["mp4", "m4v", "mov", "mkv", "webm", "avi", "m4a", "wav", "flac", "mp3", "ogg", "oga", "opus"]
+)
+"""Extensions of files that are probed; files with others are members of a sample at most."""
+
+IMAGE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp"])
+"""Pictures: probed where a sample has no media file; beside one they are members only, such as a thumbnail."""
+
+SAMPLE_EXTENSIONS = MEDIA_EXTENSIONS | IMAGE_EXTENSIONS
+"""What a sample needs at least one of."""
+
+_MAX_ELEMENTS = 100_000
+_EBML = b"\x1a\x45\xdf\xa3"
+_FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"moof"}
+
+
+def check_complete(file: BinaryIO, size: int) -> None:
+    """Raise `CorruptionError` when the container in `file`, `size` bytes long, declares more than is there."""
+    file.seek(0)
+    head = file.read(12)
+    if head[4:8] in _FIRST_BOXES:
+        _walk_boxes(file, size)
+    elif head.startswith(_EBML):
+        _walk_ebml(file, size)
+    file.seek(0, io.SEEK_SET)
+
+
+def _walk_boxes(file: BinaryIO, size: int) -> None:
+    offset = 0
+    for _ in range(_MAX_ELEMENTS):
+        if offset == size:
+            return
+        file.seek(offset)
+        head = file.read(16)
+        length, kind = int.from_bytes(head[:4], "big"), head[4:8]
+        if length == 0:  # "to the end of the file"
+            return
+        least = 16 if length == 1 else 8
+        if length == 1:
+            length = int.from_bytes(head[8:16], "big")
+        if len(head) < least and not any(head):
+            return  # some writers pad with a few zero bytes
+        if length < least:
+            raise CorruptionError(f"box {kind!r} at offset {offset} has the impossible length {length}")
+        _check_fits(f"box {kind!r}", offset, length, size)
+        offset += length
+
+
+def _walk_ebml(file: BinaryIO, size: int) -> None:
+    offset = 0
+    for _ in range(_MAX_ELEMENTS):
+        if offset == size:
+            return
+        file.seek(offset)
+        head = file.read(12)
+        id_length = _vint_length(head, 0)
+        size_length = _vint_length(head, id_length)
+        payload = int.from_bytes(head[id_length : id_length + size_length], "big") & ((1 << 7 * size_length) - 1)
+        if payload == (1 << 7 * size_length) - 1:  # unknown: a live recording
+            return
+        length = id_length + size_length + payload
+        _check_fits(f"element {head[:id_length].hex()}", offset, length, size)
+        offset += length
+
+
+def _vint_length(head: bytes, at: int) -> int:
+    if at >= len(head) or not head[at]:
+        raise CorruptionError("the Matroska file ends or breaks off inside an element's header")
+    return 9 - head[at].bit_length()
+
+
+def _check_fits(what: str, offset: int, length: int, size: int) -> None:
+    if offset + length > size:
+        raise CorruptionError(f"truncated: {what} at offset {offset} ends at {offset + length}, the file at {size}")

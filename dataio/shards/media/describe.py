@@ -1,0 +1,125 @@
+"""Everything an index row says about one sample's files, found by reading them.
+
+Purpose: the work of one probe worker: hash each file, probe the media among them, take text and fields.
+Invariants: the loaders' video stream is the largest of the sample's media files; its sound comes from the same file where that
+has any, else from the first other member that has. Pictures are looked into only where there is no media file: then the largest
+is the sample's one frame. `<key>.txt` is the text, else what `<key>.vtt` says. The fields are those
+top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings; everything else stays in the
+JSON member alone.
+Failure behaviour: `Failure` names the file and why; one bad member refuses the whole sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import xxhash
+
+from dataio.core import limits, strictjson
+from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
+from dataio.shards.contract import AudioInfo, VideoInfo
+from dataio.shards.media import images, vtt
+from dataio.shards.media.container import IMAGE_EXTENSIONS, MEDIA_EXTENSIONS
+from dataio.shards.media.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
+from dataio.shards.media.probe import Probe, probe
+
+PROMOTED_STRING = 1024
+"""The most characters that a string in a sample's JSON may have to become a field of the index."""
+_INTEGERS = 1 << 63
+_READ = 1 * limits.MIB
+
+
+def describe(files: Request) -> Answer:
+    """Read the files of one sample."""
+    at = ""
+    facts, probes = [], list[Probe]()
+    text, said, fields = None, None, dict[str, Any]()
+    try:
+        for ext, at in files:
+            facts.append(_fact(ext, at))
+            if ext in MEDIA_EXTENSIONS:
+                probes.append(probe(at, ext=ext))
+            elif ext == "txt":
+                text = _text(at)
+            elif ext == "vtt":
+                said = vtt.words(vtt.read(at)) or None
+            elif ext == "json":
+                fields = _fields(at)
+        for ext, at in files if not probes else ():
+            if ext in IMAGE_EXTENSIONS:
+                probes.append(Probe("image", 0.0, images.probe(_bytes(at, images.IMAGE_BYTES), ext), None))
+    except MillraceError as error:
+        return Failure(at, error.code, error.message)
+    except OSError as error:
+        return Failure(at, CorruptionError.code, f"cannot be read: {error.strerror or error}")
+    except MemoryError:
+        most = limits.format_bytes(limits.PROBE_MEMORY_BYTES)
+        return Failure(at, CapacityError.code, f"reading it takes more than {most} of memory")
+    video, audio, duration = _choose(probes)
+    return Described(
+        files=tuple(facts),
+        duration=duration,
+        video=video,
+        audio=audio,
+        text=text if text is not None else said,
+        fields=json.dumps(fields, ensure_ascii=False),
+        notes=tuple(note for p in probes for note in p.notes),
+    )
+
+
+def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, float]:
+    def area(p: Probe) -> int:
+        return p.video.width * p.video.height if p.video else 0
+
+    if not probes:  # of an indexed shard; `pack` asks for media
+        return None, None, 0.0
+    best = max(probes, key=area)
+    audio = best.audio or next((p.audio for p in probes if p.audio), None)
+    return best.video, audio, best.duration
+
+
+def _fact(ext: str, path: str) -> FileFact:
+    hasher = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        info = os.fstat(file.fileno())
+        while chunk := file.read(_READ):
+            hasher.update(chunk)
+    return FileFact(ext, path, info.st_size, info.st_mtime_ns, hasher.intdigest())
+
+
+def _bytes(path: str, most: int) -> bytes:
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise UnsupportedError(f"larger than {limits.format_bytes(most)}")
+    return data
+
+
+def _text(path: str) -> str:
+    try:
+        return _bytes(path, TEXT_BYTES).decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise CorruptionError(f"not UTF-8 text, at offset {error.start}") from error
+
+
+def _fields(path: str) -> dict[str, Any]:
+    data = _bytes(path, limits.SAMPLE_JSON_BYTES)
+    try:
+        found = strictjson.loads(data)
+        promoted = {name: v for name, v in found.items() if _is_promoted(v)} if isinstance(found, dict) else None
+        json.dumps(promoted, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise CorruptionError(f"not JSON: {error}") from error
+    if promoted is None:
+        raise UnsupportedError("the JSON of a sample must be an object")
+    return promoted
+
+
+def _is_promoted(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= PROMOTED_STRING
+    if isinstance(value, int):
+        return -_INTEGERS <= value < _INTEGERS  # what Parquet and SQL can hold
+    return value is None or isinstance(value, float)

@@ -1,0 +1,209 @@
+"""Re-encoding the pictures of one file, on one core, the same way every time.
+
+Invariants: the pictures come out upright, with square pixels, 8 bits, even sizes, times kept, and a key frame exactly every `gop`
+frames; never larger than they were. The sound is copied where the container can hold it and becomes AAC where not. The same file,
+recipe and library versions give the same bytes: one thread, no dates, no random identifiers.
+Failure behaviour: `CorruptionError` where a packet cannot be decoded (re-encoding would hide the damage), `UnsupportedError` for
+what cannot be encoded. Hangs and crashes of libav are the pool's to survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import av
+import av.error
+from av.audio.resampler import AudioResampler
+from av.filter import Graph
+from av.video.frame import PictureType
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, UnsupportedError
+from dataio.shards.media import probe
+from dataio.shards.media.facts import Recipe
+
+FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
+"""Extension → muxer, for the containers that are written."""
+CODECS = {"h264": "libx264"}
+_HELD = 20_000
+_OPTIONS = {"crf": "20", "preset": "medium", "forced-idr": "1"}
+_TURNS = {90: "transpose=clock,", 180: "hflip,vflip,", 270: "transpose=cclock,"}
+
+
+def open_output(path: str, ext: str, *, faststart: bool) -> Any:
+    """A container to write, without anything that differs from run to run."""
+    options = {"fflags": "+bitexact"}
+    if faststart and FORMATS[ext] in ("mp4", "mov"):
+        options["movflags"] = "+faststart"
+    return av.open(path, "w", format=FORMATS[ext], options=options)
+
+
+def seconds(time: float) -> Fraction:
+    """The decimal number that was meant: 0.2 as a float is a little more than six frames at 30 a second."""
+    return Fraction(time).limit_denominator(1_000_000)
+
+
+def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
+    """Write the file at `source` anew to `target`; where it is to be split later, with key frames there."""
+    with probe._open(f"file:{source}") as container, open_output(target, ext, faststart=recipe.faststart) as out:
+        video, audio = probe._pick_video(container), probe._pick_audio(container)
+        probe._check_video(video)
+        probe._prepare(video)
+        frames = _Pictures(video, recipe)
+        picture = out.add_stream(CODECS[recipe.codec or "h264"], rate=frames.rate, options=_OPTIONS | frames.params)
+        sound = None if audio is None else _sound(out, audio)
+        held: list[Any] = []  # sound before the first picture: the header needs the picture's size
+        for packet in container.demux([s for s in (video, audio) if s is not None]):
+            if packet.stream.index == video.index:
+                for frame in frames.of(packet, picture):
+                    out.mux(picture.encode(frame))
+            elif sound is not None:
+                held += sound.feed(packet)
+            if frames.count:
+                out.mux(held)
+                held = []
+            elif len(held) > _HELD:
+                raise CorruptionError("its pictures begin too far behind its sound")
+        if not frames.count:
+            raise CorruptionError("no frame of the video stream can be decoded")
+        out.mux(picture.encode(None))
+        if sound is not None:
+            out.mux(sound.finish())
+
+
+class _Pictures:
+    """Decoded frames, upright and scaled."""
+
+    def __init__(self, video: Any, recipe: Recipe) -> None:
+        self.count = 0
+        self.rate = Fraction(video.average_rate or video.guessed_rate or 30).limit_denominator(100_000)
+        self.params = {"x264-params": f"keyint={recipe.gop}:min-keyint={recipe.gop}:scenecut=0:open-gop=0"}
+        self._video, self._recipe = video, recipe
+        self._graph: Any = None
+        self._shape: tuple[object, ...] = ()
+        self._size: tuple[int, int] = (0, 0)
+        self._last: int | None = None
+        self._next_cut = Fraction(0)
+
+    def of(self, packet: Any, picture: Any) -> Iterator[Any]:
+        try:
+            decoded = packet.decode()
+        except av.error.FFmpegError as error:
+            raise CorruptionError(
+                f"a packet cannot be decoded, at time stamp {packet.pts}: {error.strerror}"
+            ) from error
+        for frame in decoded:
+            self.count += 1
+            probe._check_frames(self.count)
+            yield self._finished(frame, picture)
+
+    def _finished(self, frame: Any, picture: Any) -> Any:
+        time = frame.pts if frame.pts is not None else frame.dts
+        step = max(1, round(1 / (self.rate * self._video.time_base)))
+        if time is None or (self._last is not None and time <= self._last):
+            time = 0 if self._last is None else self._last + step
+        first = self._last is None
+        self._last = frame.pts = time
+        out = self._filtered(frame)
+        out.pts, out.time_base = time, self._video.time_base
+        out.pict_type = PictureType.I if self._at_cut(time) else PictureType.NONE
+        if first:
+            _set_up(picture, out, self._video.time_base)
+        return out
+
+    def _at_cut(self, time: int) -> bool:
+        now = time * self._video.time_base
+        if self._recipe.split is None or (self.count > 1 and now < self._next_cut):
+            return False
+        self._next_cut = now + seconds(self._recipe.split)
+        return True
+
+    def _filtered(self, frame: Any) -> Any:
+        shape = (frame.width, frame.height, frame.format.name)
+        if shape != self._shape:
+            self._graph, self._shape = self._build(frame), shape
+        self._graph.push(frame)
+        return self._graph.pull()
+
+    def _build(self, frame: Any) -> Any:
+        turn = round(-frame.rotation / 90) % 4 * 90
+        if not self._size[0]:
+            self._size = self._target(frame, turn)
+        graph = Graph()
+        filters = f"{_TURNS.get(turn, '')}scale={self._size[0]}:{self._size[1]}:flags=bicubic+accurate_rnd+bitexact"
+        source = graph.add_buffer(
+            width=frame.width, height=frame.height, format=frame.format, time_base=self._video.time_base
+        )
+        last = source
+        for text in [*filters.split(","), "setsar=1", "format=pix_fmts=yuv420p"]:
+            name, _, arguments = text.partition("=")
+            node = graph.add(name, arguments) if arguments else graph.add(name)
+            last.link_to(node)
+            last = node
+        last.link_to(graph.add("buffersink"))
+        graph.configure()
+        return graph
+
+    def _target(self, frame: Any, turn: int) -> tuple[int, int]:
+        aspect = Fraction(self._video.codec_context.sample_aspect_ratio or 1) or Fraction(1)
+        width, height = Fraction(frame.width) * aspect, Fraction(frame.height)
+        if turn in (90, 270):
+            width, height = height, width
+        rows = min(height, Fraction(self._recipe.height or height))
+        columns = width * rows / height
+        if columns * rows > limits.FRAME_PIXELS:
+            raise UnsupportedError("its pixels are so far from square that the picture would be too large")
+        return max(2, round(columns / 2) * 2), max(2, round(rows / 2) * 2)
+
+
+def _set_up(picture: Any, frame: Any, time_base: Fraction) -> None:
+    context = picture.codec_context
+    context.width, context.height, context.pix_fmt = frame.width, frame.height, "yuv420p"
+    context.time_base, context.thread_count = time_base, 1
+    context.color_range, context.colorspace = frame.color_range, frame.colorspace
+    context.color_primaries, context.color_trc = frame.color_primaries, frame.color_trc
+
+
+def _sound(out: Any, audio: Any) -> _Copied | _Aac:
+    try:
+        return _Copied(out.add_stream_from_template(audio, opaque=True))
+    except ValueError:
+        return _Aac(out, audio)
+
+
+class _Copied:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def feed(self, packet: Any) -> list[Any]:
+        if packet.dts is None:
+            return []
+        packet.stream = self._stream
+        return [packet]
+
+    def finish(self) -> list[Any]:
+        return []
+
+
+class _Aac:
+    """Sound that the container cannot hold, encoded anew."""
+
+    def __init__(self, out: Any, audio: Any) -> None:
+        audio.codec_context.thread_count = 1
+        rate, layout = audio.codec_context.sample_rate, audio.codec_context.layout.name
+        self._stream = out.add_stream("aac", rate=rate, layout=layout, options={"b": "128k"})
+        self._stream.codec_context.thread_count = 1
+        self._to = AudioResampler(format="fltp", layout=layout, rate=rate)
+
+    def feed(self, packet: Any) -> list[Any]:
+        try:
+            frames = packet.decode()
+        except av.error.FFmpegError as error:
+            raise CorruptionError(f"a packet of the sound cannot be decoded: {error.strerror}") from error
+        return [made for frame in frames for piece in self._to.resample(frame) for made in self._stream.encode(piece)]
+
+    def finish(self) -> list[Any]:
+        left = [made for piece in self._to.resample(None) for made in self._stream.encode(piece)]
+        return [*left, *self._stream.encode(None)]

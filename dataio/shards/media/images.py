@@ -1,0 +1,79 @@
+"""Pictures: JPEG, PNG and WebP, each a video of one frame.
+
+Purpose: `decode` gives the one frame of a file, `probe` describes it as an index row does.
+Invariants: the whole file is decoded, strictly: a picture that lost its tail or holds damage that its format can tell
+is refused, never shown grey from some row on. A picture lasts no time: its duration is 0, its one frame is number 0 at
+instant 0. No more than `limits.FRAME_PIXELS` are decoded. Only the demuxers of these three formats may open it.
+Failure behaviour: `CorruptionError` for what cannot be decoded whole, `UnsupportedError` for what is another format,
+animated, or too large.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from fractions import Fraction
+
+import av
+import av.error
+from av.video.frame import VideoFrame
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, UnsupportedError
+from dataio.shards.contract import KeyFrame, VideoInfo
+from dataio.shards.media.color import color_of
+
+_DEMUXERS = "jpeg_pipe,png_pipe,webp_pipe"
+_STRICT = {"max_pixels": str(limits.FRAME_PIXELS), "err_detect": "explode"}
+_JPEG, _JPEG_END, _TAIL = b"\xff\xd8", b"\xff\xd9", 1 << 16
+IMAGE_BYTES = 256 * limits.MIB
+"""The largest file that is taken for a picture."""
+
+
+def decode(data: bytes | memoryview) -> VideoFrame:
+    """The picture in `data`, a whole file."""
+    if len(data) > IMAGE_BYTES:
+        raise UnsupportedError(f"a picture of more than {limits.format_bytes(IMAGE_BYTES)}")
+    if bytes(data[:2]) == _JPEG and _JPEG_END not in bytes(data[-_TAIL:]):  # the decoder would invent the rest
+        raise CorruptionError("truncated: the JPEG has no end")
+    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_STRICT}
+    try:
+        with av.open(io.BytesIO(data), "r", options=options) as container:
+            context = container.streams.video[0].codec_context
+            context.options, context.thread_count = _STRICT, 1
+            frames = list(itertools.islice(container.decode(container.streams.video[0]), 2))
+    except av.error.ArgumentError as error:
+        most = f"or one of more than {limits.FRAME_PIXELS} pixels"
+        raise UnsupportedError(f"not a JPEG, PNG or WebP picture, {most}") from error
+    except (av.error.FFmpegError, IndexError) as error:
+        raise CorruptionError(f"the picture cannot be decoded: {getattr(error, 'strerror', error)}") from error
+    if len(frames) != 1 or frames[0].is_corrupt:
+        raise CorruptionError(f"{len(frames) or 'no'} pictures came out, or a damaged one")
+    return frames[0]
+
+
+def probe(data: bytes | memoryview, ext: str) -> VideoInfo:
+    """What the index says of the picture in `data`; `ext` names the member."""
+    frame = decode(data)
+    return VideoInfo(
+        ext=ext,
+        stream=0,
+        codec=_codec(bytes(data[:4])),
+        width=frame.width,
+        height=frame.height,
+        fps=Fraction(1),
+        frames=1,
+        time_base=Fraction(1),
+        start_pts=0,
+        duration_pts=0,
+        pixel_format=frame.format.name,
+        rotation=round(-frame.rotation / 90) % 4 * 90,  # libav counts counter-clockwise
+        key_frames=(KeyFrame(0, 0),),
+        color=color_of(frame),
+    )
+
+
+def _codec(head: bytes) -> str:
+    if head.startswith(_JPEG):
+        return "mjpeg"
+    return "png" if head.startswith(b"\x89PNG") else "webp"

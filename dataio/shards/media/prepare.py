@@ -1,0 +1,83 @@
+"""A worker's whole task for one group of files: unpack, convert, describe.
+
+Invariants: the same files, recipe and library versions give the same samples. New files go into the task's scratch folder only,
+which the packer made and removes.
+Failure behaviour: `Failure` names the file and the reason; one bad file refuses the whole group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from dataio.core import limits
+from dataio.core.errors import CapacityError, CorruptionError, MillraceError
+from dataio.shards.media import describe
+from dataio.shards.media.facts import Clip, Failure, Outcome, Prepared, Request, Span, Task
+from dataio.shards.media.sample_json import Sample, with_fields
+
+_READ = 4 * limits.MIB
+
+
+def prepare(task: Task) -> Outcome:
+    """Make the samples of one group of files."""
+    spans: dict[str, Span] = {}
+    at = task.files[0]
+    try:
+        if task.scratch:
+            os.makedirs(task.scratch, exist_ok=True)
+        for at in task.files:
+            spans[_unpacked(at, task.scratch)] = at
+        files = _with_manifest([(span.ext, path) for path, span in spans.items()], task)
+        at = task.files[0]
+        made = [Sample("", files)]
+        if task.recipe.changes:
+            from dataio.shards.media.convert import convert
+
+            made = convert(files, task)
+    except MillraceError as error:
+        return Failure(_name(at), error.code, error.message)
+    except OSError as error:
+        return Failure(_name(at), CorruptionError.code, f"cannot be read or converted: {error.strerror or error}")
+    except MemoryError:
+        return Failure(_name(at), CapacityError.code, "converting it takes too much memory")
+    clips = []
+    for sample in made:
+        answer = describe.describe(sample.files)
+        if isinstance(answer, Failure):
+            return Failure(_name(spans.get(answer.path, at)), answer.code, answer.reason)
+        clips.append(Clip(suffix=sample.suffix, described=answer))
+    return Prepared(tuple(clips))
+
+
+def _name(span: Span) -> str:
+    return span.path if span.length < 0 else f"{span.path}: member .{span.ext} at offset {span.offset}"
+
+
+def _unpacked(span: Span, scratch: str) -> str:
+    """The path of a file that holds the span's bytes."""
+    if span.length < 0:
+        return span.path
+    path = os.path.join(scratch, f"{span.offset}.{span.ext.replace('/', '_')}")
+    left = span.length
+    with open(span.path, "rb") as source, open(path, "wb") as target:
+        source.seek(span.offset)
+        while left:
+            piece = source.read(min(left, _READ))
+            if not piece:
+                raise CorruptionError("ends inside a member: it changed while it was being packed")
+            target.write(piece)
+            left -= len(piece)
+    return path
+
+
+def _with_manifest(files: Request, task: Task) -> Request:
+    """The files with what the manifest says of them."""
+    there = dict(files)
+    if task.caption is not None and "txt" not in there:
+        there["txt"] = os.path.join(task.scratch, "manifest.txt")
+        Path(there["txt"]).write_text(task.caption, "utf-8")
+    if task.fields is not None:
+        there["json"] = with_fields(there.get("json"), json.loads(task.fields), task.scratch)
+    return sorted(there.items())

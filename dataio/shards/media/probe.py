@@ -1,0 +1,322 @@
+"""What is in a media file: the streams that loaders decode, counted exactly.
+
+Purpose: `probe` opens MP4, MOV, MKV, WebM, AVI and M4A, WAV, FLAC, MP3, Ogg, and describes one video and one audio stream.
+
+Invariants:
+
+* The video stream is the one of the largest area, then the one flagged "default", then the first; cover pictures do not count.
+  The audio stream is the one flagged "default", then of most channels, then of the highest sample rate, then the first.
+* Frames are counted, never taken from a header: a packet that is shown is a frame, in order of pts. Where that does not
+  hold (AVI, which stores no pts; packed MPEG-4; packets without pts; a start inside a group of pictures), the whole
+  stream is decoded and its output counted.
+* So a key frame's index is the number of frames that decoding from the start puts out before it. A key frame cut off by an
+  edit list, which is decoded but not shown, carries the index of the first shown frame that needs it.
+* At least one frame was decoded: a file that cannot be decoded at all is refused. Damage further inside is not looked for:
+  such a file probes well, and the loader that meets the damage quarantines the sample.
+* Only the listed demuxers may open a file, and none may open a second file or an address.
+* No frame of more than `limits.FRAME_PIXELS` is decoded, whatever container or bitstream say, not even while the file is opened;
+  of frames and sound no more than `limits.VIDEO_FRAMES` and `limits.AUDIO_VALUES` are counted.
+
+Failure behaviour: `UnsupportedError` (not a regular file, not one of the formats, no streams, above a limit),
+`CorruptionError` (empty, truncated, not demuxable, nothing decodes). It trusts libav not to hang, to crash or to fill the memory
+no more than its caller must: run it in a `ProbePool`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import av.error
+from av.audio.frame import AudioFrame
+from av.stream import Disposition
+from av.video.frame import VideoFrame
+
+from dataio.core import limits
+from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
+from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
+from dataio.shards.media.color import color_of
+from dataio.shards.media.container import check_complete
+
+_DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
+_CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
+_ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
+_DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
+_LEAST_RATE = Fraction(1, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The result. `duration` in seconds, of the video where there is one; `notes` say what was left out and why."""
+
+    container: str
+    duration: float
+    video: VideoInfo | None
+    audio: AudioInfo | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Packet:
+    pts: int | None
+    duration: int
+    key: bool
+    shown: bool
+
+
+def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
+    """Describe the media file at a path, or whose bytes these are. `ext` names the member; by default, the path's suffix.
+
+    Raises `NotFoundError`, `AccessDeniedError`, `UnsupportedError` or `CorruptionError`; messages do not repeat the path.
+    """
+    if isinstance(source, bytes):
+        return _probe_open(_check_file(io.BytesIO(source), len(source)), ext or "")
+    path = Path(source)
+    try:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
+            raise UnsupportedError("not a regular file")
+        with path.open("rb") as file:
+            _check_file(file, info.st_size)
+    except FileNotFoundError as error:
+        raise NotFoundError("no such file") from error
+    except PermissionError as error:
+        raise AccessDeniedError("no permission to read the file") from error
+    except OSError as error:
+        raise CorruptionError(f"cannot be read: {error.strerror or error}") from error
+    return _probe_open(f"file:{path}", path.suffix[1:].lower() if ext is None else ext)
+
+
+def _check_file(file: Any, size: int) -> Any:
+    if not size:
+        raise CorruptionError("the file is empty (zero length)")
+    check_complete(file, size)
+    return file
+
+
+def _open(source: Any) -> Any:
+    if hasattr(source, "seek"):
+        source.seek(0)
+    try:
+        return av.open(source, options={"format_whitelist": _DEMUXERS, "protocol_whitelist": "file", **_DECODING})
+    except av.error.ArgumentError as error:
+        raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
+    except av.error.FFmpegError as error:
+        raise CorruptionError(f"not a readable media file: {error.strerror}") from error
+
+
+def _probe_open(source: Any, ext: str) -> Probe:
+    with _open(source) as container:
+        video, audio = _pick_video(container), _pick_audio(container)
+        if video is None and audio is None:
+            raise UnsupportedError("the file holds no video or audio stream that can be decoded")
+        if video is not None:
+            _check_video(video)
+        try:
+            packets, first, sound = _demux(container, video, audio)
+        except av.error.FFmpegError as error:
+            raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
+        video_info = None if video is None else _video_info(source, ext, container, video, packets, first)
+        audio_info = None if audio is None else sound.info(ext, audio)
+        return _result(container, video_info, audio_info, sound.errors)
+
+
+def _check_video(stream: Any) -> None:
+    context = stream.codec_context
+    if context.width * context.height > limits.FRAME_PIXELS:
+        raise UnsupportedError(
+            f"its pictures of {context.width}x{context.height} have more than {limits.FRAME_PIXELS} pixels"
+        )
+    _check_frames(stream.frames)
+
+
+def _check_frames(count: int) -> None:
+    if count > limits.VIDEO_FRAMES:
+        raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
+
+
+def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, audio_errors: int) -> Probe:
+    notes = []
+    if audio is None and audio_errors:
+        if video is None:
+            raise CorruptionError("no sound could be decoded")
+        notes.append("the audio stream cannot be decoded and is left out")
+    elif audio_errors:
+        notes.append(f"{audio_errors} audio packets cannot be decoded")
+    if video is not None:
+        seconds = float(video.duration_pts * video.time_base)
+    elif audio is not None:
+        seconds = audio.samples / audio.sample_rate
+    else:
+        raise CorruptionError("the file holds no frames")
+    return Probe(container.format.name, seconds, video, audio, tuple(notes))
+
+
+def _pick_video(container: Any) -> Any:
+    def rank(stream: Any) -> tuple[int, bool, int]:
+        area = stream.codec_context.width * stream.codec_context.height
+        return area, bool(stream.disposition & Disposition.default), -stream.index
+
+    usable = [s for s in container.streams.video if s.codec_context and not s.disposition & Disposition.attached_pic]
+    return max(usable, key=rank, default=None)
+
+
+def _pick_audio(container: Any) -> Any:
+    def rank(stream: Any) -> tuple[bool, int, int, int]:
+        context = stream.codec_context
+        return bool(stream.disposition & Disposition.default), context.channels, context.sample_rate, -stream.index
+
+    return max((s for s in container.streams.audio if s.codec_context), key=rank, default=None)
+
+
+class _Sound:
+    """Counts what the audio decoder puts out: the rate and channels too, since headers lie about both (HE-AAC)."""
+
+    def __init__(self) -> None:
+        self.samples = self.errors = self.rate = self.channels = 0
+
+    def feed(self, packet: Any) -> None:
+        try:
+            for frame in packet.decode():
+                self._add(frame)
+        except av.error.FFmpegError:
+            self.errors += 1
+
+    def _add(self, frame: AudioFrame) -> None:
+        self.samples += frame.samples
+        self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
+        if self.samples * self.channels > limits.AUDIO_VALUES:
+            raise UnsupportedError(f"its sound has more than {limits.AUDIO_VALUES} samples; split it")
+
+    def info(self, ext: str, stream: Any) -> AudioInfo | None:
+        if not self.samples:
+            return None
+        codec = stream.codec_context.codec.canonical_name
+        return AudioInfo(ext, stream.index, codec, self.rate, self.channels, self.samples)
+
+
+def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], VideoFrame | None, _Sound]:
+    """One pass over the file: every video packet, the first frame decoded, all sound decoded and counted."""
+    packets: list[_Packet] = []
+    first: VideoFrame | None = None
+    sound = _Sound()
+    for stream in (video, audio):
+        if stream is not None:
+            _prepare(stream)
+    for packet in container.demux([s for s in (video, audio) if s is not None]):
+        if audio is not None and packet.stream.index == audio.index:  # a flush packet's own stream_index is always 0
+            sound.feed(packet)
+            continue
+        first = first or next(_decode(packet), None)
+        if packet.size:
+            codec = video.codec_context.codec.canonical_name
+            shown = not packet.is_discard and is_shown(codec, memoryview(packet))
+            packets.append(_Packet(packet.pts, packet.duration or 0, packet.is_keyframe, shown))
+            _check_frames(len(packets))
+    return packets, first, sound
+
+
+def _prepare(stream: Any) -> None:
+    stream.codec_context.thread_count = 1  # the pool already has a process per core
+    stream.codec_context.options = _DECODING
+
+
+def _decode(packet: Any) -> Iterator[VideoFrame]:
+    try:
+        yield from packet.decode()
+    except av.error.FFmpegError:
+        return  # damage inside is the loader's to judge; that nothing decodes is judged by the caller
+
+
+def is_shown(codec: str, data: memoryview) -> bool:
+    """False for the alternate reference frames that VP8 and VP9 may store in packets of their own."""
+    if codec == "vp8":
+        return bool(data[0] & 0x10)
+    if codec == "vp9" and data[-1] & 0xE0 != 0xC0:  # not a superframe, which always ends in a shown frame
+        bits = int.from_bytes(bytes(data[:2]).ljust(2, b"\0"), "big")
+        after_profile = 5 if (bits >> 12) & 3 == 3 else 4
+        show_existing, show = (bits >> (15 - after_profile)) & 1, (bits >> (13 - after_profile)) & 1
+        return bool(show_existing or show)
+    return True
+
+
+def _video_info(
+    source: Any, ext: str, container: Any, stream: Any, packets: list[_Packet], first: VideoFrame | None
+) -> VideoInfo:
+    if first is None:
+        raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
+    counted = None if "avi" in container.format.name else _count_packets(stream, packets)
+    frames, keys, start, end = counted or _count_by_decoding(source, stream.index)
+    rate = stream.average_rate or stream.guessed_rate or Fraction(0)
+    if end <= start:  # the last frame's own duration is unknown
+        end = start + 1
+    if rate < _LEAST_RATE:
+        rate = Fraction(frames, 1) / ((end - start) * stream.time_base)
+    return VideoInfo(
+        ext=ext,
+        stream=stream.index,
+        codec=stream.codec_context.codec.canonical_name,
+        width=first.width,
+        height=first.height,
+        fps=Fraction(rate).limit_denominator(1_000_000),
+        frames=frames,
+        time_base=Fraction(stream.time_base),
+        start_pts=start,
+        duration_pts=end - start,
+        pixel_format=first.format.name,
+        rotation=round(-first.rotation / 90) % 4 * 90,  # libav counts counter-clockwise
+        key_frames=keys,
+        color=color_of(first),
+    )
+
+
+_Count = tuple[int, tuple[KeyFrame, ...], int, int]
+"""Frames, key frames, pts of the first frame, pts at which the last one ends."""
+
+
+def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
+    """The count by packets, or None where a packet need not be a frame."""
+    shown = sorted(p.pts for p in packets if p.shown and p.pts is not None)
+    keys = [p.pts for p in packets if p.key and p.pts is not None]
+    simple = (
+        stream.codec_context.codec.canonical_name in _ONE_PACKET_ONE_FRAME
+        and shown
+        and packets[0].key
+        and all(p.pts is not None for p in packets)
+        and len(set(shown)) == len(shown)
+        and keys
+        and shown[0] >= keys[0]  # else leading frames lack what they refer to, and decoders drop them
+    )
+    if not simple:
+        return None
+    key_frames = tuple(KeyFrame(pts, bisect_left(shown, pts)) for pts in sorted(set(keys)))
+    end = max(p.pts + p.duration for p in packets if p.shown and p.pts is not None)
+    step = (shown[-1] - shown[0]) // (len(shown) - 1) if len(shown) > 1 else 0
+    return len(shown), key_frames, shown[0], end if end > shown[-1] else shown[-1] + step
+
+
+def _count_by_decoding(source: Any, index: int) -> _Count:
+    keys, times, end, count = [], [], 0, 0
+    with _open(source) as container:
+        stream = container.streams[index]
+        _prepare(stream)
+        for packet in container.demux(stream):
+            for frame in _decode(packet):
+                pts = frame.pts if frame.pts is not None else frame.dts
+                if pts is not None:
+                    times.append(pts)
+                    end = max(end, pts + (frame.duration or 0))
+                    if frame.key_frame:
+                        keys.append(KeyFrame(pts, count))
+                count += 1
+                _check_frames(count)
+    start = min(times, default=0)
+    return count, tuple(keys) or (KeyFrame(start, 0),), start, end

@@ -1,0 +1,155 @@
+"""Copying streams into another container, whole or cut into clips, without decoding anything.
+
+Invariants: of a file, the video and the sound that loaders use are kept, every packet of them in exactly one clip, byte for byte.
+A cut is made only at a key frame that nothing shown before or after it reaches across, so each clip decodes to exactly the frames
+that it had. Every clip's pictures begin at time 0; its sound is what begins within it. At most `_OPEN` clips are open at once.
+Failure behaviour: `UnsupportedError` for packets without times (AVI) and for codecs that the container cannot hold;
+`CorruptionError` for a file that cannot be demuxed to its end, or whose sound and pictures lie too far apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import av.error
+
+from dataio.core.errors import CorruptionError, UnsupportedError
+from dataio.shards.media import probe
+from dataio.shards.media.encode import open_output, seconds
+
+_OPEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One file written: what it shows of the source, in seconds of the source's time."""
+
+    path: str
+    start: float
+    end: float
+
+
+def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | None) -> list[Piece]:
+    """Copy the file at `source` to `<stem>-0000.<ext>` and, with `split`, following ones of at least so many seconds."""
+    try:
+        with probe._open(f"file:{source}") as container:
+            cuts = _cuts(container, split)
+        with probe._open(f"file:{source}") as container:
+            return _Copy(container, cuts, stem, ext, faststart).run()
+    except av.error.FFmpegError as error:
+        raise CorruptionError(f"its streams cannot be copied: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """Where clips begin, in packets of the video in the file's order and in its time stamps; and where the last one ends."""
+
+    packets: tuple[int, ...]
+    times: tuple[int, ...]
+    end: int
+
+
+def _cuts(container: Any, split: float | None) -> _Cuts:
+    video = probe._pick_video(container)
+    times, keys, end = list[int](), list[bool](), 0
+    for packet in container.demux(video):
+        if not packet.size:
+            continue
+        if packet.pts is None or packet.dts is None:
+            raise UnsupportedError("its packets have no times, so they cannot be copied; use --transcode")
+        times.append(packet.pts)
+        keys.append(packet.is_keyframe and not packet.is_discard)
+        probe._check_frames(len(times))
+        end = max(end, packet.pts + (packet.duration or 0))
+    if not times:
+        raise CorruptionError("the file holds no frames")
+    chosen = _choose(times, keys, None if split is None else seconds(split) / video.time_base)
+    starts = (min(times), *(times[i] for i in chosen[1:]))
+    return _Cuts(tuple(chosen), starts if len(chosen) > 1 else (0,), end)
+
+
+def _choose(times: list[int], keys: list[bool], least: Fraction | None) -> list[int]:
+    """The packets at which clips begin: at `least` time stamps after the one before, where a cut loses nothing."""
+    chosen = [0]
+    if least is None:
+        return chosen
+    before = list(accumulate(times, max))
+    after = list(accumulate(reversed(times), min))[::-1]
+    at = max(min(times), 0)
+    for i in range(1, len(times)):
+        if keys[i] and times[i] - at >= least and before[i - 1] < times[i] == after[i]:
+            chosen.append(i)
+            at = times[i]
+    return chosen
+
+
+class _Copy:
+    """One pass over the file, every packet to its clip; a clip is closed when both streams have gone past it."""
+
+    def __init__(self, container: Any, cuts: _Cuts, stem: str, ext: str, faststart: bool) -> None:
+        self._container, self._cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart
+        self._video, self._audio = probe._pick_video(container), probe._pick_audio(container)
+        self._open: dict[int, tuple[Any, dict[int, Any]]] = {}
+        self._seconds = [time * self._video.time_base for time in cuts.times]
+
+    def run(self) -> list[Piece]:
+        streams = [s for s in (self._video, self._audio) if s is not None]
+        reached = dict.fromkeys((s.index for s in streams), 0)
+        number = 0
+        try:
+            for packet in self._container.demux(streams):
+                if not packet.size or packet.dts is None:
+                    continue
+                index = packet.stream_index
+                clip = self._clip(packet, number)
+                number += index == self._video.index
+                reached[index] = max(reached[index], clip)
+                self._mux(packet, clip)
+                for done in [c for c in self._open if c < min(reached.values())]:
+                    self._open.pop(done)[0].close()
+        finally:
+            for out, _ in self._open.values():
+                out.close()
+        return [self._piece(clip) for clip in range(len(self._cuts.packets))]
+
+    def _clip(self, packet: Any, number: int) -> int:
+        if packet.stream_index == self._video.index:
+            return bisect_right(self._cuts.packets, number) - 1
+        seconds = (packet.pts if packet.pts is not None else packet.dts) * packet.time_base
+        return max(0, bisect_right(self._seconds, seconds) - 1)
+
+    def _mux(self, packet: Any, clip: int) -> None:
+        if clip not in self._open:
+            self._open[clip] = self._begin(clip)
+        out, streams = self._open[clip]
+        begin = round(self._seconds[clip] / packet.time_base)
+        packet.pts, packet.dts = (packet.pts if packet.pts is not None else packet.dts) - begin, packet.dts - begin
+        packet.stream = streams[packet.stream_index]
+        out.mux(packet)
+
+    def _begin(self, clip: int) -> tuple[Any, dict[int, Any]]:
+        if len(self._open) >= _OPEN:
+            raise CorruptionError("sound and pictures lie too far apart in the file for it to be split")
+        out = open_output(self._path(clip), self._ext, faststart=self._faststart)
+        streams = {}
+        for stream in (self._video, self._audio):
+            if stream is not None:
+                try:
+                    streams[stream.index] = out.add_stream_from_template(stream, opaque=True)
+                except ValueError as error:
+                    name = stream.codec_context.name
+                    raise UnsupportedError(
+                        f"{self._ext} cannot hold {name}; use --transcode or another container"
+                    ) from error
+        return out, streams
+
+    def _path(self, clip: int) -> str:
+        return f"{self._stem}-{clip:04}.{self._ext}"
+
+    def _piece(self, clip: int) -> Piece:
+        ends = [*self._seconds[1:], self._cuts.end * self._video.time_base]
+        return Piece(self._path(clip), float(self._seconds[clip]), float(ends[clip]))

@@ -1,0 +1,92 @@
+"""WebVTT: the text of a subtitle file, and the part of it that belongs to a clip.
+
+Invariant: cues are taken in the order of the file; what is not a cue (notes, styles, settings, tags) is left out of the text.
+A file of at most `TEXT_BYTES` is read.
+Failure behaviour: `CorruptionError` for a file that does not begin as WebVTT must, or has a time that cannot be read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, UnsupportedError
+from dataio.shards.media.facts import TEXT_BYTES
+
+_TIME = r"(?:(\d{2,6}):)?([0-5]\d):([0-5]\d)\.(\d{3})"
+_TIMING = re.compile(rf"{_TIME}[ \t]+-->[ \t]+{_TIME}(?:[ \t].*)?")
+_TAG = re.compile(r"<[^<>\n]*>")
+
+
+@dataclass(frozen=True, slots=True)
+class Cue:
+    """One subtitle: shown from `start` to `end`, in milliseconds."""
+
+    start: int
+    end: int
+    text: str
+
+
+def parse(text: str) -> list[Cue]:
+    """The cues of a WebVTT file."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    if not re.fullmatch(r"WEBVTT(?:[ \t].*)?", lines[0]):
+        raise CorruptionError("not WebVTT: its first line is not WEBVTT")
+    cues: list[Cue] = []
+    rows = iter(lines)
+    for line in rows:
+        if "-->" in line:
+            match = _TIMING.fullmatch(line.strip())
+            if match is None:
+                raise CorruptionError(f"not WebVTT: {line.strip()[:80]!r} is no timing")
+            body = []
+            for more in rows:
+                if not more.strip():
+                    break
+                body.append(more)
+            cues.append(Cue(_milliseconds(match.groups()[:4]), _milliseconds(match.groups()[4:]), "\n".join(body)))
+    return cues
+
+
+def words(cues: list[Cue]) -> str:
+    """What the cues say, as one text; a line that repeats the one before (rolling captions) is said once."""
+    said: list[str] = []
+    for cue in cues:
+        for line in cue.text.split("\n"):
+            plain = " ".join(_TAG.sub("", line).split())
+            if plain and (not said or said[-1] != plain):
+                said.append(plain)
+    return " ".join(said)
+
+
+def cut(cues: list[Cue], start: int, end: int) -> str:
+    """A WebVTT file of what is shown in [start, end) milliseconds, its times counted from `start`."""
+    parts = ["WEBVTT\n"]
+    for cue in cues:
+        if cue.start < end and cue.end > start:
+            times = f"{_clock(max(cue.start, start) - start)} --> {_clock(min(cue.end, end) - start)}"
+            parts.append(f"{times}\n{cue.text}\n")
+    return "\n".join(parts)
+
+
+def read(path: str) -> list[Cue]:
+    """The cues of the file at `path`."""
+    with open(path, "rb") as file:
+        data = file.read(TEXT_BYTES + 1)
+    if len(data) > TEXT_BYTES:
+        raise UnsupportedError(f"the WebVTT file is larger than {limits.format_bytes(TEXT_BYTES)}")
+    try:
+        return parse(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise CorruptionError("not UTF-8 text") from error
+
+
+def _milliseconds(parts: tuple[str | None, ...]) -> int:
+    hours, minutes, seconds, thousandths = (int(part or 0) for part in parts)
+    return ((hours * 60 + minutes) * 60 + seconds) * 1000 + thousandths
+
+
+def _clock(milliseconds: int) -> str:
+    seconds, thousandths = divmod(milliseconds, 1000)
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}.{thousandths:03}"

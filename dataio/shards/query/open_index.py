@@ -1,0 +1,193 @@
+"""The index of an open version: numbers to rows, with as little in memory as the question needs.
+
+Purpose: opening takes the version document alone; rows and columns are read when asked for, so 10^7 samples open like 10.
+Invariants: number i is the i-th row that is left, in the order of the document's parts. Decoded row groups are kept up to
+`CACHE_BYTES`, the least recently used go first; readers of parts up to `READERS`. Answers do not depend on what is kept.
+Whatever was read was checked (`part_reader`); `check` reads and checks everything, also what only the whole shows: the order
+of the samples across parts.
+Failure behaviour: `CorruptionError` naming the part, and the store's errors, whenever something has to be read.
+Safe to share between threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError
+from dataio.shards.index import rows as index
+from dataio.shards.query import kept
+from dataio.shards.query.kept import Rows
+from dataio.shards.query.part_reader import PartReader
+from dataio.shards.versions.documents import VersionDocument
+from dataio.store.contract import Store
+
+CACHE_BYTES = 256 * limits.MIB
+READERS = 256
+_FEW = 1_000_000
+_THREADS = min(8, 2 * (os.cpu_count() or 1))
+
+I64 = npt.NDArray[np.int64]
+
+
+class OpenIndex:
+    """`document`'s samples; with `chosen`, only these rows of every part (None: all of a part)."""
+
+    def __init__(self, store: Store, document: VersionDocument, chosen: Sequence[Rows | None] | None = None) -> None:
+        self._store, self._document = store, document
+        self._shards = document.shard_sizes()
+        self._kept: dict[int, Rows | None] = dict(enumerate(chosen)) if chosen is not None else {}
+        left = [p.left for p in document.index]
+        if chosen is not None:
+            left = [p.rows if c is None else len(c) for p, c in zip(document.index, chosen, strict=True)]
+        self.ends: I64 = np.cumsum(left, dtype=np.int64)
+        """The number after the last one of every part."""
+        self._readers: OrderedDict[int, PartReader] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._held = 0
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def rows(self, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
+        """The rows of these samples, in this order. Numbers are in range."""
+        found: list[Mapping[str, Any]] = [{}] * len(numbers)
+        for (part, group), wanted in self._places(numbers).items():
+            table = self.group(part, group).take(pa.array([row for _, row in wanted], pa.int64()))
+            for (place, _), row in zip(wanted, table.to_pylist(), strict=True):
+                found[place] = row
+        return found
+
+    def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        """One table of these columns (None: all) for every part, in order, read a few parts ahead."""
+        with ThreadPoolExecutor(_THREADS, "millrace-index") as pool:
+            ahead = list[Future[Any]]()
+            try:
+                for part in range(len(self._document.index)):
+                    ahead.append(pool.submit(self.part_table, part, columns))
+                    if len(ahead) > _THREADS:
+                        yield ahead.pop(0).result()
+                while ahead:
+                    yield ahead.pop(0).result()
+            finally:
+                for future in ahead:
+                    future.cancel()
+
+    def columns(self, columns: Sequence[str] | None = None) -> Any:
+        """These columns of all samples, by number. Without names, everything."""
+        tables = list(self.tables(columns))
+        empty = index.SCHEMA.empty_table().select(index.SCHEMA.names if columns is None else list(columns))
+        return pa.concat_tables([empty, *tables])
+
+    def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
+        """These columns of the samples in one part."""
+        table, rows = self._reader(part).read(columns), self.kept(part)
+        return table if rows is None else table.take(pa.array(rows))
+
+    def kept(self, part: int) -> Rows | None:
+        """Which rows of a part are samples; None for all."""
+        if part not in self._kept:
+            described = self._document.index[part]
+            self._kept[part] = kept.load(self._store, described, self._name(part))
+        return self._kept[part]
+
+    def part_rows(self, part: int) -> int:
+        """Rows of a part, samples or not."""
+        return self._document.index[part].rows
+
+    def check(self) -> None:
+        """Read and check everything: row by row, the order, and that keys are unique; fills the cache as it goes."""
+        last: tuple[int, int] | None = None
+        places = {shard.key: place for place, shard in enumerate(self._document.shards)}
+        for part in range(len(self._document.index)):
+            self.kept(part)
+            for group in range(len(self._reader(part).ends)):
+                last = self._check_order(self.group(part, group), places, last)
+        if self._repeats_a_key():
+            raise self._bad("two samples have the same key")
+
+    def _repeats_a_key(self) -> bool:
+        if len(self) > _FEW:
+            from dataio.shards.query.conditions import repeated_keys
+
+            return bool(repeated_keys(self.tables(["key"])))
+        keys = [self.part_table(part, ["key"])["key"] for part in range(len(self._document.index))]
+        chunks = [chunk for column in keys for chunk in column.iterchunks()]
+        return bool(pc.count_distinct(pa.chunked_array(chunks, pa.string())).as_py() != len(self))
+
+    def _check_order(
+        self, table: Any, places: Mapping[str, int], last: tuple[int, int] | None
+    ) -> tuple[int, int] | None:
+        """Samples lie one behind the other; `last` is where the one before `table` lies."""
+        if not table.num_rows:
+            return last
+        used = pc.unique(table["shard"])
+        shard = pa.array([places[key] for key in used.to_pylist()], pa.int64()).take(
+            pc.index_in(table["shard"].combine_chunks(), used)
+        )
+        offset = pc.struct_field(pc.list_element(table["members"].combine_chunks(), 0), "offset")
+        s, o = shard.to_numpy(), offset.to_numpy()
+        rising = (s[1:] > s[:-1]) | ((s[1:] == s[:-1]) & (o[1:] > o[:-1]))
+        if not rising.all() or (last is not None and last >= (s[0], o[0])):
+            raise self._bad("the samples are not in the order of their shards and offsets")
+        return int(s[-1]), int(o[-1])
+
+    # -- finding and keeping
+
+    def _places(self, numbers: Sequence[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """(part, row group) → [(place in `numbers`, row in the group)]."""
+        wanted = np.asarray(numbers, np.int64)
+        parts = np.searchsorted(self.ends, wanted, side="right")
+        found = dict[tuple[int, int], list[tuple[int, int]]]()
+        for part in np.unique(parts).tolist():
+            at = np.flatnonzero(parts == part)
+            rows = wanted[at] - (self.ends[part - 1] if part else 0)
+            with self._lock:
+                chosen, ends = self.kept(part), self._reader(part).ends
+            rows = rows if chosen is None else chosen[rows].astype(np.int64)
+            groups = np.searchsorted(ends, rows, side="right")
+            starts = np.where(groups > 0, ends[groups - 1], 0)
+            for place, group, row in zip(at.tolist(), groups.tolist(), (rows - starts).tolist(), strict=True):
+                found.setdefault((part, group), []).append((place, row))
+        return found
+
+    def group(self, part: int, group: int) -> Any:
+        """All rows of a row group, also those that are no samples."""
+        with self._lock:
+            table = self._groups.get((part, group))
+            if table is None:
+                table = self._reader(part).read(None, [group])
+                self._groups[part, group] = table
+                self._held += table.nbytes
+                while self._held > CACHE_BYTES and len(self._groups) > 1:
+                    self._held -= self._groups.popitem(last=False)[1].nbytes
+            self._groups.move_to_end((part, group))
+            return table
+
+    def _reader(self, part: int) -> PartReader:
+        with self._lock:
+            reader = self._readers.get(part)
+        if reader is None:
+            reader = PartReader(self._store, self._document.index[part], self._shards)
+            with self._lock:
+                self._readers[part] = reader
+                if len(self._readers) > READERS:
+                    self._readers.popitem(last=False)
+        return reader
+
+    def _bad(self, why: str) -> CorruptionError:
+        return CorruptionError(f"{self._store.location.url}: version {self._document.version}: {why}")
+
+    def _name(self, part: int) -> str:
+        return f"{self._store.location.url}: {self._document.index[part].key}"

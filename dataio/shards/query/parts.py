@@ -1,0 +1,74 @@
+"""Storing index parts.
+
+Purpose: whoever makes samples hands them over in the order of their numbers and gets what the version document names.
+Invariants: a part has at most `PART_ROWS` rows; its key holds a digest of its bytes, so equal rows give equal objects and
+different ones never replace each other.
+Failure behaviour: the store's errors pass through; parts stored by then are named by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dataio.shards.contract import Sample
+from dataio.shards.index import rows as index
+from dataio.shards.versions.documents import IndexPart
+from dataio.store.contract import Store
+
+PART_ROWS = 100_000
+FIELD_NAMES = 256
+"""So many names of promoted fields are recorded of a part, the first ones by name."""
+
+
+def store_parts(store: Store, samples: Sequence[Sample], first: int) -> list[IndexPart]:
+    """Store `samples` as the parts number `first` and following, and describe them. No samples, no parts."""
+    made = list[IndexPart]()
+    for number, start in enumerate(range(0, len(samples), PART_ROWS), first):
+        rows = samples[start : start + PART_ROWS]
+        data = index.write_part(rows)
+        size = sum(member.length for sample in rows for member in sample.members)
+        key = f"index/{number:08}-{index.digest(data)[:16]}.parquet"
+        store.put(key, data)
+        made.append(describe(key, data, len(rows), size, field_types(rows)))
+    return made
+
+
+def describe(key: str, data: bytes, rows: int, size: int, fields: dict[str, str]) -> IndexPart:
+    """How a version names the part with the bytes `data`; `size` is that of its samples' members."""
+    footer = index.footer_bytes(data)
+    return IndexPart(
+        key=key,
+        size=len(data),
+        rows=rows,
+        bytes=size,
+        digest=index.digest(data),
+        footer=footer,
+        footer_digest=index.digest(data[-footer:]),
+        fields=fields,
+    )
+
+
+def field_types(samples: Iterable[Sample]) -> dict[str, str]:
+    """The types of the promoted fields by name; fields that are always null have none."""
+    types = dict[str, str]()
+    for sample in samples:
+        for name, value in sample.fields.items():
+            if value is not None:
+                kind = _type_of(value)
+                types[name] = join_types(types.get(name, kind), kind)
+    return {name: types[name] for name in sorted(types)[:FIELD_NAMES]}
+
+
+def join_types(one: str, other: str) -> str:
+    """The type that holds values of both."""
+    if one == other:
+        return one
+    return "number" if {one, other} == {"integer", "number"} else "mixed"
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer" if -(2**63) <= value < 2**63 else "number"
+    return "number" if isinstance(value, float) else "text"

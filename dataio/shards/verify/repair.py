@@ -1,0 +1,145 @@
+"""Putting right what is damaged, from a second copy of the dataset.
+
+Invariants: nothing is written but whole objects, atomically, of which every byte with a checksum was checked on its way out;
+a member that is right here is never taken from the copy, and one that is wrong in both is never written. A copy of another
+dataset is refused. Objects in mounted stores are never written.
+Failure behaviour: `Refused` says why an object cannot be put right; it is then as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import xxhash
+
+from dataio.core import limits
+from dataio.core.errors import CapacityError, CorruptionError, MillraceError, NotFoundError, TransientError, UsageError
+from dataio.shards.index import rows as index
+from dataio.shards.verify.shard_check import ShardCheck, Wanted, check_members, check_shard
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions.documents import IndexPart, Kept, Shard
+from dataio.store.contract import Store
+from dataio.store.mounts import PREFIX
+
+_PIECE = 4 * limits.MIB
+
+
+class Refused(Exception):
+    """Why an object was left as it is; for `verify` to report."""
+
+
+def open_copy(store: Store, copy: Store) -> None:
+    """`UsageError` when `copy` is another dataset than `store`, as far as their `dataset.json` can be read."""
+    nonces = [_nonce(store), _nonce(copy)]
+    if copy.location.url == store.location.url:
+        raise UsageError("the copy is the dataset itself", hint="--repair takes the address of a second copy")
+    if nonces[1] is None:
+        raise UsageError(
+            f"{copy.location.url} holds no readable dataset.json, so it is no copy to repair from",
+            hint="give the root of a complete copy",
+        )
+    if None not in nonces and nonces[0] != nonces[1]:
+        raise UsageError(f"{copy.location.url} is another dataset", hint="give a copy of the damaged dataset")
+
+
+def _nonce(store: Store) -> str | None:
+    try:
+        data = store.get(versions.DATASET_KEY, max_bytes=limits.JSON_DOCUMENT_BYTES)
+        return versions.decode_dataset(data, versions.DATASET_KEY).nonce
+    except (NotFoundError, CorruptionError, CapacityError):
+        return None
+
+
+def document(store: Store, copy: Store, key: str, check: Callable[[bytes, str], object]) -> None:
+    """Replace a document by that of the copy, once `check(bytes, name)` found it right."""
+    data = _get(copy, key, limits.JSON_DOCUMENT_BYTES)
+    try:
+        check(data, f"{copy.location.url}: {key}")
+    except MillraceError as error:
+        raise Refused(f"the copy's is bad as well: {error.message}") from error
+    store.put(key, data)
+
+
+def part(store: Store, copy: Store, wanted: IndexPart) -> None:
+    """Replace an index part by that of the copy."""
+    _refuse_mounted(wanted.key)
+    data = _get(copy, wanted.key, versions.PART_BYTES)
+    if len(data) != wanted.size or index.digest(data) != wanted.digest:
+        raise Refused("the copy's is bad as well: its BLAKE3 is not what the version says")
+    store.put(wanted.key, data)
+
+
+def kept(store: Store, copy: Store, key: str, ranges: Sequence[Kept]) -> None:
+    """Replace an object of bitmaps by that of the copy, once all `ranges` that the version uses were found right."""
+    _refuse_mounted(key)
+    data = _get(copy, key, versions.PART_BYTES)
+    if any(index.digest(data[k.offset : k.offset + k.size]) != k.digest for k in ranges):
+        raise Refused("the copy's is bad as well: the BLAKE3 of a range is not what the version says")
+    store.put(key, data)
+
+
+def shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[Wanted], here: ShardCheck) -> None:
+    """Replace a shard by one of right bytes: headers of whichever is sound, members of whichever has them right."""
+    _refuse_mounted(wanted.key)
+    try:
+        if here.sound:
+            base, base_bad, other = store, here.bad, copy
+            other_bad = check_members(copy, wanted, (w for w in rows if w.offset in here.bad))
+        else:
+            there = check_shard(copy, wanted, rows)
+            if not there.sound:
+                raise Refused(f"the copy's is bad as well: {there.findings[0].message}")
+            base, base_bad, other, other_bad = copy, there.bad, store, here.bad
+        lost = sorted(base_bad & other_bad)
+        if lost:
+            raise Refused(f"the copy's is bad as well: {len(lost)} members are wrong in both, the first at {lost[0]}")
+        store.put_multipart(wanted.key, _merged(base, other, base_bad, wanted, rows))
+    except CorruptionError as error:
+        raise Refused(error.message) from error
+
+
+def _merged(base: Store, other: Store, bad: set[int], shard: Shard, rows: Sequence[Wanted]) -> Iterator[bytes]:
+    """The shard's bytes from `base`, but the members at `bad` from `other`; raises before the end when one is not right."""
+    at = 0
+    for member in sorted(rows, key=lambda w: w.offset):
+        yield from _range(base, shard.key, at, member.offset)
+        hasher = xxhash.xxh3_64()
+        source = other if member.offset in bad else base
+        for piece in _range(source, shard.key, member.offset, member.offset + member.length):
+            hasher.update(piece)
+            yield piece
+        if hasher.intdigest() != member.xxh3:
+            raise CorruptionError(f"{member.key}.{member.ext} changed while it was copied, so nothing was replaced")
+        at = member.offset + member.length
+    yield from _range(base, shard.key, at, shard.size)
+
+
+def _range(store: Store, key: str, start: int, end: int) -> Iterator[bytes]:
+    for at in range(start, end, _PIECE):
+        piece = bytearray(min(_PIECE, end - at))
+        try:
+            store.get_into(key, at, memoryview(piece))
+        except (NotFoundError, UsageError) as error:
+            raise TransientError(f"{key} changed while it was copied: {error.message}", hint="try again") from error
+        yield bytes(piece)
+
+
+def _get(copy: Store, key: str, most: int) -> bytes:
+    try:
+        return copy.get(key, max_bytes=most)
+    except (NotFoundError, CapacityError) as error:
+        raise Refused(f"the copy does not have it: {error.message}") from error
+
+
+def _refuse_mounted(key: str) -> None:
+    if key.startswith(PREFIX):
+        raise Refused("it was indexed in place: put it right where it is stored")
+
+
+def by_object(parts: Iterable[IndexPart]) -> dict[str, list[Kept]]:
+    """The bitmaps that the parts use, by the object that holds them."""
+    found: dict[str, list[Kept]] = {}
+    for described in parts:
+        if described.kept is not None:
+            found.setdefault(described.kept.key, []).append(described.kept)
+    return found

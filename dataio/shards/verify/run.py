@@ -1,0 +1,229 @@
+"""`verify`: is every stored byte of a dataset version still what was written, and does a sample of its media decode?
+
+Purpose: documents, index parts and shards are checked from the top down, each against what the one above says of it; with a
+second copy, what is damaged is put right and checked again.
+
+Invariants: shards are streamed: memory is a few windows of a few megabytes a thread, one index part, and the rows of a shard.
+Nothing is written without `repair`. What is checked: `dataset.json`, every version's and tag's document against its own digest;
+the version's index parts and bitmaps against the digests in its document, rows, order and unique keys; size, headers and end
+of every shard; every member's checksum; with `decode`, that the chosen samples decode to the end as the index says.
+
+Failure behaviour: damage is a finding, not an error. Raised are `CorruptionError` when the version's own document is damaged and
+no copy has it, since there is nothing to check against; `NotFoundError` without a dataset; and passing trouble.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+from dataio.core.errors import CorruptionError, DeadlineError, UsageError
+from dataio.shards.contract import Sample
+from dataio.shards.index import rows as index
+from dataio.shards.query.open_index import OpenIndex
+from dataio.shards.verify import repair as repairs
+from dataio.shards.verify import sampling
+from dataio.shards.verify import top as verify_top
+from dataio.shards.verify.findings import LISTED, Finding, ObjectReport, VerifyProgress, VerifyReport, report
+from dataio.shards.verify.shard_check import ShardCheck, Wanted, check_shard
+from dataio.shards.versions import tags
+from dataio.shards.versions.documents import Shard, VersionDocument
+from dataio.shards.versions.mounting import with_mounts
+from dataio.shards.workers import media_jobs
+from dataio.shards.workers.decoding import decode_sample
+from dataio.shards.workers.process import WorkerPool, run_module
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+
+__all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"]
+
+_ROWS_AT_ONCE = 1024
+_MOST_THREADS = 8
+
+
+def verify(
+    url: str | os.PathLike[str] | Store,
+    version: int | str | None = None,
+    *,
+    decode: str | int = "0",
+    repair: str | os.PathLike[str] | Store | None = None,
+    workers: int | None = None,
+    progress: Callable[[VerifyProgress], None] | None = None,
+    **storage_options: Any,
+) -> VerifyReport:
+    """Check version `version` (a number, a tag, None: the newest) of the dataset at a URL or in an open store.
+
+    `decode` says how many samples are decoded to their end in worker processes: a share such as `"1%"`, or a number; the same
+    ones every time. `repair` is where a second copy of the dataset lies: damaged objects are replaced from it, if the copy's
+    bytes are right, and checked again. `workers` shards are read at once (default: one a core, at most 8).
+    `storage_options` go to `open_store` for both.
+    """
+    with ExitStack() as stack:
+        store = _opened(url, storage_options, stack)
+        copy = None if repair is None else _opened(repair, storage_options, stack)
+        threads = workers or min(_MOST_THREADS, os.cpu_count() or 1)
+        pool = stack.enter_context(WorkerPool(run_module(media_jobs.WORKER), media_jobs.HELLO, threads))
+        return _Run(store, copy, pool, threads, progress).run(version, str(decode), storage_options, stack)
+
+
+def _opened(url: str | os.PathLike[str] | Store, options: dict[str, Any], stack: ExitStack) -> Store:
+    if isinstance(url, Store):
+        if options:
+            raise UsageError("storage options go with a URL, not with a store that is open already")
+        return url
+    return stack.enter_context(open_store(url, **options))
+
+
+class _Run:
+    """One run: what is common to its steps."""
+
+    def __init__(
+        self,
+        store: Store,
+        copy: Store | None,
+        pool: WorkerPool,
+        threads: int,
+        progress: Callable[[VerifyProgress], None] | None,
+    ) -> None:
+        self._store, self._copy, self._pool, self._threads = store, copy, pool, threads
+        self._progress, self._lock = progress, threading.Lock()
+        self._done = VerifyProgress(0, 0, 0, 0, 0)
+
+    def run(self, version: int | str | None, decode: str, options: dict[str, Any], stack: ExitStack) -> VerifyReport:
+        started = time.monotonic()
+        chooser = sampling.chooser(decode, lambda: ())  # refuses a wrong amount before anything is read
+        if self._copy is not None:
+            repairs.open_copy(self._store, self._copy)
+        objects = verify_top.documents(self._store, self._copy)
+        document, digest = tags.load(self._store, version)
+        mounted, owned = with_mounts(self._store, document, False, options)
+        if owned:
+            stack.enter_context(mounted)
+        self._store = mounted
+        opened = OpenIndex(mounted, document)
+        parts, good = verify_top.index_parts(mounted, self._copy, document, opened)
+        objects += parts
+        if all(good):
+            chooser = sampling.chooser(decode, lambda: _keys(opened))
+        shards = self._shards(document, _rows(opened, good), chooser, all(good))
+        orphans = verify_top.orphans(self._store, document)
+        return VerifyReport(
+            url=self._store.location.url,
+            name=document.name,
+            version=document.version,
+            digest=digest,
+            samples=document.samples,
+            objects=tuple(objects + shards),
+            orphans=tuple(orphans[:LISTED]),
+            orphans_found=len(orphans),
+            seconds=time.monotonic() - started,
+        )
+
+    def _shards(
+        self,
+        document: VersionDocument,
+        rows: Iterator[Sample],
+        chosen: Callable[[str], bool],
+        complete: bool,
+    ) -> list[ObjectReport]:
+        total = sum(shard.size for shard in document.shards)
+        self._done = VerifyProgress(0, total, 0, len(document.shards), 0)
+        reports, flying = list[ObjectReport](), deque[Future[ObjectReport]]()
+        with ThreadPoolExecutor(self._threads, "verify") as threads:
+            try:
+                for shard, samples in _with_rows(document.shards, rows):
+                    flying.append(threads.submit(self._shard, shard, samples, chosen, complete))
+                    while len(flying) > 2 * self._threads:
+                        reports.append(flying.popleft().result())
+                reports += [future.result() for future in flying]
+            except BaseException:
+                for future in flying:
+                    future.cancel()
+                raise
+        return reports
+
+    def _shard(
+        self, shard: Shard, samples: Sequence[Sample], chosen: Callable[[str], bool], complete: bool
+    ) -> ObjectReport:
+        wanted = [Wanted(s.key, m.ext, m.offset, m.length, m.xxh3) for s in samples for m in s.members]
+        check = check_shard(self._store, shard, wanted, self._step)
+        repaired, refused = False, ""
+        if check.findings and self._copy is not None:
+            try:
+                if not complete:
+                    raise repairs.Refused("the index is damaged, so what belongs into it is not known")
+                repairs.shard(self._store, self._copy, shard, wanted, check)
+                repaired, check = True, check_shard(self._store, shard, wanted)
+            except repairs.Refused as error:
+                refused = str(error)
+        decoded = self._decode(samples, check, chosen)
+        made = report("shard", shard.key, check.findings, bytes=check.bytes, members=check.members, decoded=decoded)
+        self._tell(0, 1, bool(check.findings))
+        return verify_top.after_repair(made, repaired, refused)
+
+    def _decode(self, samples: Sequence[Sample], check: ShardCheck, chosen: Callable[[str], bool]) -> int:
+        """Decode the chosen samples whose bytes are right, and add what is found to `check`."""
+        looked = [
+            s
+            for s in samples
+            if (s.video or s.audio) and chosen(s.key) and not any(m.offset in check.bad for m in s.members)
+        ]
+        if looked:
+            with ThreadPoolExecutor(min(self._threads, len(looked)), "decode") as threads:
+                for sample, faults in zip(looked, threads.map(self._faults, looked), strict=True):
+                    check.findings += [Finding(code="decode", message=fault, key=sample.key) for fault in faults]
+        return len(looked)
+
+    def _faults(self, sample: Sample) -> tuple[str, ...]:
+        try:
+            return decode_sample(self._store, sample, self._pool)
+        except (CorruptionError, DeadlineError) as error:
+            return (error.message,)
+
+    def _step(self, size: int) -> None:
+        self._tell(size, 0, 0)
+
+    def _tell(self, size: int, shards: int, damaged: int) -> None:
+        with self._lock:
+            d = self._done
+            self._done = VerifyProgress(
+                d.bytes + size, d.bytes_total, d.shards + shards, d.shards_total, d.damaged + damaged
+            )
+            if self._progress is not None:
+                self._progress(self._done)
+
+
+def _with_rows(shards: Sequence[Shard], rows: Iterator[Sample]) -> Iterator[tuple[Shard, list[Sample]]]:
+    """Every shard with its samples; both are in the order of the version."""
+    runs = itertools.groupby(rows, key=lambda sample: sample.shard)
+    run = next(runs, None)
+    for shard in shards:
+        samples = list[Sample]()
+        while run is not None and run[0] == shard.key:
+            samples += run[1]
+            run = next(runs, None)
+        yield shard, samples
+
+
+def _rows(opened: OpenIndex, good: Sequence[bool]) -> Iterator[Sample]:
+    """The samples of the parts that are good, in order, one part in memory."""
+    for part, fine in enumerate(good):
+        if not fine:
+            continue
+        table = opened.part_table(part)
+        for start in range(0, table.num_rows, _ROWS_AT_ONCE):
+            for row in table.slice(start, _ROWS_AT_ONCE).to_pylist():
+                yield index.from_row(row, 0)
+
+
+def _keys(opened: OpenIndex) -> Iterator[str]:
+    for table in opened.tables(["key"]):
+        for chunk in table["key"].iterchunks():
+            yield from (key.as_py() for key in chunk)

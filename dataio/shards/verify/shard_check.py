@@ -1,0 +1,157 @@
+"""One shard read from end to end and compared with the index.
+
+Purpose: what `verify` and `repair` know of a shard: whether it is a sound tar whose headers say what the index says, and which
+members' bytes are right.
+
+Invariants: memory is that of `ReadAhead` and the shard's rows. Every member that the index names is hashed, also behind a header
+that is damaged, so that damage names the samples it costs. Members that no row names (samples that were removed, names that are
+no keys) are only passed over.
+
+Failure behaviour: damage is a `Finding`. Passing trouble raises, since nothing is known then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from dataio.shards import tar
+from dataio.shards.readahead import ReadAhead
+from dataio.shards.verify.findings import Finding
+from dataio.shards.versions.documents import Shard
+from dataio.store.contract import Store
+from dataio.store.mounts import PREFIX
+
+_WINDOW = 4 * limits.MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One member as the index has it."""
+
+    key: str
+    ext: str
+    offset: int
+    length: int
+    xxh3: int
+
+
+@dataclass(slots=True)
+class ShardCheck:
+    """`sound`: size, headers and end are right. `bad` are the offsets of members whose bytes are wrong or gone."""
+
+    bytes: int = 0
+    members: int = 0
+    sound: bool = True
+    bad: set[int] = field(default_factory=set)
+    findings: list[Finding] = field(default_factory=list)
+
+    def unsound(self, code: str, message: str, wanted: Wanted | None = None) -> None:
+        """Note something wrong with the tar itself."""
+        self.sound = False
+        self._note(code, message, wanted)
+
+    def wrong(self, code: str, message: str, wanted: Wanted) -> None:
+        """Note a member whose bytes are wrong."""
+        self.bad.add(wanted.offset)
+        self._note(code, message, wanted)
+
+    def _note(self, code: str, message: str, wanted: Wanted | None) -> None:
+        if wanted is None:
+            self.findings.append(Finding(code=code, message=message))
+        else:
+            self.findings.append(
+                Finding(code=code, message=message, key=wanted.key, ext=wanted.ext, offset=wanted.offset)
+            )
+
+
+def check_shard(
+    store: Store, shard: Shard, wanted: Sequence[Wanted], step: Callable[[int], None] = lambda _: None
+) -> ShardCheck:
+    """Read the shard and compare it with the rows. `step` is told of bytes passed."""
+    result = ShardCheck()
+    try:
+        size = store.stat(shard.key).size
+    except NotFoundError:
+        result.unsound("missing", "the object does not exist")
+        result.bad = {w.offset for w in wanted}
+        step(shard.size)
+        return result
+    if size != shard.size:
+        what = "truncated" if size < shard.size else "extended"
+        result.unsound("size", f"{what}: it has {size} bytes, the version says {shard.size}")
+    left = {w.offset: w for w in wanted}
+    with ReadAhead(store, shard.key, size, _WINDOW) as ahead:
+        _walk(ahead, shard.key, left, result, step)
+        for member in sorted(left.values(), key=lambda w: w.offset):
+            _check_bytes(ahead, member, result)
+    result.bytes = size
+    step(max(0, shard.size - min(size, shard.size)))
+    return result
+
+
+def check_members(store: Store, shard: Shard, wanted: Iterable[Wanted]) -> set[int]:
+    """The offsets of those members that are wrong in this shard; reads only them."""
+    result = ShardCheck()
+    try:
+        size = store.stat(shard.key).size
+    except NotFoundError:
+        return {w.offset for w in wanted}
+    with ReadAhead(store, shard.key, size, _WINDOW) as ahead:
+        for member in sorted(wanted, key=lambda w: w.offset):
+            _check_bytes(ahead, member, result)
+    return result.bad
+
+
+def _walk(
+    ahead: ReadAhead, shard: str, left: dict[int, Wanted], result: ShardCheck, step: Callable[[int], None]
+) -> None:
+    """Go by the headers; takes out of `left` what was found where it belongs."""
+    at = 0
+    try:
+        for entry in tar.scan(ahead.read_at, ahead.size, shard):
+            member = left.pop(entry.offset, None)
+            if member is not None:
+                _check_header(entry, member, shard, result)
+                _check_bytes(ahead, member, result)
+            if not shard.startswith(PREFIX):  # what others wrote may hold anything there
+                _check_padding(ahead, entry, result)
+            step(entry.offset + entry.length - at)
+            at = entry.offset + entry.length
+    except (CorruptionError, UnsupportedError) as error:
+        result.unsound("structure", error.message.removeprefix(f"{shard}: "))
+    else:
+        for member in left.values():
+            result.unsound("header", f"no member starts at offset {member.offset}, where the index has one", member)
+    step(ahead.size - at)
+
+
+def _check_header(entry: tar.Entry, member: Wanted, shard: str, result: ShardCheck) -> None:
+    key = entry.key.removeprefix("./")
+    same = member.key == entry.key or (shard.startswith(PREFIX) and ("/" + member.key).endswith("/" + key))
+    if not same or entry.ext != member.ext or entry.length != member.length:
+        found, named = f"{entry.name!r} of {entry.length} bytes", f"{member.key}.{member.ext} of {member.length}"
+        result.unsound("header", f"the header at offset {entry.header} is of {found}, the index has {named}", member)
+
+
+def _check_padding(ahead: ReadAhead, entry: tar.Entry, result: ShardCheck) -> None:
+    end = entry.offset + entry.length
+    padding = ahead.read_at(end, min(tar.padded(entry.length), ahead.size - entry.offset) - entry.length)
+    if any(padding):
+        result.unsound("structure", f"the padding behind {entry.name!r}, at offset {end}, is not zero")
+
+
+def _check_bytes(ahead: ReadAhead, member: Wanted, result: ShardCheck) -> None:
+    if member.offset + member.length > ahead.size:
+        result.wrong("missing", f"its bytes end at {member.offset + member.length}, the shard at {ahead.size}", member)
+        return
+    hasher = xxhash.xxh3_64()
+    for part in ahead.parts(member.offset, member.length):
+        hasher.update(part)
+    result.members += 1
+    if hasher.intdigest() != member.xxh3:
+        result.wrong("checksum", "its bytes are not those that were packed: the checksum does not match", member)

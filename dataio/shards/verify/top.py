@@ -1,0 +1,181 @@
+"""The top of a dataset, verified: its documents, its index, and what no version names.
+
+Invariants: every document is checked, of all versions, since tags and lineage lead to them; index parts only of the version
+in question. With a copy, what is bad is replaced and checked again at once, so that what hangs below can be checked.
+Failure behaviour: damage is a finding; passing trouble raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import blake3
+import msgspec
+
+from dataio.core import limits
+from dataio.core.errors import CapacityError, CorruptionError, MillraceError, NotFoundError, UnsupportedError
+from dataio.shards.query import kept
+from dataio.shards.query.open_index import OpenIndex
+from dataio.shards.readahead import ReadAhead
+from dataio.shards.verify import repair
+from dataio.shards.verify.findings import Finding, ObjectReport, report
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions import tags
+from dataio.shards.versions.documents import IndexPart, VersionDocument
+from dataio.store.contract import Store
+from dataio.store.mounts import PREFIX
+
+Check = Callable[[bytes, str], object]
+
+_DATA = ("shards/", "index/")
+"""The folders whose objects only versions give a meaning."""
+_VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
+
+
+def after_repair(made: ObjectReport, repaired: bool, refused: str) -> ObjectReport:
+    """The report with what became of the repair."""
+    return msgspec.structs.replace(made, repaired=repaired, unrepaired=refused)
+
+
+def documents(store: Store, copy: Store | None) -> list[ObjectReport]:
+    """`dataset.json`, all versions' and all tags' documents, each against its own digest."""
+    there = {info.key for prefix in ("versions/", "tags/") for info in store.list(prefix)}
+    if copy is not None:
+        there |= {info.key for prefix in ("versions/", "tags/") for info in copy.list(prefix)}
+    numbers = [int(match[1]) for match in map(_VERSION_KEY.fullmatch, there) if match]
+    if not numbers:
+        raise NotFoundError(f"there is no dataset at {store.location.url}", hint="check the address")
+    wanted = [versions.DATASET_KEY, *(versions.version_key(n) for n in range(1, max(numbers) + 1))]
+    wanted += sorted(key for key in there if key.startswith("tags/"))
+    return [_document(store, copy, key) for key in wanted]
+
+
+def _document(store: Store, copy: Store | None, key: str) -> ObjectReport:
+    check = _check_of(key)
+    size, findings = _read_document(store, key, check)
+    repaired, refused = False, ""
+    if findings and copy is not None:
+        try:
+            repair.document(store, copy, key, check)
+            repaired, (size, findings) = True, _read_document(store, key, check)
+        except repair.Refused as error:
+            refused = str(error)
+    return after_repair(report("document", key, findings, bytes=size), repaired, refused)
+
+
+def _read_document(store: Store, key: str, check: Check) -> tuple[int, list[Finding]]:
+    try:
+        data = store.get(key, max_bytes=limits.JSON_DOCUMENT_BYTES)
+        check(data, key)
+    except NotFoundError:
+        return 0, [Finding(code="missing", message="the object does not exist")]
+    except (CorruptionError, CapacityError, UnsupportedError) as error:
+        return 0, [Finding(code="digest", message=error.message.removeprefix(f"{key} "))]
+    return len(data), []
+
+
+def _check_of(key: str) -> Check:
+    match = _VERSION_KEY.fullmatch(key)
+    if match:
+        number = int(match[1])
+        return lambda data, name: versions.decode(data, number, name)
+    return versions.decode_dataset if key == versions.DATASET_KEY else _check_tag
+
+
+def _check_tag(data: bytes, name: str) -> None:
+    versions.check_bytes(data, name)
+    try:
+        msgspec.json.decode(data, type=tags.Tag)
+    except msgspec.MsgspecError as error:
+        raise CorruptionError(f"{name} is not a tag: {error}") from error
+
+
+def index_parts(
+    store: Store, copy: Store | None, document: VersionDocument, opened: OpenIndex
+) -> tuple[list[ObjectReport], list[bool]]:
+    """A report of each part and of each object of bitmaps; and for each part whether its samples are known."""
+    reports = [_part(store, copy, part, document) for part in document.index]
+    maps = {key: _kept(store, copy, key, document) for key in repair.by_object(document.index)}
+    good = [
+        not found.found and (part.kept is None or not maps[part.kept.key].found)
+        for part, found in zip(document.index, reports, strict=True)
+    ]
+    if all(good) and reports:
+        try:
+            opened.check()
+        except CorruptionError as error:
+            wrong = report("index", "the index as a whole", [Finding(code="order", message=error.message)])
+            return [*reports, *maps.values(), wrong], good
+    return [*reports, *maps.values()], good
+
+
+def _part(store: Store, copy: Store | None, part: IndexPart, document: VersionDocument) -> ObjectReport:
+    size, findings = _read_part(store, part)
+    repaired, refused = False, ""
+    if findings and copy is not None:
+        try:
+            repair.part(store, copy, part)
+            repaired, (size, findings) = True, _read_part(store, part)
+        except repair.Refused as error:
+            refused = str(error)
+    return after_repair(report("index", part.key, findings, bytes=size), repaired, refused)
+
+
+def _read_part(store: Store, part: IndexPart) -> tuple[int, list[Finding]]:
+    try:
+        size = store.stat(part.key).size
+    except NotFoundError:
+        return 0, [Finding(code="missing", message="the object does not exist")]
+    if size != part.size:
+        return 0, [Finding(code="size", message=f"it has {size} bytes, the version says {part.size}")]
+    hasher = blake3.blake3()
+    with ReadAhead(store, part.key, size, 4 * limits.MIB) as ahead:
+        for piece in ahead.parts(0, size):
+            hasher.update(piece)
+    if hasher.hexdigest() != part.digest:
+        return size, [Finding(code="digest", message="its BLAKE3 digest is not what the version says")]
+    return size, []
+
+
+def _kept(store: Store, copy: Store | None, key: str, document: VersionDocument) -> ObjectReport:
+    findings = _read_kept(store, key, document)
+    repaired, refused = False, ""
+    if findings and copy is not None:
+        try:
+            repair.kept(store, copy, key, repair.by_object(document.index)[key])
+            repaired, findings = True, _read_kept(store, key, document)
+        except repair.Refused as error:
+            refused = str(error)
+    return after_repair(report("index", key, findings), repaired, refused)
+
+
+def _read_kept(store: Store, key: str, document: VersionDocument) -> list[Finding]:
+    findings = []
+    for part in document.index:
+        if part.kept is not None and part.kept.key == key:
+            try:
+                kept.load(store, part, part.key)
+            except MillraceError as error:
+                if not isinstance(error, CorruptionError):
+                    raise
+                findings.append(Finding(code="digest", message=error.message, offset=part.kept.offset))
+    return findings
+
+
+def orphans(store: Store, document: VersionDocument) -> list[str]:
+    """Objects of data that no version names; none are reported while a version cannot be read, since it may name them."""
+    named = _named(document)
+    for number in versions.list_versions(store):
+        if number != document.version:
+            try:
+                named |= _named(versions.load(store, number)[0])
+            except (CorruptionError, UnsupportedError):
+                return []
+    return [info.key for prefix in _DATA for info in store.list(prefix) if info.key not in named]
+
+
+def _named(document: VersionDocument) -> set[str]:
+    keys = {shard.key for shard in document.shards} | {part.key for part in document.index}
+    keys |= {part.kept.key for part in document.index if part.kept is not None}
+    return {key for key in keys if not key.startswith(PREFIX)}

@@ -1,0 +1,48 @@
+"""The versions of a dataset, newest first.
+
+Invariant: one entry for every version that exists, read one document at a time. Failure behaviour: that of `versions.load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions import tags
+from dataio.store.contract import Store
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One version. `trunk` says whether opening the dataset has ever meant it: a saved view is not on the trunk."""
+
+    version: int
+    parent: int | None
+    trunk: bool
+    message: str
+    created: str
+    samples: int
+    digest: str
+    lineage: versions.Lineage | None
+    tags: tuple[str, ...]
+
+
+def history(store: Store) -> Iterator[Entry]:
+    """The versions from the newest to the oldest."""
+    named = dict[int, list[str]]()
+    for name in tags.names(store):
+        named.setdefault(tags.read(store, name).version, []).append(name)
+    for number in reversed(versions.list_versions(store)):
+        document, digest = versions.load(store, number)
+        yield Entry(
+            version=number,
+            parent=document.parent,
+            trunk=document.trunk == number,
+            message=document.message,
+            created=document.created,
+            samples=document.samples,
+            digest=digest,
+            lineage=document.lineage,
+            tags=tuple(named.get(number, ())),
+        )

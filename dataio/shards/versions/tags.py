@@ -1,0 +1,98 @@
+"""Tags: names for versions, given once.
+
+Purpose: people and runs say `release-1` instead of a number.
+Invariants: `tags/<name>.json` is written by `put_if_absent` and never moved; it holds the digest of the version's document, so a
+tag means the same bytes for ever.
+Failure behaviour: `ConflictError` for a name that another version has; `NotFoundError` lists the tags that there are;
+`CorruptionError` when the version is not the one that was tagged.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from datetime import UTC, datetime
+
+import msgspec
+
+from dataio.core import limits
+from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions.documents import VersionDocument
+from dataio.store.contract import Store
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,127}")
+_KEY = re.compile(rf"tags/({_NAME.pattern})\.json")
+MAX_TAGS = 10_000
+
+
+class Tag(msgspec.Struct, frozen=True, kw_only=True):
+    """`tags/<name>.json`; `document` is the BLAKE3 of the version's document."""
+
+    format: int
+    name: str
+    version: int
+    document: str
+    created: str
+    nonce: str
+
+
+def create(store: Store, name: str, version: int, digest: str) -> None:
+    """Give a version a name. Giving it again is no error."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot be a tag", hint="letters, digits, '.', '_' and '-', not a digit first")
+    tag = Tag(
+        format=versions.FORMAT,
+        name=name,
+        version=version,
+        document=digest,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        nonce=secrets.token_hex(16),
+    )
+    if store.put_if_absent(f"tags/{name}.json", versions.encode(tag)):
+        return
+    there = read(store, name)
+    if (there.version, there.document) != (version, digest):
+        raise ConflictError(
+            f"{store.location.url}: the tag {name!r} names version {there.version} since {there.created}",
+            hint="tags do not move; choose another name",
+        )
+
+
+def read(store: Store, name: str) -> Tag:
+    """The tag of this name."""
+    key = f"tags/{name}.json"
+    try:
+        if not _NAME.fullmatch(name):
+            raise NotFoundError(f"{name!r} is no tag")
+        data = store.get(key, max_bytes=limits.MESSAGE_BYTES)
+    except NotFoundError as error:
+        have = ", ".join(sorted(names(store))[:20]) or "none"
+        raise NotFoundError(f"{store.location.url} has no version tagged {name!r}", hint=f"tags: {have}") from error
+    versions.check_bytes(data, f"{store.location.url}: {key}")
+    try:
+        return msgspec.json.decode(data, type=Tag)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptionError(f"{store.location.url}: {key} is not a tag: {error}") from error
+
+
+def names(store: Store) -> list[str]:
+    """All tags, up to `MAX_TAGS`."""
+    matches = (_KEY.fullmatch(info.key) for _, info in zip(range(MAX_TAGS), store.list("tags/"), strict=False))
+    return [match[1] for match in matches if match]
+
+
+def load(store: Store, version: int | str | None = None) -> tuple[VersionDocument, str]:
+    """As `versions.load`, also by tag; a string of digits is a number."""
+    if not isinstance(version, str):
+        return versions.load(store, version)
+    if version.isdecimal():
+        return versions.load(store, int(version))
+    tag = read(store, version)
+    document, digest = versions.load(store, tag.version)
+    if digest != tag.document:
+        raise CorruptionError(
+            f"{store.location.url}: version {tag.version} is not the one that was tagged {version!r}",
+            hint="its document was replaced; restore it from a copy",
+        )
+    return document, digest

@@ -1,0 +1,81 @@
+"""Samples set aside and handed to media workers.
+
+Purpose: `verify` and `preview` read members from the store, checked, and let worker processes look at them.
+Invariants: a member lies in a temporary file only while a worker looks at it; one larger than `SET_ASIDE_BYTES` is not set aside.
+The worker has a minute, and more for long and for large files.
+Failure behaviour: `CorruptionError` for a member whose bytes are wrong and for a crash, `DeadlineError` for a hang,
+`CapacityError` for a member that is too large or a temporary folder that is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+
+from dataio.core import limits
+from dataio.core.errors import CapacityError
+from dataio.shards import members
+from dataio.shards.contract import Sample
+from dataio.shards.workers import media_jobs
+from dataio.shards.workers.process import WorkerPool
+from dataio.store.contract import Store
+
+SET_ASIDE_BYTES = 8 * limits.GIB
+
+
+def seconds_for(sample: Sample) -> float:
+    """The time limit for looking at a sample."""
+    size = sum(member.length for member in sample.members)
+    return 60.0 + 2 * sample.duration + size / (4 * limits.MIB)
+
+
+@contextlib.contextmanager
+def set_aside(store: Store, sample: Sample, ext: str) -> Iterator[str]:
+    """The path of a temporary file with this member's bytes, their checksum verified."""
+    member = members.find_member(sample, ext)
+    if member.length > SET_ASIDE_BYTES:
+        raise CapacityError(f"{sample.key}.{ext} has {limits.format_bytes(member.length)}, more than is set aside")
+    handle, path = tempfile.mkstemp(prefix="millrace-", suffix=".media")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            try:
+                for piece in members.chunks(store, sample, member):
+                    file.write(piece)
+                file.flush()
+            except OSError as error:
+                raise CapacityError(
+                    f"{sample.key}.{ext} could not be set aside: {error.strerror or error}",
+                    hint="TMPDIR names another folder with more space",
+                ) from error
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def ask(pool: WorkerPool, job: media_jobs.Job, seconds: float) -> media_jobs.Answer:
+    """A worker's answer."""
+    answer: media_jobs.Answer = pool.ask(media_jobs.encode(job), seconds, media_jobs.decode_answer)
+    return answer
+
+
+def decode_sample(store: Store, sample: Sample, pool: WorkerPool) -> tuple[str, ...]:
+    """What is wrong with the sample's media, decoded to its end."""
+    video, audio = sample.video, sample.audio
+    faults = list[str]()
+    for ext in sorted({stream.ext for stream in (video, audio) if stream is not None}):
+        v = video if video is not None and video.ext == ext else None
+        a = audio if audio is not None and audio.ext == ext else None
+        with set_aside(store, sample, ext) as path:
+            job = media_jobs.DecodeJob(
+                path=path,
+                video_stream=None if v is None else v.stream,
+                frames=0 if v is None else v.frames,
+                audio_stream=None if a is None else a.stream,
+                samples=0 if a is None else a.samples,
+            )
+            answer = ask(pool, job, seconds_for(sample))
+        assert isinstance(answer, media_jobs.Decoded)
+        faults += [f"{ext}: {fault}" for fault in answer.faults]
+    return tuple(faults)

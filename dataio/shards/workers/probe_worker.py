@@ -1,0 +1,67 @@
+"""The process that reads untrusted media: answers requests on standard input until it ends.
+
+Invariant: one frame in, one frame out (a 4-byte length, then msgpack); it dies with the process that started it, and has
+`limits.PROBE_MEMORY_BYTES` for data.
+Failure behaviour: a crash or a hang ends this process only; `ProbePool` sees it and goes on with a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+from typing import IO
+
+from dataio.core import limits
+
+HELLO = b"millrace probe 1"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent ends, also if this process hangs inside a decoder."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_memory() -> None:
+    """Let allocations fail above `limits.PROBE_MEMORY_BYTES`, so that a file costs itself and not the machine."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = limits.PROBE_MEMORY_BYTES if hard < 0 else min(limits.PROBE_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
+
+
+def write_frame(out: IO[bytes], payload: bytes) -> None:
+    """Send one message."""
+    out.write(struct.pack(">I", len(payload)) + payload)
+    out.flush()
+
+
+def read_frame(source: IO[bytes]) -> bytes | None:
+    """The next message, or None at the end."""
+    head = source.read(4)
+    if len(head) < 4:
+        return None
+    return source.read(int(struct.unpack(">I", head)[0]))
+
+
+def main() -> None:
+    """Serve tasks for `prepare` until standard input ends."""
+    die_with_parent()
+    limit_memory()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    from dataio.shards.media.facts import decode_task, encode_outcome
+    from dataio.shards.media.prepare import prepare
+
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is not an answer
+        write_frame(out, HELLO)
+        while (frame := read_frame(sys.stdin.buffer)) is not None:
+            write_frame(out, encode_outcome(prepare(decode_task(frame))))
+
+
+if __name__ == "__main__":
+    main()

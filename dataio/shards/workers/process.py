@@ -1,0 +1,175 @@
+"""Worker processes for untrusted media: asked one thing at a time, with a time limit, killed and replaced when late.
+
+Invariants: at most `workers` processes of a pool, started when needed; every request has a time limit and its answer a size
+limit; workers die with this process. An answer is bytes that the caller's `decode` turns into checked types.
+Failure behaviour: `DeadlineError` for a request that took too long and `CorruptionError` for one that ended its worker or made
+it answer nonsense; that worker is gone, and the next request gets a new one. A worker that cannot even start is an
+`UnsupportedError`, since no file is to blame then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self, TypeVar
+
+import msgspec
+
+import dataio
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
+from dataio.shards.workers.probe_worker import write_frame
+
+_START_SECONDS = 120.0
+ANSWER_BYTES = 16 * limits.MIB
+T = TypeVar("T")
+
+
+class WorkerPool:
+    """Runs `command`, usually `run_module(…)`, whose first frame is `hello`. A context manager, for many threads."""
+
+    def __init__(
+        self, command: Sequence[str], hello: bytes, workers: int | None = None, *, answer_bytes: int = ANSWER_BYTES
+    ) -> None:
+        self.workers = workers or os.cpu_count() or 1
+        self._command, self._hello, self._answer_bytes = command, hello, answer_bytes
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._all: set[_Worker] = set()
+        self._closing = False
+        for _ in range(self.workers):
+            self._idle.put(None)
+        # processes are started by these threads only: "dies with its parent" means the thread that started it
+        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="media")
+
+    def ask(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> T:
+        """The answer to `request`, waiting for a free worker first and then at most `seconds`."""
+        return self.submit(request, seconds, decode).result()
+
+    def submit(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> Future[T]:
+        """As `ask`, without waiting; the caller bounds how many it has in flight."""
+        return self._threads.submit(self._ask, request, seconds, decode)
+
+    def _ask(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> T:
+        worker = self._idle.get()
+        try:
+            if worker is None:
+                worker = _Worker(self._command, self._answer_bytes)
+                self._all.add(worker)
+                if self._closing:  # checked after adding: either `close` sees the worker, or this sees `close`
+                    worker.kill()
+                worker.start(self._hello)
+            return worker.ask(request, seconds, decode)
+        finally:
+            if worker is not None and worker.is_dead():
+                self._all.discard(worker)
+                worker = None
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """Kill the workers, whatever they are doing."""
+        self._closing = True
+        for worker in list(self._all):
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_module(module: str) -> tuple[str, ...]:
+    """The command that runs this module."""
+    return (sys.executable, "-P", "-m", module)
+
+
+class _Worker:
+    """One process and the pipes to it."""
+
+    def __init__(self, command: Sequence[str], answer_bytes: int) -> None:
+        home = str(Path(dataio.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        self._command, self._answer_bytes = command, answer_bytes
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+
+    def start(self, hello: bytes) -> None:
+        try:
+            if self._read_frame(time.monotonic() + _START_SECONDS) == hello:
+                return
+        except (EOFError, TimeoutError, OSError, ValueError):
+            pass
+        self.kill()
+        raise UnsupportedError("a worker process does not start", hint=f"`{shlex.join(self._command)}` shows why")
+
+    def ask(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> T:
+        assert self._process.stdin is not None
+        try:
+            write_frame(self._process.stdin, request)
+            return decode(self._read_frame(time.monotonic() + seconds))
+        except TimeoutError as error:
+            self.kill()
+            raise DeadlineError(f"reading it took longer than {seconds:.0f} s and was given up") from error
+        except msgspec.MsgspecError as error:
+            self.kill()
+            raise CorruptionError("reading it made the decoder answer nonsense") from error
+        except (EOFError, OSError, ValueError) as error:
+            self.kill()
+            raise CorruptionError(f"reading it crashed the decoder ({self._end()})") from error
+
+    def _end(self) -> str:
+        code = self._process.wait()
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+        return f"exit code {code}"
+
+    def _read_frame(self, deadline: float) -> bytes:
+        length = int(struct.unpack(">I", self._read(4, deadline))[0])
+        if length > self._answer_bytes:
+            raise EOFError
+        return self._read(length, deadline)
+
+    def _read(self, length: int, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        data = bytearray()
+        while len(data) < length:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                raise TimeoutError
+            chunk = os.read(fd, length - len(data))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return bytes(data)
+
+    def is_dead(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process and close the pipes; a second call does nothing."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

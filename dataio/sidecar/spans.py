@@ -1,0 +1,33 @@
+"""Spans of what the daemon does for a client, below the client's own.
+
+Invariant: a job's span is recorded once, when it ends. Failure behaviour: where nobody records, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from dataio.core import trace
+from dataio.sidecar import messages as m
+
+
+def job_span(kind: str, about: str, within: str) -> Callable[[m.JobEvent], None]:
+    """What is returned wants the events of a job that begins now: `sidecar.job`, from its acceptance to its end."""
+    began, clock = time.time(), time.monotonic()
+
+    def heard(event: m.JobEvent) -> None:
+        if isinstance(event, m.Done | m.JobFailed) and trace.recording():
+            error = event.code if isinstance(event, m.JobFailed) else ""
+            trace.record(
+                "sidecar.job",
+                began,
+                time.monotonic() - clock,
+                within,
+                error=error,
+                kind=kind,
+                about=about,
+                token=event.token,
+            )
+
+    return heard

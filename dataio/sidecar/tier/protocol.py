@@ -1,0 +1,209 @@
+"""What buddies say to each other: small messages, and bytes of objects after some of them.
+
+    hello → welcome | refused
+    offer source, key, size, digest → want offset; then size - offset bytes follow → stored | refused
+    keep size, and a record of so many bytes → stored | refused
+    list source → listed sizes, and the records, one after the other
+    fetch source, key, offset → found size, digest, and the bytes from offset | absent
+
+Invariants: a message has at most `MESSAGE_BYTES`, is refused before it is read otherwise, and decodes to these types only; bytes
+that follow are announced and bounded. Every read and write has a time limit.
+Failure behaviour: `ProtocolError` for what is no message; `OSError` when the connection breaks or is too slow.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from dataio.core.limits import GIB, KIB, MIB
+from dataio.store.tier.record import RECORD_BYTES, Key
+
+VERSION = 1
+MESSAGE_BYTES = 64 * KIB
+OBJECT_BYTES = 2 * GIB
+RECORDS = 256
+"""The most records that one answer lists."""
+IO_SECONDS = 30.0
+PIECE = 1 * MIB
+_LENGTH = struct.Struct("<I")
+Size = Annotated[int, msgspec.Meta(ge=0, le=OBJECT_BYTES)]
+RecordSize = Annotated[int, msgspec.Meta(ge=1, le=RECORD_BYTES)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class ProtocolError(Exception):
+    """The peer does not speak the protocol."""
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", tag=str.lower):
+    """Base of all messages."""
+
+
+class Hello(Message, frozen=True):
+    version: int
+
+
+class Offer(Message, frozen=True):
+    """An object; the answer says from which byte on it is wanted, `size` when it is there."""
+
+    source: Key
+    key: Key
+    size: Size
+    digest: Digest
+
+
+class Keep(Message, frozen=True):
+    """A record, of which all objects were offered."""
+
+    size: RecordSize
+
+
+class List(Message, frozen=True):
+    """Ask for the records of a store."""
+
+    source: Key
+
+
+class Fetch(Message, frozen=True):
+    source: Key
+    key: Key
+    offset: Size
+
+
+class Welcome(Message, frozen=True):
+    version: int
+
+
+class Want(Message, frozen=True):
+    offset: Size
+
+
+class Stored(Message, frozen=True):
+    pass
+
+
+class Listed(Message, frozen=True):
+    sizes: Annotated[list[RecordSize], msgspec.Meta(max_length=RECORDS)]
+
+
+class Found(Message, frozen=True):
+    size: Size
+    digest: Digest
+
+
+class Absent(Message, frozen=True):
+    pass
+
+
+class Refused(Message, frozen=True):
+    code: Text
+    message: Text
+
+
+Request = Hello | Offer | Keep | List | Fetch
+Answer = Welcome | Want | Stored | Listed | Found | Absent | Refused
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+M = TypeVar("M")
+
+
+class Pace:
+    """At most `rate` bytes a second, on average over a tenth of a second."""
+
+    def __init__(self, rate: int | None, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._rate, self._sleep, self._free = rate, sleep, 0.0
+
+    def take(self, size: int) -> None:
+        """Wait until `size` more bytes may go."""
+        if self._rate is None:
+            return
+        now = time.monotonic()
+        self._free = max(self._free, now - 0.1) + size / self._rate
+        if self._free > now:
+            self._sleep(self._free - now)
+
+
+class Channel:
+    """Messages and bytes over a connected socket. For one thread at a time."""
+
+    def __init__(self, sock: socket.socket, pace: Pace | None = None) -> None:
+        self._sock, self._pace = sock, pace or Pace(None)
+        sock.settimeout(IO_SECONDS)
+        if sock.family != socket.AF_UNIX:  # a message must not wait for the answer to the one before
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: Message) -> None:
+        data = msgspec.msgpack.encode(message)
+        if len(data) > MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {len(data)} bytes; the most is {MESSAGE_BYTES}")
+        self._sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def request(self) -> Request | None:
+        """What the peer asks; None when it has hung up between two messages."""
+        return self._receive(_requests)
+
+    def answer(self) -> Answer:
+        found = self._receive(_answers)
+        if found is None:
+            raise ConnectionError("the buddy hung up")
+        return found
+
+    def send_bytes(self, pieces: Iterable[memoryview | bytes]) -> int:
+        """Send them at the pace that was given; how many there were."""
+        sent = 0
+        for piece in pieces:
+            view = memoryview(piece)
+            for at in range(0, len(view), PIECE):
+                part = view[at : at + PIECE]
+                self._pace.take(len(part))
+                self._sock.sendall(part)
+                sent += len(part)
+        return sent
+
+    def body(self, size: int) -> Iterator[memoryview]:
+        """The next `size` bytes in pieces, each valid until the next."""
+        buffer, left = memoryview(bytearray(min(PIECE, max(size, 1)))), size
+        while left:
+            part = buffer[: min(left, len(buffer))]
+            self._fill(part)
+            yield part
+            left -= len(part)
+
+    def whole(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        data = bytearray(size)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _receive(self, decoder: msgspec.msgpack.Decoder[M]) -> M | None:
+        head = bytearray(_LENGTH.size)
+        if not self._fill(memoryview(head), may_end=True):
+            return None
+        length = _LENGTH.unpack(head)[0]
+        if length > MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {length} bytes; the most is {MESSAGE_BYTES}")
+        try:
+            return decoder.decode(self.whole(length))
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"what came is not a message: {error}") from None
+
+    def _fill(self, view: memoryview, *, may_end: bool = False) -> bool:
+        done = 0
+        while done < len(view):
+            got = self._sock.recv_into(view[done:])
+            if not got:
+                if may_end and not done:
+                    return False
+                raise ConnectionError("the connection ended in the middle of a message")
+            done += got
+        return True

@@ -1,0 +1,291 @@
+"""Taking copies in, and giving them back: the daemon as somebody's buddy.
+
+Purpose: a guest's objects and records lie in this node's tier, within its budget and by its rules.
+Invariants: an object becomes one only when all announced bytes came and their digest is right; what came before a broken
+connection is kept for `PARTIAL_SECONDS`, so that the rest alone is sent again. At most `CONNECTIONS` peers at once, each in a
+thread of its own; a peer costs at most its time limits, and nobody else notices.
+Failure behaviour: a peer that is refused or breaks the protocol is counted by reason and hung up on; no room is said as
+"capacity", and the connection goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from dataio.core.errors import CapacityError, MillraceError, UsageError
+from dataio.core.log import get_logger
+from dataio.sidecar.tier import protocol as p
+from dataio.sidecar.tier import tls
+from dataio.sidecar.tier.config import TierConfig
+from dataio.store.tier import record as documents
+from dataio.store.tier.kept import Writer
+from dataio.store.tier.shelf import Shelf
+
+CONNECTIONS = 16
+STRANGERS = 64
+"""Peers, of whom nothing is known yet, at once."""
+PARTIALS = 16
+HANDSHAKE_SECONDS = 5.0
+PARTIAL_SECONDS = 600.0
+REASONS = ("tls", "name", "protocol", "busy", "broken")
+_log = get_logger(__name__)
+_Name = tuple[str, str, bytes]
+
+
+@dataclass(slots=True)
+class _Partial:
+    """An object on its way, with a reservation of its own; `busy` while a connection writes to it."""
+
+    writer: Writer
+    ends: ExitStack
+    busy: bool = True
+    touched: float = field(default_factory=time.monotonic)
+
+    def discard(self) -> None:
+        self.writer.discard()
+        self.ends.close()
+
+
+class BuddyServer:
+    """Listens from `start` to `close`. `counts`: peers refused, by reason; `received`: bytes of objects."""
+
+    def __init__(self, config: TierConfig, shelf: Shelf) -> None:
+        self._config, self._shelf = config, shelf
+        self._context = tls.server_context(config)
+        self._lock = threading.Lock()
+        self._peers: set[socket.socket] = set()
+        self._known: set[socket.socket] = set()
+        self._partials: dict[_Name, _Partial] = {}
+        self._pace = p.Pace(config.rate)
+        self._closed = False
+        self.counts: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self.received = 0
+
+    def start(self) -> int:
+        """Returns the port. `UsageError` when it is taken."""
+        assert self._config.listen is not None
+        where = self._config.listen
+        try:
+            self._socket = socket.create_server((where.host, where.port), family=_family(where.host), backlog=64)
+        except OSError as error:
+            raise UsageError(f"buddy_listen {where} cannot be used: {error.strerror}") from None
+        self._thread = threading.Thread(target=self._accept, name="millrace-buddies", daemon=True)
+        self._thread.start()
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def peers(self) -> int:
+        return len(self._known)
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+        self._thread.join(5)
+        with self._lock:
+            peers, partials = list(self._peers), list(self._partials.values())
+            self._partials.clear()
+        for peer in peers:
+            _hang_up(peer)
+        for partial in partials:
+            partial.discard()
+
+    def tidy(self) -> None:
+        """Forget what nobody went on sending."""
+        before = time.monotonic() - PARTIAL_SECONDS
+        with self._lock:
+            old = [name for name, x in self._partials.items() if not x.busy and x.touched < before]
+            gone = [self._partials.pop(name) for name in old]
+        for partial in gone:
+            partial.discard()
+
+    # peers
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, address = self._socket.accept()
+            except OSError:
+                if not self._closed:
+                    time.sleep(0.2)  # no descriptors left, as a rule
+                continue
+            with self._lock:
+                full = len(self._peers) >= CONNECTIONS + STRANGERS
+                if not full:
+                    self._peers.add(sock)
+            if full:
+                self.counts["busy"] += 1
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock, address[0]), name="millrace-buddy", daemon=True).start()
+
+    def _serve(self, sock: socket.socket, address: str) -> None:
+        peer = sock
+        try:
+            sock.settimeout(HANDSHAKE_SECONDS)
+            with self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False) as peer:
+                with self._lock:  # wrapping takes the socket over
+                    self._peers.remove(sock)
+                    self._peers.add(peer)
+                self._let_in(peer)
+                self._talk(p.Channel(peer, self._pace))
+        except _BusyError as error:
+            self._refuse("busy", address, error)
+        except tls.StrangerError as error:
+            self._refuse("name", address, error)
+        except ssl.SSLError as error:
+            self._refuse("tls", address, error)
+        except (p.ProtocolError, MillraceError) as error:
+            self._refuse("protocol", address, error)
+        except OSError as error:
+            self._refuse("broken", address, error)
+        finally:
+            with self._lock:
+                self._peers -= {sock, peer}
+                self._known -= {peer}
+            sock.close()
+
+    def _let_in(self, peer: ssl.SSLSocket) -> None:
+        """Whoever is slower than `HANDSHAKE_SECONDS` in all is hung up on, however often it sends a byte."""
+        timer = threading.Timer(HANDSHAKE_SECONDS, _hang_up, (peer,))
+        timer.daemon = True
+        timer.start()
+        try:
+            peer.do_handshake()
+        finally:
+            timer.cancel()
+        tls.require_name(peer, self._config.welcome)
+        with self._lock:
+            if len(self._known) >= CONNECTIONS:
+                raise _BusyError(f"{CONNECTIONS} buddies are connected")
+            self._known.add(peer)
+
+    def _refuse(self, reason: str, address: str, error: Exception) -> None:
+        self.counts[reason] += 1
+        if not self._closed:
+            text = str(getattr(error, "reason", None) or error)
+            _log.log(
+                20 if reason == "broken" else 30, "a buddy at %s was hung up on (%s): %.300s", address, reason, text
+            )
+
+    def _talk(self, channel: p.Channel) -> None:
+        hello = channel.request()
+        if not isinstance(hello, p.Hello):
+            raise p.ProtocolError("no hello")
+        if hello.version != p.VERSION:
+            channel.send(p.Refused("unsupported", f"this buddy speaks version {p.VERSION}: update the older one"))
+            return
+        channel.send(p.Welcome(p.VERSION))
+        while (request := channel.request()) is not None:
+            match request:
+                case p.Offer():
+                    self._take(channel, request)
+                case p.Keep(size):
+                    self._keep(channel, channel.whole(size))
+                case p.List(source):
+                    self._list(channel, source)
+                case p.Fetch():
+                    self._give(channel, request)
+                case p.Hello():
+                    raise p.ProtocolError("a second hello")
+
+    # what they ask
+
+    def _take(self, channel: p.Channel, offer: p.Offer) -> None:
+        held = self._shelf.open(offer.source, offer.key)
+        if held is not None and (held.size, held.label.digest) == (offer.size, offer.digest):
+            channel.send(p.Want(offer.size))
+            channel.send(p.Stored())
+            return
+        try:
+            partial = self._partial(offer)
+        except (CapacityError, OSError) as error:
+            channel.send(p.Refused("capacity", str(error)[:1000]))
+            return
+        try:
+            channel.send(p.Want(partial.writer.size))
+            for piece in channel.body(offer.size - partial.writer.size):
+                partial.writer.write(piece)
+                self.received += len(piece)
+        finally:
+            partial.busy, partial.touched = False, time.monotonic()
+        channel.send(self._finished(offer, partial))
+
+    def _partial(self, offer: p.Offer) -> _Partial:
+        """The object in the making, where it was left off, or a new one."""
+        name = (offer.source, offer.key, offer.digest)
+        with self._lock:
+            found = self._partials.get(name)
+            if found is not None and not found.busy:
+                found.busy = True
+                return found
+            if found is not None or len(self._partials) >= PARTIALS:
+                raise CapacityError(
+                    "it is being sent already" if found else f"{PARTIALS} objects are being sent already"
+                )
+            self._shelf.make_room(offer.size)
+            ends = ExitStack()
+            try:
+                writer = ends.enter_context(self._shelf.reserve()).writer(offer.source, offer.key)
+            except BaseException:
+                ends.close()
+                raise
+            self._partials[name] = made = _Partial(writer, ends)
+            return made
+
+    def _finished(self, offer: p.Offer, partial: _Partial) -> p.Message:
+        with self._lock:
+            self._partials.pop((offer.source, offer.key, offer.digest), None)
+        right = partial.writer.digest == offer.digest
+        try:
+            if right:
+                partial.writer.commit()
+        finally:
+            partial.discard()
+        return p.Stored() if right else p.Refused("corruption", f"{offer.key} came with another digest")
+
+    def _keep(self, channel: p.Channel, data: bytes) -> None:
+        try:
+            self._shelf.put_record(documents.as_guest(documents.decode(data, "a buddy's record")))
+        except (MillraceError, OSError) as error:
+            channel.send(p.Refused(getattr(error, "code", "capacity"), str(error)[:1000]))
+            return
+        channel.send(p.Stored())
+
+    def _list(self, channel: p.Channel, source: str) -> None:
+        found = [documents.encode(record) for record in self._shelf.records(source)[: p.RECORDS]]
+        channel.send(p.Listed([len(data) for data in found]))
+        channel.send_bytes(found)
+
+    def _give(self, channel: p.Channel, request: p.Fetch) -> None:
+        held = self._shelf.open(request.source, request.key)
+        if held is None or request.offset > held.size:
+            channel.send(p.Absent())
+            return
+        channel.send(p.Found(held.size, held.label.digest))
+        try:
+            channel.send_bytes(held.pieces(request.offset))
+        except MillraceError as error:  # the file became shorter: the peer sees the connection end
+            raise ConnectionError(str(error)) from None
+
+
+class _BusyError(Exception):
+    """More buddies than are served at once."""
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS may be in the middle of something: its own would wait
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

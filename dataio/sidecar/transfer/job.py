@@ -1,0 +1,81 @@
+"""One staged checkpoint, as the daemon keeps it in mind, and what is said of one.
+
+Invariant: `arena` and `plan` are descriptors that the job owns, -1 when it has none (any more).
+Failure behaviour: none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dataio.core.errors import CapacityError, MillraceError, TransientError
+from dataio.sidecar import messages as m
+from dataio.sidecar.transfer.journal import Entry, digest
+
+Listener = Callable[[m.JobEvent], None]
+Answer = Callable[["Job | MillraceError"], None]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One staged checkpoint. `arena` is a descriptor, -1 when there is none (any more)."""
+
+    entry: Entry
+    arena: int
+    plan: int = -1
+    answer: Answer | None = None
+    patience: Callable[[], None] = lambda: None
+    """Ends its waiting for room."""
+    released: bool = False
+    lost: bool = False
+    """Daemon and worker are gone, and the arena with them; perhaps the trainer still has it."""
+    done: int = 0
+    total: int = 0
+    outcome: m.Done | m.JobFailed | None = None
+    bad_lines: int = 0
+    listeners: list[Listener] = field(default_factory=list)
+
+    @property
+    def token(self) -> str:
+        return self.entry.token
+
+
+def describe(job: Job, state: str) -> dict[str, object]:
+    """The job, for people and monitors."""
+    return {
+        "token": job.token,
+        "kind": job.entry.kind,
+        "about": job.entry.about,
+        "state": state,
+        "urgent": job.entry.urgent,
+        "arena_bytes": job.entry.size,
+        "done": job.done,
+        "total": job.total,
+        "released": job.released,
+        "workers": job.entry.tries,
+        "age_seconds": round(time.time() - job.entry.accepted, 3),
+        "ignored_lines": job.bad_lines,
+        "error": job.outcome.message[:300] if isinstance(job.outcome, m.JobFailed) else None,
+    }
+
+
+def with_plan(entry: Entry, plan: bytes) -> Entry:
+    """The entry, with what the plan is recognised by."""
+    return replaced(entry, plan_bytes=len(plan), plan_digest=digest(plan))
+
+
+def replaced(entry: Entry, **changes: object) -> Entry:
+    """The entry with these fields changed."""
+    return msgspec.structs.replace(entry, **changes)
+
+
+def no_room(wait: float) -> CapacityError:
+    return CapacityError(f"no room for the arena within {wait:g} s", hint="raise arena_bytes, or save less often")
+
+
+def shutting_down() -> TransientError:
+    return TransientError("the sidecar is shutting down", hint="save without it, or try again after its restart")
