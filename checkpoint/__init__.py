@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from checkpoint.api import Checkpointer
     from checkpoint.handle import Handle, SaveResult
+    from checkpoint.lifecycle.keep import Keep
+    from checkpoint.restoring.reading import read
     from checkpoint.rng import RNG
 
-__all__ = ["RNG", "Checkpointer", "Handle", "SaveResult"]
+__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read"]
 
 _WHERE = {
     "Checkpointer": "checkpoint.api",
     "Handle": "checkpoint.handle",
+    "Keep": "checkpoint.lifecycle.keep",
     "RNG": "checkpoint.rng",
     "SaveResult": "checkpoint.handle",
+    "read": "checkpoint.restoring.reading",
 }
 
 

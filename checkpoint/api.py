@@ -10,31 +10,46 @@ or `close` if nobody has fetched it by then; training goes on meanwhile and earl
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 import torch
 
-from checkpoint import fit, names, plan, repository, restore, timeline, tree, ulid
-from checkpoint import layout as layouts
-from checkpoint.carriers import Cargo, Carriers
-from checkpoint.codec import COMPRESSIONS
-from checkpoint.documents import Base, StepName
+from checkpoint import preemption
+from checkpoint.format import layout as layouts
+from checkpoint.format import names, ulid
+from checkpoint.format.codec import COMPRESSIONS
+from checkpoint.format.documents import Base, StepName
+from checkpoint.format.layout import TensorSpec
 from checkpoint.handle import Handle, SaveResult
-from checkpoint.kinds import TensorSink, TorchKinds
-from checkpoint.layout import TensorSpec
-from checkpoint.lease import DEFAULT_LIFE
-from checkpoint.prepare import Prepared, prepare
+from checkpoint.lifecycle.automatic import Retention
+from checkpoint.lifecycle.keep import Keep
 from checkpoint.ranks import Ranks
-from checkpoint.stage import Staging
+from checkpoint.repository import steps as repository
+from checkpoint.repository import timeline
+from checkpoint.repository.lease import DEFAULT_LIFE
+from checkpoint.restoring import restore
+from checkpoint.restoring.apply import apply
+from checkpoint.saving import plan
+from checkpoint.saving.carriers import Cargo, Carriers
+from checkpoint.staging import governed
+from checkpoint.staging.arena import Arena, Staging
+from checkpoint.staging.copying import Copying
+from checkpoint.staging.slices import SlicedState, check_limit
+from checkpoint.state.kinds import TorchKinds
+from checkpoint.state.prepare import Prepared, Taken, expected, prepare, take_apart
+from checkpoint.state.selection import Selection
+from checkpoint.tier import reading
+from checkpoint.tier.reading import NodeTier, node_tier
 from dataio.core import metrics
-from dataio.core.errors import ConflictError, DeadlineError, MillraceError, UnsupportedError, UsageError
-from dataio.core.log import get_logger
+from dataio.core.errors import ConflictError, DeadlineError, MillraceError, UsageError
+from dataio.core.log import get_logger, warn_once
 from dataio.core.trace import span
 from dataio.sidecar.client import SaveMeter
 from dataio.store.contract import Store
@@ -42,6 +57,9 @@ from dataio.store.open import open_store
 
 _log = get_logger(__name__)
 _KINDS = TorchKinds()
+PRIORITIES = ("normal", "preemption")
+_TELLING, _SLOW = 64 << 20, 300e6
+"""A save of so many bytes, slower than so many a second, tells the next one that compression may pay from its first byte on."""
 _IN_FLIGHT = 2
 """Saves on their way at once: one whose arena is still needed, one that only waits for its commit."""
 
@@ -59,7 +77,15 @@ class Checkpointer:
 
     `url` is a path, `file:///path`, `s3://bucket/prefix` or an open `Store`; `storage_options` as for `open_store`.
     `sidecar` is "auto" (the node's daemon where one answers), the path of its socket, or None (inside this process).
-    `rank` and `world_size` come from torch.distributed when it is initialised. `compression` is "none" or "zstd".
+    `rank` and `world_size` come from torch.distributed when it is initialised. `compression` is "none", "zstd" or "auto" (for
+    each tensor what makes the save durable sooner at the store's speed, by measurement: on fast stores nothing).
+    `keep`: after each commit rank 0 removes the run's steps that this policy does not keep; None keeps all.
+    `failed_saves` is "log" (a save that failed in the background is an error in the log, in metrics, at its handle and at
+    `close`; training goes on) or "raise" (the next `save` raises it as well). That another trainer took over is always raised.
+    `staging` is "eager" (`save` returns when the state is copied) or "lazy" (parameters and optimizer state are copied behind
+    what the trainer does next, and the next step of an optimizer in the state waits for what is not copied by then).
+    `staging_bytes`: the most memory for the copy, None for what the state needs; a larger state is copied in slices, as
+    fast as they are written, inside this process.
     `wait_seconds` bounds each wait: for the arena, for other ranks, for a save in flight on `close` and `restore`.
     Methods are for one thread at a time; handles are for any.
 
@@ -78,77 +104,158 @@ class Checkpointer:
         rank: int | None = None,
         world_size: int | None = None,
         compression: str = "none",
+        keep: Keep | None = None,
+        failed_saves: str = "log",
+        staging: str = "eager",
+        staging_bytes: int | None = None,
         wait_seconds: float = 600.0,
         **storage_options: object,
     ) -> None:
         if compression not in COMPRESSIONS:
             raise UsageError(f"no compression {compression!r}", hint=f"there are: {', '.join(COMPRESSIONS)}")
+        if failed_saves not in ("log", "raise"):
+            raise UsageError(f"failed_saves is {failed_saves!r}", hint="there are: log, raise")
+        if staging not in ("eager", "lazy"):
+            raise UsageError(f"no staging {staging!r}", hint="there are: eager, lazy")
         self._run = names.check_run(run)
         self._ranks = Ranks.here(rank, world_size)
         self._owns_store = not isinstance(url, Store)
         self._store = url if isinstance(url, Store) else open_store(url, **storage_options)
         self._meter = SaveMeter(self._run)
+        self._sidecar = sidecar
         self._carriers = Carriers(self._store, sidecar, self._meter)
-        self._staging = Staging()
+        self._staging = Staging(check_limit(staging_bytes))
+        self._lazy, self._gates = staging == "lazy", governed.Gates()
+        self._upload_hint = 0.0
+        self._raises = failed_saves == "raise"
+        self._retention = Retention(self._store, self._run, keep) if keep and self._ranks.rank == 0 else None
         self._compression, self._wait = compression, wait_seconds
         self._timeline = 0
         self._parent: StepName | None = None
         self._base: Base | None = None
+        self._unsure: Base | None = None
         self._saves: dict[int, Handle] = {}
-        self._committed: set[int] = set()
+        self._committed: dict[int, Handle] = {}
+        self._unheard: Handle | None = None
         self._closed = False
         _before_exit(self._wait_at_exit)
 
-    def save(self, step: int, state: dict[str, Any]) -> Handle:
+    def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle:
         """Start saving `state` as `step`; return when it is copied and may change again.
 
-        Raises the error of an earlier save that nobody has fetched, `ConflictError` when this timeline has the step
-        already, `UsageError` naming the path of a value that cannot be saved, `DeadlineError` when the previous save
+        `priority` is "normal", or "preemption" for the last save before this machine is taken away: it waits for no earlier
+        save's memory, and in the sidecar it overtakes what waits and holds what runs.
+
+        Raises the error of an earlier save that nobody has fetched (see `failed_saves`), `ConflictError` when this timeline
+        has the step already, `UsageError` naming the path of a value that cannot be saved, `DeadlineError` when the previous save
         keeps the arena too long.
         """
         began = time.perf_counter()
+        urgent = _is_urgent(priority)
         ticket, prepared = self._begin(step, state)
         specs = prepared.specs()
         layout = layouts.lay_out(specs)
-        self._wait_for_room()
-        arena = self._staging.take(layout, self._wait)
+        staging = self._staging_for(urgent)
+        arena = staging.take(layout, self._wait)
         handle = Handle(step, ticket.attempt)
         try:
             with span("stage.d2h", step=step, bytes=layout.total):
-                self._staging.copy(arena, [x.tensor for x in prepared.mine], specs, layout)
-            cargo = Cargo(
-                self._plan(step, ticket, prepared, specs, layout),
-                arena.fd,
-                arena.view,
-                self._staging.give_back,
-                self._staging.abandon,
-                handle.set_staged,
-            )
-            handle.stall = time.perf_counter() - began
-            threading.Thread(target=self._carry, args=(cargo, handle), name=f"millrace-save-{step}").start()
+                copying = self._copy(staging, arena, state, prepared.tensors(), specs, layout)
+            handle.follow(copying)
+            put = self._plan(step, ticket, prepared, specs, layout)
+            cargo = self._cargo(put, staging, arena, copying, handle, urgent)
+            threading.Thread(target=self._carry, args=(cargo, handle, copying), name=f"millrace-save-{step}").start()
         except BaseException:
-            self._staging.give_back()
+            staging.give_back()
             raise
+        finally:
+            if staging is not self._staging:
+                staging.close()  # its memory goes when its carrier lets go of it
         self._saves[step] = handle
+        self._gates.watch(governed.optimizers_in(state) if self._lazy else (), copying)
+        if not self._lazy:
+            self._gates.pass_all()  # a state in slices is copied as fast as it is written
+            copying.waited = 0.0  # that was part of the stall
+        handle.stall = time.perf_counter() - began
         metrics.checkpoint_stall_seconds.observe(handle.stall)
         self._meter.held(handle.stall)
         return handle
 
-    def restore(self, state: dict[str, Any], step: int | str = "latest") -> int | None:
-        """Restore `state` in place from `step`, or the newest one; return the step, None when the run has none.
+    def warm_up(self, state: dict[str, Any]) -> None:
+        """Allocate the memory that saves of `state` need now, in a thread, so that the first save need not.
 
-        Raises `MismatchError`, before anything is changed, naming every entry that is missing, not expected, or of
-        another shape or type; `NotFoundError` for a step that is not there; `CorruptionError` naming step, tensor, pack
-        and offset, with the state then partly restored.
+        Worth calling once the optimizer has its state: after its first step, or after `restore`. Takes no part in anything
+        that ranks do together.
         """
         self._check_open()
-        base = self._agree_on_base(step)
-        if base is None:
-            return None
-        with restore.reading(self._store, self._run, base) as opened:
-            self._apply(state, opened)
-        self._parent, self._base, self._timeline = StepName(base.timeline, base.step), base, 0
-        self._committed.clear()
+        self._staging.warm_up(
+            layouts.lay_out(expected(take_apart(state, _KINDS), self._ranks.rank, self._ranks.world_size))
+        )
+
+    def on_preemption(
+        self,
+        state: Callable[[], dict[str, Any]],
+        *,
+        deadline: float = preemption.DEADLINE_SECONDS,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        report: str | os.PathLike[str] | None = None,
+    ) -> preemption.Preemption:
+        """From now on these signals ask for a last save of `state()`, committed within `deadline` seconds of the signal.
+
+        Ask the returned object between two steps: `if guard.reached(step): sys.exit(guard.exit_code)`. The exit code is 99
+        when the state is committed and 98 when not; `report` (or $MILLRACE_PREEMPTION_REPORT) with `.<rank>` added is a file
+        that says it in JSON. With several ranks all call this, and `reached` at every step.
+        """
+        self._check_open()
+        ranks = self._ranks
+        return preemption.Preemption(self, state, deadline, signals, ranks.world_size, ranks.rank, report)
+
+    def last_save_of(self, step: int) -> Handle | None:
+        """The save of this step when it is on its way or committed by this checkpointer; saves that failed are forgotten."""
+        for handle in self._saves.values():
+            handle.fetched = handle.fetched or (handle.done and handle.error is not None)
+        self._settle()
+        return self._saves.get(step) or self._committed.get(step)
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        step: int | str = "latest",
+        *,
+        run: str | None = None,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        strict: bool = True,
+        cast: bool = False,
+    ) -> int | None:
+        """Restore `state` in place from `step`, or the newest one; return the step, None when the run has none.
+
+        `run`: another run of this repository. `include` and `exclude`: patterns on paths such as "model/*", see
+        `checkpoint.state.selection`; the rest of `state` is left as it is. `strict=False`: so are entries that the
+        checkpoint does not hold, and what it holds beyond `state` is not read. `cast`: tensors of another type are
+        converted. Mesh, placement and number of ranks may be others than at the save. Raises `MismatchError`, before
+        anything is changed, naming every entry that is missing, not expected, or of another shape or type; `NotFoundError`
+        for a step that is not there; `CorruptionError` naming step, tensor, pack and offset, with the state then partly
+        restored.
+        """
+        self._check_open()
+        selection = Selection.of(include, exclude, strict, cast)
+        source = self._run if run is None else names.check_run(run)
+        with node_tier(self._sidecar) as tier:
+            found = self._agree_on_base(source, step, tier)
+            if found is None:
+                return None
+            base, near = found.base, tier.near(self._store)
+            opening = reading.away(near, source, base) if found.away else restore.reading(near, source, base)
+            with opening as opened:
+                skipped = apply(state, opened, self._ranks, selection, near)
+            reading.told(near, base.step)
+        if skipped:
+            _log.warning("step %d: left as they are: %s", base.step, ", ".join(skipped[:8]))
+        if source == self._run:
+            self._parent, self._base, self._timeline = StepName(base.timeline, base.step), base, 0
+            self._committed.clear()
+            self._unsure = base if found.away and step == "latest" else None
         return base.step
 
     def steps(self) -> list[int]:
@@ -168,8 +275,11 @@ class Checkpointer:
         self._closed = True
         try:
             self._wait_for_all(self._wait if timeout is None else timeout)
+            if self._retention is not None:
+                self._retention.wait(self._wait if timeout is None else timeout)
             self._raise_unfetched()
         finally:
+            self._gates.close()
             self._staging.close()
             self._carriers.close()
             if self._owns_store and all(handle.done for handle in self._saves.values()):
@@ -188,28 +298,28 @@ class Checkpointer:
 
     def _begin(self, step: int, state: dict[str, Any]) -> tuple[_Ticket, Prepared]:
         """Agree with the other ranks on the attempt, with the state taken apart on each."""
-        prepared, message, error = None, b"", None
+        taken, message, error = None, b"", None
         try:
-            prepared = self._prepare(step, state)
+            taken = self._take(step, state)
             if self._ranks.rank == 0:
                 message = msgspec.msgpack.encode(self._draw())
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
         number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
         ticket = msgspec.msgpack.decode(self._ranks.agree(number, message, error), type=_Ticket)
-        assert prepared is not None
+        assert taken is not None
         self._timeline = ticket.timeline
-        return ticket, prepared
+        return ticket, prepare(taken, self._ranks)
 
-    def _prepare(self, step: int, given: dict[str, Any]) -> Prepared:
+    def _take(self, step: int, given: dict[str, Any]) -> Taken:
         self._check_open()
-        self._raise_unfetched()
+        self._hear_failures()
         names.check_step(step)
         self._settle()
         if step in self._committed or step in self._saves:
             how = "is saved" if step in self._committed else "is being saved"
             raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
-        return prepare(given, _KINDS, self._ranks.rank, self._ranks.world_size)
+        return take_apart(given, _KINDS)
 
     def _settle(self) -> None:
         """Forget saves that have ended and were heard of; the newest committed one is what the next save leans on."""
@@ -217,7 +327,7 @@ class Checkpointer:
             if handle.done and (handle.error is None or handle.fetched):
                 del self._saves[step]
                 if handle.error is None:
-                    self._committed.add(step)
+                    self._committed[step] = handle
                     self._base = Base(self._timeline, step, handle.attempt)
 
     def _draw(self) -> _Ticket:
@@ -227,6 +337,7 @@ class Checkpointer:
             repository.ensure_repo(self._store)
             if self._base is None:
                 self._base = repository.find(self._store, self._run, "latest")
+            self._check_sure()
             number = timeline.open_timeline(self._store, self._run, self._parent)
         return _Ticket(ulid.new(), number, self._base)
 
@@ -248,13 +359,50 @@ class Checkpointer:
             tree=prepared.tree,
             replicas=prepared.replicas,
             compression=self._compression,
+            upload_hint=self._upload_hint,
             lease_seconds=DEFAULT_LIFE,
             commit_timeout=self._wait,
         )
 
-    def _carry(self, cargo: Cargo, handle: Handle) -> None:
-        """In its own thread: from staged to committed."""
+    def _copy(
+        self,
+        staging: Staging,
+        arena: Arena,
+        state: object,
+        tensors: list[torch.Tensor],
+        specs: list[TensorSpec],
+        layout: layouts.Layout,
+    ) -> Copying | SlicedState:
+        if not staging.fits(layout):
+            warn_once(_log, "the state is larger than staging_bytes: it is copied in slices, as fast as it is written")
+            return SlicedState(arena, tensors, specs, layout)
+        late = governed.late(state, tensors) if self._lazy else frozenset()
+        return Copying(staging.pool, arena, tensors, specs, layout, late)
+
+    def _cargo(
+        self,
+        put: plan.PutPlan,
+        staging: Staging,
+        arena: Arena,
+        copying: Copying | SlicedState,
+        handle: Handle,
+        urgent: bool,
+    ) -> Cargo:
+        sliced = isinstance(copying, SlicedState)
+        return Cargo(
+            put,
+            -1 if sliced else arena.fd,
+            (lambda: copying) if isinstance(copying, SlicedState) else arena.view,
+            staging.give_back,
+            staging.abandon,
+            handle.set_staged,
+            urgent,
+        )
+
+    def _carry(self, cargo: Cargo, handle: Handle, copying: Copying | SlicedState) -> None:
+        """In its own thread: from the copy to committed."""
         try:
+            self._join(cargo, copying)
             with span("commit", step=handle.step):
                 result = self._carriers.carry(cargo)
         except BaseException as error:
@@ -263,39 +411,63 @@ class Checkpointer:
             _log.error("step %d was not saved; training goes on without it: %s", handle.step, error, exc_info=detail)
             handle.set_error(error)
             return
-        saved = msgspec.convert(result | {"stall": handle.stall, "carrier": handle.carrier}, SaveResult)
+        finally:
+            if isinstance(copying, SlicedState):
+                copying.cancel()
+        waits = {"stall": handle.stall, "waited": handle.waited, "sliced": isinstance(copying, SlicedState)}
+        saved = msgspec.convert(result | waits | {"carrier": handle.carrier}, SaveResult)
         metrics.checkpoint_saves.labels("committed").inc()
+        metrics.checkpoint_waited_seconds.observe(saved.waited)
+        self._meter.waited(saved.waited)
         self._meter.committed(handle.step, msgspec.convert(result["committed"], float))
         for kind in ("state", "written", "deduplicated"):
             metrics.checkpoint_bytes.labels(kind).inc(getattr(saved, f"bytes_{kind}"))
+        if saved.bytes_written >= _TELLING and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW:
+            self._upload_hint = saved.bytes_written / saved.seconds
         handle.set_result(saved)
+        if self._retention is not None:
+            self._retention.committed()
 
-    def _agree_on_base(self, step: int | str) -> Base | None:
+    def _join(self, cargo: Cargo, copying: Copying | SlicedState) -> None:
+        try:
+            copying.join()
+        except BaseException:
+            cargo.give_back()
+            raise
+
+    def _agree_on_base(self, run: str, step: int | str, tier: NodeTier) -> reading.Found | None:
         found, error = None, None
         try:
             self._wait_for_all(self._wait)
             self._settle()
-            if self._ranks.rank == 0:
-                found = repository.find(self._store, self._run, step)
+            tier.send(self._store, run)
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
         number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
+        self._ranks.agree(number, b"", error)  # now all that only the nodes' tiers had is in the store
+        try:
+            if self._ranks.rank == 0:
+                found = tier.find(self._store, run, step)
+        except Exception as caught:
+            error = caught
         message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
-        return msgspec.msgpack.decode(message, type=Base | None)
+        return msgspec.msgpack.decode(message, type=reading.Found | None)
 
-    def _apply(self, given: dict[str, Any], opened: repository.Step) -> None:
-        rank = self._ranks.rank if self._ranks.rank < len(opened.manifests) else 0
-        saved = restore.tensors_of(opened, rank)
-        for _, tensor in saved.values():
-            if tensor.local != tensor.shape:
-                raise UnsupportedError(f"tensor {tensor.name!r} was saved in shards", hint="install a newer Millrace")
-        shapes = {name: (tensor.dtype, tensor.shape) for name, (_, tensor) in saved.items()}
-        todo = fit.fit(given, tree.decode(opened.manifests[rank].tree), shapes, _KINDS)
-        with torch.no_grad():
-            for targets, actions in ((todo.fresh, todo.early), (todo.in_place, todo.late)):
-                restore.read(self._store, opened, [restore.Want(*saved[name], TensorSink(t)) for name, t in targets])
-                for action in actions:
-                    action()
+    def _check_sure(self) -> None:
+        """What was restored while the store was away must still be the latest before anything is built on it."""
+        if self._unsure is not None:
+            latest = repository.find(self._store, self._run, "latest")
+            if latest != self._unsure:
+                raise reading.outdated(self._run, self._unsure, latest)
+            self._unsure = None
+
+    def _staging_for(self, urgent: bool) -> Staging:
+        """Where the state is copied to. An urgent save gets memory of its own rather than wait for an earlier save's."""
+        if urgent and self._staging.busy:
+            return Staging(self._staging.limit)
+        if not urgent:
+            self._wait_for_room()
+        return self._staging
 
     def _wait_for_room(self) -> None:
         running = [handle for handle in self._saves.values() if not handle.done]
@@ -311,7 +483,18 @@ class Checkpointer:
             if not handle.wait(max(deadline - time.monotonic(), 0)):
                 raise DeadlineError(f"step {handle.step} is still in flight after {timeout:g} s", hint="wait longer")
 
+    def _hear_failures(self) -> None:
+        """Failed saves that nobody asked about: raised when that is wanted, or when this trainer was replaced."""
+        for handle in self._saves.values():
+            if handle.done and handle.error is not None and not handle.fetched:
+                if self._raises or isinstance(handle.error, ConflictError):
+                    handle.result()
+                handle.fetched = True
+                self._unheard = handle
+
     def _raise_unfetched(self) -> None:
+        if self._unheard is not None:
+            self._unheard.result()
         for handle in self._saves.values():
             if handle.done and handle.error is not None and not handle.fetched:
                 handle.result()
@@ -332,3 +515,9 @@ def _before_exit(method: Callable[[], None]) -> None:
     register = getattr(threading, "_register_atexit", None)  # not public, but what concurrent.futures itself rests on
     if register is not None:
         register(lambda: (found := reference()) and found())
+
+
+def _is_urgent(priority: str) -> bool:
+    if priority not in PRIORITIES:
+        raise UsageError(f"no priority {priority!r}", hint=f"there are: {', '.join(PRIORITIES)}")
+    return priority == "preemption"

@@ -19,25 +19,38 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
-from checkpoint import codec, commit, dedup, layout, names, pack
-from checkpoint import manifest as manifests
-from checkpoint import plan as plans
-from checkpoint.ahead import in_order
-from checkpoint.chunk import digest
-from checkpoint.commit import Attempt
-from checkpoint.documents import Commit
-from checkpoint.events import Done, Event, Progress, Released, failed, to_json
-from checkpoint.lease import LeaseKeeper
-from checkpoint.manifest import Chunk, PackName
-from checkpoint.plan import PutPlan
+import msgspec
+
+from checkpoint.format import codec, layout, names, pack
+from checkpoint.format import manifest as manifests
+from checkpoint.format.chunk import digest
+from checkpoint.format.documents import Commit
+from checkpoint.format.manifest import Chunk, PackName
+from checkpoint.repository import commit, dedup
+from checkpoint.repository.ahead import in_order
+from checkpoint.repository.commit import Attempt
+from checkpoint.repository.lease import LeaseKeeper
+from checkpoint.saving import choose
+from checkpoint.saving import plan as plans
+from checkpoint.saving.events import Committing, Done, Event, Progress, Released, failed, to_json
+from checkpoint.saving.plan import PutPlan
+from checkpoint.saving.progress import FreeNumbers, ProgressFile, add_stored
+from checkpoint.tier import saving
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
-from dataio.core.errors import MillraceError, UsageError
+from dataio.core.errors import MillraceError, TransientError, UsageError
 from dataio.core.limits import MIB
+from dataio.sidecar.transfer.gate import pass_by
 from dataio.store.contract import Store
+from dataio.store.gated import Gated
 from dataio.store.open import open_location
+from dataio.store.resume import Resuming
+from dataio.store.tier.shelf import Shelf
 
+_ANY_BYTES = 1 << 62
 _THREADS = 2
 _AHEAD = 8
 """Chunks hashed ahead of the upload."""
@@ -47,8 +60,18 @@ _leased = declare("ckpt.lease-written", "only the lease is there: invisible")
 _in_pack = declare("ckpt.in-pack", "a pack is half sent: invisible, and no such object")
 _first_pack = declare("ckpt.first-pack", "one pack is there: invisible, garbage once the lease is over")
 _packs_written = declare("ckpt.packs-written", "all packs are there, no manifest: invisible")
+_arena_released = declare(
+    "ckpt.arena-released", "all packs are there, the manifest is known, the arena is the trainer's"
+)
 _manifest_written = declare("ckpt.manifest-written", "packs and this rank's manifest are there: invisible")
 _lease_deleted = declare("ckpt.lease-deleted", "committed, nothing left to do")
+
+
+class ArenaBytes(Protocol):
+    """A staged arena: a memoryview of all of it, or what lends each piece when it is asked for it, in order."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: slice, /) -> memoryview: ...
 
 
 @dataclass(slots=True)
@@ -68,48 +91,134 @@ class Tables:
 
 
 def carry(
-    arena: memoryview,
+    arena: ArenaBytes | None,
     plan: bytes,
     emit: Callable[[Event], None],
     *,
     store: Store | None = None,
+    shelf: Shelf | None = None,
+    progress: ProgressFile | None = None,
+    gate: Callable[[], None] | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> dict[str, object]:
-    """Commit the plan's step and return what happened; `store` when the caller has it open already."""
-    decoded = plans.decode(plan, len(arena))
+    """Commit the plan's step and return what happened; `store` when the caller has it open already; `shelf` is the node's
+    tier.
+
+    With `progress` it goes on where an earlier carrier stopped, without an arena (None) when only the manifest was left to be
+    written. `gate` is asked before each piece that is sent.
+    """
+    decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
+    book = progress or ProgressFile(None)
     if store is not None:
-        return _carry(arena, decoded, emit, store, clock)
+        return _carry(arena, decoded, emit, store, shelf, book, clock)
     with open_location(decoded.location.to_location()) as opened:
-        return _carry(arena, decoded, emit, opened, clock)
+        sending = Gated(opened, gate) if gate is not None else opened
+        return _carry(arena, decoded, emit, Resuming(sending, book), shelf, book, clock)
 
 
 def _carry(
-    arena: memoryview, plan: PutPlan, emit: Callable[[Event], None], store: Store, clock: Clock
+    arena: ArenaBytes | None,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    store: Store,
+    shelf: Shelf | None,
+    book: ProgressFile,
+    clock: Clock,
 ) -> dict[str, object]:
-    began = clock.monotonic()
+    with saving.holding(store, plan, shelf, clock) as held:
+        try:
+            return _commit(arena, plan, emit, held, book, clock) | {"kept": held.kept}
+        except TransientError as error:
+            if held.can_keep_alone and arena is not None:
+                with contextlib.suppress(MillraceError, OSError):  # then the store's error is all there is to say
+                    _keep(arena, plan, emit, held, clock)
+            if held.kept is None:
+                raise
+            raise saving.kept_alone(error, plan.step) from error
+
+
+def _keep(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], held: saving.Holding, clock: Clock) -> None:
+    """The store is away: keep the step in the tier, whole, since no lease protects what it could lean on."""
+    held.alone()
+    tables, digests, known = _upload(
+        arena, msgspec.structs.replace(plan, bases=()), emit, held.store, ProgressFile(None)
+    )
+    emit(Released())
+    manifest = _manifest(plan, tables, digests, known, clock)
+    held.complete(manifest, manifests.encode(manifest))
+
+
+def _commit(
+    arena: ArenaBytes | None,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    held: saving.Holding,
+    book: ProgressFile,
+    clock: Clock,
+) -> dict[str, object]:
+    began, store = clock.monotonic(), held.store
     attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
     _started()
-    _refuse_early(store, attempt)
+    if (found := _look_first(store, attempt)) is not None:
+        emit(Released())
+        return result_of(store, attempt, plan.rank, found) | {"seconds": clock.monotonic() - began}
     lease = LeaseKeeper(store, plan.attempt, plan.run, plan.timeline, plan.step, plan.bases, plan.lease_seconds, clock)
     with lease:
         _leased()
-        tables, digests, known = _upload(arena, plan, emit, store)
+        held.go_on(book.manifest)
+        manifest, encoded = _packed(arena, plan, emit, store, book, clock)
+        held.complete(manifest, encoded)
         emit(Released())
-        _packs_written()
-        manifest = _manifest(plan, tables, digests, known, clock)
-        store.put_if_absent(attempt.manifest_key(plan.rank), manifests.encode(manifest))  # another carrier's will do
+        _arena_released()
+        if not store.put_if_absent(attempt.manifest_key(plan.rank), encoded):
+            held.replaced()  # another carrier's will do
         _manifest_written()
+        emit(Committing())
         found = commit.finish(store, attempt, lease, timeout=plan.commit_timeout, clock=clock)
+        held.committed(found)
         lease.release()
         _lease_deleted()
     return result_of(store, attempt, plan.rank, found) | {"seconds": clock.monotonic() - began}
 
 
-def _refuse_early(store: Store, attempt: Attempt) -> None:
-    """Stop before anything is uploaded when the attempt cannot become the step any more."""
-    action = commit.decide(attempt, commit.look(store, attempt, lease_alive=True))
+def _look_first(store: Store, attempt: Attempt) -> Commit | None:
+    """COMMIT, when an earlier carrier got so far; raises when the attempt cannot become the step any more."""
+    view = commit.look(store, attempt, lease_alive=True)
+    action = commit.decide(attempt, view)
     if isinstance(action, commit.Stop):
         raise action.error
+    if isinstance(action, commit.Committed):
+        store.delete_many([names.lease(attempt.id)])
+    return view.commit
+
+
+def _packed(
+    arena: ArenaBytes | None,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    store: Store,
+    book: ProgressFile,
+    clock: Clock,
+) -> tuple[manifests.Manifest, bytes]:
+    """The manifest, also encoded, with every pack that it needs stored; afterwards the arena is not needed."""
+    if book.manifest is not None:
+        return book.require_packs(store, plan, book.manifest), book.manifest
+    if arena is None:
+        book.abandon(store)
+        raise _lost(plan)
+    tables, digests, known = _upload(arena, plan, emit, store, book)
+    _packs_written()
+    manifest = _manifest(plan, tables, digests, known, clock)
+    encoded = manifests.encode(manifest)
+    book.finished(encoded)
+    return manifest, encoded
+
+
+def _lost(plan: PutPlan) -> TransientError:
+    return TransientError(
+        f"step {plan.step} of run {plan.run} is lost: the processes that held its bytes ended before they were stored",
+        hint="the earlier steps are untouched; save again",
+    )
 
 
 def result_of(store: Store, attempt: Attempt, rank: int, found: Commit) -> dict[str, object]:
@@ -125,24 +234,31 @@ def result_of(store: Store, attempt: Attempt, rank: int, found: Commit) -> dict[
         "bytes_state": manifest.bytes_state,
         "bytes_written": manifest.bytes_written,
         "bytes_deduplicated": manifest.bytes_deduplicated,
+        "encodings": {codec.NAMES[kind]: sizes for kind, sizes in manifests.encodings(manifest).items()},
         "committed": found.committed,
         "seconds": max(found.committed - manifest.created, 0.0),
     }
 
 
 def _upload(
-    arena: memoryview, plan: PutPlan, emit: Callable[[Event], None], store: Store
+    arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], store: Store, book: ProgressFile
 ) -> tuple[Tables, list[bytes], dedup.Known]:
     """Hash every piece of the arena, store those that are new; the digests are by piece."""
     specs = [tensor.spec() for tensor in plan.tensors]
-    pieces, _ = layout.cut_all(specs, layout.lay_out(specs))
+    place = layout.lay_out(specs)
+    pieces, spans = layout.cut_all(specs, place)
+    upload = choose.Upload(plan.upload_hint)
+    choice = choose.Choice(plan.compression, specs, place, spans, upload, _THREADS)
     known = dedup.load(store, plan.run, plan.bases)
-    tables, digests, carrier = Tables(), [], os.urandom(4).hex()
+    tables, digests = Tables(), []
+    there = book.stored(store, plan)
+    add_stored(known, there, book, plan)
+    numbers = FreeNumbers(there)
     total = sum(piece.length for piece in pieces)
 
     def new_chunks() -> Iterator[pack.NewChunk]:
         done = said = 0
-        for chunk in _hashed(arena, pieces, known, plan.compression):
+        for chunk in _hashed(arena, pieces, known, choice):
             digests.append(chunk.digest)
             yield from _if_new(chunk, known, tables)
             done += chunk.raw
@@ -150,15 +266,16 @@ def _upload(
                 said = done
                 emit(Progress(done, total))
 
-    def packed(number: int, entry: pack.Entry) -> None:
-        tables.add(PackName(plan.attempt, names.pack_name(plan.rank, carrier, number)), entry)
+    def packed(nth: int, entry: pack.Entry) -> None:
+        tables.add(book.name(plan, numbers[nth]), entry)
         tables.written += entry.stored
+        book.packing(key_of(nth), entry)
         _in_pack()
 
-    def key_of(number: int) -> str:
-        return names.pack(plan.attempt, names.pack_name(plan.rank, carrier, number))
+    def key_of(nth: int) -> str:
+        return book.key(plan, numbers[nth])
 
-    for _ in pack.write_all(store, key_of, new_chunks(), packed):
+    for _ in pack.write_all(store, key_of, new_chunks(), packed, upload.took):
         _first_pack()
     return tables, digests, known
 
@@ -168,24 +285,27 @@ def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterato
         tables.deduplicated += chunk.raw
     elif (stored := known.chunks.get(chunk.digest)) is not None:
         tables.add(stored.pack, stored.chunk)
-        tables.deduplicated += chunk.raw
+        tables.deduplicated += chunk.raw if chunk.digest not in known.own else 0
+        tables.written += known.own.get(chunk.digest, 0)
     else:
         yield chunk
 
 
 def _hashed(
-    arena: memoryview, pieces: Sequence[layout.Piece], known: dedup.Known, compression: str
+    arena: ArenaBytes, pieces: Sequence[layout.Piece], known: dedup.Known, choice: choose.Choice
 ) -> Iterator[pack.NewChunk]:
     """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead."""
 
-    def work(piece: layout.Piece) -> pack.NewChunk:
+    def work(numbered: tuple[int, layout.Piece]) -> pack.NewChunk:
+        number, piece = numbered
         payload = arena[piece.at : piece.at + piece.length]
         name = digest(payload)
-        stored, kind = (payload, manifests.RAW) if name in known.chunks else codec.pack(payload, compression)
+        kind = manifests.RAW if name in known.chunks else choice.kind(number, payload)
+        stored, kind = codec.pack(payload, kind)
         return pack.NewChunk(name, stored, piece.length, kind)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-hash") as pool:
-        yield from in_order(pool, work, pieces, _AHEAD)
+        yield from in_order(pool, work, enumerate(pieces), _AHEAD)
 
 
 def _manifest(
@@ -206,6 +326,7 @@ def _manifest(
         for spec, own in zip(specs, spans, strict=True)
     )
     return manifests.Manifest(
+        version=manifests.version_for(tables.chunks),
         run=plan.run,
         timeline=plan.timeline,
         step=plan.step,
@@ -230,9 +351,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m checkpoint.carry", description="Commit one staged checkpoint.")
     parser.add_argument("--arena-fd", type=int, required=True, help="descriptor of the staging arena")
     parser.add_argument("--plan-fd", type=int, required=True, help="descriptor that the put plan is read from")
+    saving.add_flags(parser)
+    parser.add_argument("--progress-fd", type=int, default=-1, help="file of what was done already, by an earlier try")
+    parser.add_argument("--gate-fd", type=int, default=-1, help="lock that is passed before each piece that is sent")
     options = parser.parse_args(argv)
+    progress = ProgressFile(options.progress_fd if options.progress_fd >= 0 else None)
+    gate = partial(pass_by, options.gate_fd) if options.gate_fd >= 0 else None
     try:
-        result = carry(_mapped(options.arena_fd), _read_plan(options.plan_fd), _print)
+        shelf, plan = saving.shelf_of(options), _read_plan(options.plan_fd)
+        result = carry(_mapped(options.arena_fd), plan, _print, shelf=shelf, progress=progress, gate=gate)
     except MillraceError as error:
         _print(failed(error))
         return error.exit_code
@@ -240,8 +367,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _mapped(fd: int) -> memoryview:
-    """The arena, read-only, for as long as the process lives."""
+def _mapped(fd: int) -> memoryview | None:
+    """The arena, read-only, for as long as the process lives; None when it is not there any more."""
+    if fd < 0:
+        return None
     return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
 
 

@@ -1,6 +1,6 @@
-"""`millrace ckpt`: list and check the steps of a checkpoint repository.
+"""`millrace ckpt`: list, check, name and remove the steps of a checkpoint repository.
 
-Invariant: runs without torch and changes nothing, but that complete attempts are finished, as by any reader.
+Invariant: runs without torch. Listing and checking change nothing, but that complete attempts are finished, as by any reader.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from checkpoint import check
+from checkpoint import cli_lifecycle
+from checkpoint.repository import check
 from dataio.core.errors import CorruptionError
 from dataio.core.limits import format_bytes
 from dataio.store.open import open_store
@@ -24,6 +25,8 @@ def ckpt(argv: Sequence[str]) -> int:
     """Run `millrace ckpt ARGV` and return its exit code."""
     options = _parser().parse_args(argv)
     with open_store(options.url) as store:
+        if options.action in cli_lifecycle.COMMANDS:
+            return cli_lifecycle.run(store, options)
         if options.action == "ls":
             report, _ = check.survey(store, options.run)
         else:
@@ -39,7 +42,7 @@ def ckpt(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="millrace ckpt", description="List and check the steps of a checkpoint repository."
+        prog="millrace ckpt", description="List, check, name and remove the steps of a checkpoint repository."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("ls", help="list the steps")
@@ -48,11 +51,16 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="only documents, manifests and pack tables, not the data"
     )
     for action in (listing, checking):
-        action.add_argument("url", metavar="URL", help="the repository: a path, file:///path or s3://bucket/prefix")
-        action.add_argument("--run", help="only this run")
-        action.add_argument("--json", action="store_true", help="one JSON object instead of text")
-        action.epilog = "exit codes: 0 clean · 2 wrong use or no such repository · 3 try again · 4 damage was found"
+        _add_common(action)
+    cli_lifecycle.add(actions, _add_common)
     return parser
+
+
+def _add_common(action: argparse.ArgumentParser) -> None:
+    action.add_argument("url", metavar="URL", help="the repository: a path, file:///path or s3://bucket/prefix")
+    action.add_argument("--run", help="only this run")
+    action.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    action.epilog = "exit codes: 0 clean · 2 wrong use or not there · 3 try again · 4 damage was found · 5 taken"
 
 
 def _print_steps(report: check.Report) -> None:

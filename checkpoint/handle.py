@@ -9,7 +9,8 @@ changes nothing.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from dataio.core.errors import DeadlineError
 
@@ -18,7 +19,10 @@ from dataio.core.errors import DeadlineError
 class SaveResult:
     """A committed save. Bytes are this rank's: of state, written to packs, and not written because they were stored
     already. `seconds` from the end of staging to COMMIT; `stall`: seconds that `save` held the caller; `carrier` is
-    "sidecar" or "process".
+    "sidecar" or "process". `waited`: seconds that the trainer was held later, by what was still being copied (an optimizer's
+    step, `copied`, `staged`). `sliced`: the state was larger than the memory for staging it. `kept`:
+    seconds after which all of it was in the node's tier, None where there is none; what is only kept is not a result.
+    `encodings`: by codec, (raw, stored) bytes of what this rank wrote.
     """
 
     run: str
@@ -31,6 +35,18 @@ class SaveResult:
     seconds: float
     stall: float
     carrier: str
+    waited: float = 0.0
+    sliced: bool = False
+    encodings: dict[str, tuple[int, int]] = field(default_factory=dict)
+    kept: float | None = None
+
+
+class Copy(Protocol):
+    """The state on its way into memory that does not change."""
+
+    @property
+    def waited(self) -> float: ...
+    def wait(self, timeout: float | None = None) -> None: ...
 
 
 class Handle:
@@ -41,6 +57,8 @@ class Handle:
         self.stall = 0.0
         self.carrier = "process"
         self.fetched = False
+        self._copy: Copy | None = None
+        self._waited = 0.0
         self._staged, self._done = threading.Event(), threading.Event()
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
@@ -55,12 +73,27 @@ class Handle:
         """Why it failed; None while it is on its way, and once committed. Looking is not fetching."""
         return self._error
 
+    @property
+    def waited(self) -> float:
+        """Seconds that the trainer was held since `save` returned, by what was still being copied."""
+        return copy.waited if (copy := self._copy) is not None else self._waited
+
+    def copied(self, timeout: float | None = None) -> None:
+        """Return once the state may change again.
+
+        It may as soon as `save` has returned, but with lazy staging, where a step of an optimizer in the state waits by
+        itself; a loop that changes the state in another way calls this first. Raises why the copy failed.
+        """
+        if (copy := self._copy) is not None:
+            copy.wait(timeout)
+
     def staged(self, timeout: float | None = None) -> None:
         """Return once the state may change again, and the save no longer needs this process if a sidecar carries it.
 
-        The state may in fact change as soon as `save` has returned; what this waits for is the hand-over, after which
-        killing this process does not stop the save (with `carrier` "sidecar").
+        After the hand-over killing this process does not stop the save (with `carrier` "sidecar").
         """
+        if not self.done:
+            self.copied(timeout)
         if not self._staged.wait(timeout):
             raise self._late("staged", timeout)
 
@@ -78,6 +111,10 @@ class Handle:
         """Whether it was committed or failed within `timeout` seconds; raises nothing."""
         return self._done.wait(timeout)
 
+    def follow(self, copy: Copy) -> None:
+        """For the checkpointer: this is the copy to wait for."""
+        self._copy = copy
+
     def set_staged(self, carrier: str) -> None:
         """For the carrier: the hand-over is done."""
         self.carrier = carrier
@@ -85,15 +122,21 @@ class Handle:
 
     def set_result(self, result: SaveResult) -> None:
         """For the carrier: committed."""
+        self._let_go()
         self._result = result
         self._staged.set()
         self._done.set()
 
     def set_error(self, error: BaseException) -> None:
         """For the carrier: failed."""
+        self._let_go()
         self._error = error
         self._staged.set()
         self._done.set()
+
+    def _let_go(self) -> None:
+        """Of the copy, which holds the arena."""
+        self._waited, self._copy = self.waited, None
 
     def _late(self, what: str, timeout: float | None) -> DeadlineError:
         return DeadlineError(f"step {self.step} is not {what} after {timeout:g} s", hint="it goes on; wait again")

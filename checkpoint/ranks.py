@@ -2,7 +2,7 @@
 
 Invariant: every rank takes part in every exchange, also one that has already failed, so that no rank waits for another's
 exception; after it either all go on with the same message, or all raise. It is one all-reduce of a few dozen bytes
-(maximum, byte by byte: ranks other than 0 send zeros), and no pickle.
+(maximum, byte by byte: ranks other than 0 send zeros), and no pickle. Tables are gathered only when one has changed.
 Failure behaviour: a rank that failed raises its own error, the others `TransientError` naming it; ranks that ask for
 different steps raise `UsageError`.
 """
@@ -10,7 +10,7 @@ different steps raise `UsageError`.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,15 @@ _MESSAGE_BYTES = 512
 _NUMBER = struct.Struct(">Q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ranks:
-    """This process's place in the job."""
+    """This process's place in the job. `_own` and `_tables`: what was gathered last."""
 
     rank: int
     world_size: int
+    _own: bytes = b""
+    _tables: list[bytes] = field(default_factory=list)
+    _group: dist.ProcessGroup | None = None
 
     @classmethod
     def here(cls, rank: int | None, world_size: int | None) -> Ranks:
@@ -53,6 +56,28 @@ class Ranks:
             raise error
         return message
 
+    def gather(self, table: bytes) -> list[bytes]:
+        """Every rank's table, by rank. While none changes, that costs one small all-reduce."""
+        if self.world_size == 1:
+            return [table]
+        changed = not self._tables or table != self._own
+        flag, *size = _maximum(bytes([changed]) + _NUMBER.pack(len(table)))
+        if flag:
+            longest = _NUMBER.unpack(bytes(size))[0]
+            framed = (_NUMBER.pack(len(table)) + table).ljust(_NUMBER.size + longest, b"\0")
+            self._own, self._tables = table, [_unframed(each) for each in _all(framed, self.world_size)]
+        return self._tables
+
+    def all(self, own: bytes) -> list[bytes]:
+        """What every rank gave, by rank; the same number of bytes everywhere."""
+        return _all(own, self.world_size) if own else [b""] * self.world_size
+
+    def group(self) -> dist.ProcessGroup | None:
+        """A process group that sends main memory; None for the default one. Made at the first call, on all ranks."""
+        if self._group is None and "gloo" not in str(dist.get_backend_config()):
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
     def _exchange(self, number: int, message: bytes, error: Exception | None) -> bytes:
         own = message if self.rank == 0 and error is None else b""
         assert len(own) <= _MESSAGE_BYTES
@@ -73,7 +98,22 @@ class Ranks:
 
 
 def _maximum(sent: bytes) -> bytes:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(device)
+    tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return bytes(tensor.cpu().numpy())
+
+
+def _all(sent: bytes, world_size: int) -> list[bytes]:
+    own = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
+    got = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(got, own)
+    return [bytes(each.cpu().numpy()) for each in got]
+
+
+def _unframed(framed: bytes) -> bytes:
+    length = _NUMBER.unpack_from(framed)[0]
+    return framed[_NUMBER.size : _NUMBER.size + length]
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -1,0 +1,97 @@
+"""What a rank's manifest says besides tensors, when the step was saved through DCP; and a step of ours as DCP names it.
+
+DCP flattens a nested state into names ("model.layers.0.weight") and paths. A document holds the rank's own values and the
+paths; values that other ranks have and this one has not (pipeline stages) are theirs.
+Invariant: a rank finds its own value under a name before another's, so rank-local state survives although all ranks call
+it the same.
+Failure behaviour: `CorruptionError` for a document that is not of this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from checkpoint.repository.steps import Step
+from checkpoint.restoring.apply import DCP_MARK
+from checkpoint.state import tree
+from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef
+from dataio.core.errors import CorruptionError, UnsupportedError
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class Names:
+    """A step by DCP's names. `tensors`: the tensor's name in the manifests; `values`: plain ones."""
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+
+def encode(tensors: Iterable[str], values: Mapping[str, object], paths: Mapping[str, Path] | None) -> bytes:
+    """The document of one rank; `UsageError` naming a value that cannot be saved."""
+    refs = {name: TensorRef(name) for name in tensors}
+    where = {name: tuple(path) for name, path in (paths or {}).items()}
+    return tree.encode({"by": DCP_MARK, "values": dict(values), "tensors": refs, "paths": where})
+
+
+def is_dcp(document: object) -> bool:
+    """Whether a manifest's tree is such a document."""
+    return isinstance(document, dict) and document.get("by") == DCP_MARK
+
+
+def names_of(step: Step, rank: int) -> Names:
+    """All names of a step as `rank` sees them."""
+    own = rank if rank < len(step.manifests) else 0
+    order = [step.manifests[own], *(m for m in step.manifests if m.rank != own)]
+    found = Names()
+    for manifest in order:
+        document = tree.decode(manifest.tree)
+        one = _of_dcp(document) if is_dcp(document) else _of_state(document)
+        found.values = {**one.values, **found.values}
+        found.tensors = {**one.tensors, **found.tensors}
+        found.paths = {**one.paths, **found.paths}
+    return found
+
+
+def _of_dcp(document: Any) -> Names:
+    try:
+        tensors = {name: ref.name for name, ref in document["tensors"].items()}
+        return Names(tensors, document["values"], document["paths"])
+    except (KeyError, AttributeError, TypeError) as error:
+        raise CorruptionError(f"a document of DCP's is not readable: {error!r:.100}") from None
+
+
+def _of_state(document: object) -> Names:
+    """A state that a Checkpointer saved, flattened as DCP would flatten it."""
+    refs: dict[int, tuple[str, torch.Tensor]] = {}
+    flat, paths = flatten_state_dict(_opened(document, refs))
+    found = Names(paths=dict(paths))
+    for name, value in flat.items():
+        if id(value) in refs:
+            found.tensors[name] = refs[id(value)][0]
+        else:
+            found.values[name] = value
+    return found
+
+
+def _opened(node: Any, refs: dict[int, tuple[str, torch.Tensor]]) -> Any:
+    if isinstance(node, TensorRef):
+        stand_in = torch.empty(0, device="meta")
+        refs[id(stand_in)] = node.name, stand_in
+        return stand_in
+    if isinstance(node, StatefulNode):
+        return _opened(node.state, refs)
+    if isinstance(node, (ViewRef, PartsNode, MetaNode)):
+        raise UnsupportedError("the step holds tensors that DCP cannot load", hint="restore it with a Checkpointer")
+    if isinstance(node, dict):
+        return {key: _opened(value, refs) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(node)(_opened(value, refs) for value in node)
+    return node

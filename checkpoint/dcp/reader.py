@@ -1,0 +1,187 @@
+"""DCP's `StorageReader` from the repository: steps that DCP saved, and steps that a `Checkpointer` saved.
+
+Invariant: what reaches a tensor are bytes with the right digest, and only chunks that hold something of what is wanted are
+read. A value that is no tensor is decoded from msgpack; what DCP's planner then unpickles was pickled here, a moment before.
+Failure behaviour: `NotFoundError`, `CorruptionError` naming step, tensor, pack and offset, and so on. DCP reports an error in
+`read_metadata` as an `AssertionError` with ours in its text, and any other as `CheckpointException` with ours in its
+`failures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from checkpoint.dcp import document, session
+from checkpoint.dcp.writer import step_of
+from checkpoint.format import names
+from checkpoint.format.chunk import Box
+from checkpoint.format.documents import Base
+from checkpoint.ranks import Ranks
+from checkpoint.repository import steps as repository
+from checkpoint.restoring import restore
+from checkpoint.restoring.restore import Saved, Want
+from checkpoint.state.kinds import TensorSink
+from dataio.core.errors import CorruptionError, NotFoundError
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+
+
+class RepositoryReader(StorageReader):
+    """Loads one step of `run` from the repository at `url`; DCP's `checkpoint_id`, where given, is another step.
+
+    `step` is a number or "latest", on which the ranks agree through torch.distributed (so with `no_dist=True` in a job of
+    several ranks, give the number). `rank`: whose values other than tensors are loaded; this process's if not given.
+    """
+
+    def __init__(
+        self,
+        url: str | Store,
+        *,
+        run: str,
+        step: int | str = "latest",
+        rank: int | None = None,
+        **storage_options: object,
+    ) -> None:
+        self._url, self._options, self._run, self._step = url, storage_options, names.check_run(run), step
+        self._given_rank = rank
+        self._open = contextlib.ExitStack()
+        self._names = document.Names()
+        self._saved: dict[str, Saved] = {}
+
+    @property
+    def step(self) -> int | str:
+        """The step asked for; the one that was found once something was loaded."""
+        return self._step
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._open.close()
+        if checkpoint_id is not None:
+            self._step = step_of(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # a step alone does not name a repository: DCP cannot choose us by it
+
+    # Not called "kwargs": DCP would then ask a rank that failed for metadata of its own, and leave the others waiting.
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """What the step holds, as this rank sees it. The step is leased until `read_data` returns."""
+        self._open.close()
+        with contextlib.ExitStack() as stack:
+            self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
+            base = self._find(self._store)
+            self._opened_step = stack.enter_context(restore.reading(self._store, self._run, base))
+            rank = self._rank()
+            self._names = document.names_of(self._opened_step, rank)
+            self._saved = _all_tensors(self._opened_step, rank)
+            self._step, self._base = base.step, base
+            metadata = self._metadata()
+            self._open = stack.pop_all()
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: `read_metadata` has opened the step."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the planner asks for."""
+        try:
+            items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+            targets = [planner.resolve_tensor(item).detach() for item in items]
+            with torch.no_grad():
+                wants = [self._want(item, target) for item, target in zip(items, targets, strict=True)]
+                restore.read(self._store, self._opened_step, wants)
+            for item, target in zip(items, targets, strict=True):
+                planner.commit_tensor(item, target)
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _pickled_here(self._names.values[item.storage_index.fqn]))
+            session.loaded(self._store, self._run, self._base)
+        finally:
+            self._open.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _opened(self) -> contextlib.AbstractContextManager[Store]:
+        return open_store(str(self._url), **self._options)
+
+    def _rank(self) -> int:
+        return Ranks.here(None, None).rank if self._given_rank is None else self._given_rank
+
+    def _find(self, store: Store) -> Base:
+        if self._step != "latest":
+            found = repository.find(store, self._run, self._step)
+        else:
+            found = self._agree_on_latest(store)
+        if found is None:
+            raise NotFoundError(f"run {self._run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
+        self._base = found
+        return found
+
+    def _agree_on_latest(self, store: Store) -> Base | None:
+        ranks, found, error = Ranks.here(None, None), None, None
+        try:
+            found = repository.find(store, self._run, "latest") if ranks.rank == 0 else None
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        return msgspec.msgpack.decode(ranks.agree(0, msgspec.msgpack.encode(found), error), type=Base | None)
+
+    def _metadata(self) -> Metadata:
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._names.values}
+        for name, tensor in self._names.tensors.items():
+            if tensor not in self._saved:
+                raise CorruptionError(f"the checkpoint names tensor {tensor!r:.200} and does not hold it")
+            entries[name] = _tensor_metadata(self._saved[tensor])
+        return Metadata(entries, dict(self._names.paths), storage_meta=StorageMeta(checkpoint_id=str(self._step)))
+
+    def _want(self, item: ReadItem, target: torch.Tensor) -> Want:
+        saved = self._saved[self._names.tensors[item.storage_index.fqn]]
+        box = Box(saved.shape, tuple(item.storage_offsets), tuple(item.lengths))
+        return Want(saved, box, TensorSink(target, getattr(torch, saved.dtype)))
+
+
+def _tensor_metadata(saved: Saved) -> TensorStorageMetadata:
+    """One chunk, the whole: which shards hold what is wanted is ours to find, and need not be planned."""
+    size = torch.Size(saved.shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, saved.dtype)), size, [whole])
+
+
+def _all_tensors(step: repository.Step, rank: int) -> dict[str, Saved]:
+    """As the rank sees the step, and what only other ranks have."""
+    found: dict[str, Saved] = {}
+    for manifest in step.manifests:
+        for tensor in manifest.tensors:
+            if not tensor.replicated:
+                found.setdefault(tensor.name, Saved(tensor.dtype, tensor.shape, ((manifest, tensor),)))
+    return found | restore.tensors_of(step, rank)
+
+
+def _pickled_here(value: object) -> io.BytesIO:
+    """What DCP's planner wants to hear: it unpickles the value that we have just decoded."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer

@@ -1,0 +1,286 @@
+"""DCP's `StorageWriter` onto the repository.
+
+Order: every rank's plan goes to the coordinator with what the rank holds; the coordinator spreads what several hold by
+bytes, draws the attempt, and sends both back; then each rank carries its share, which ends with the commit of all.
+Invariant: values other than tensors stay with their rank, and so do plain tensors below 64 KiB (states of generators,
+positions); DCP alone would keep one rank's. Bytes go from the tensors into packs through a ring of 64 MiB.
+Failure behaviour: a rank that fails aborts the attempt, so that the others do not wait for it; nothing is then visible. A
+step is never overwritten: `ConflictError`. DCP raises all of these as `CheckpointException`, with ours in its `failures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from checkpoint.carry import carry
+from checkpoint.dcp import document, session
+from checkpoint.dcp.session import Ticket
+from checkpoint.format import layout as layouts
+from checkpoint.format import names
+from checkpoint.format.chunk import SMALL_BELOW, Box
+from checkpoint.format.codec import COMPRESSIONS
+from checkpoint.format.documents import Fate, encode
+from checkpoint.format.layout import TensorSpec
+from checkpoint.repository.commit import Attempt
+from checkpoint.repository.lease import DEFAULT_LIFE
+from checkpoint.saving import plan
+from checkpoint.sharding.owners import owners
+from checkpoint.staging.arena import Arena
+from checkpoint.staging.slices import LEAST_BYTES, SlicedState
+from checkpoint.state.kinds import TorchKinds, name_of
+from dataio.core.errors import UnsupportedError, UsageError
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+
+_KINDS = TorchKinds()
+Key = tuple[str, tuple[int, ...]]
+"""Name and offset of a part of a tensor."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank tells the coordinator: the parts that it holds, with their bytes."""
+
+    parts: tuple[tuple[Key, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Orders:
+    """What the coordinator tells a rank. `ticket` is a `Ticket`."""
+
+    ticket: bytes
+    rank: int
+    world_size: int
+
+
+class RepositoryWriter(StorageWriter):
+    """Saves one step of `run` in the repository at `url`; DCP's `checkpoint_id`, where given, is another step.
+
+    `url`, `storage_options`: as for `Checkpointer`. `compression` is "none" or "zstd"; `wait_seconds` bounds the wait for
+    other ranks. For `async_save` in a process, give the URL, not an open store.
+    """
+
+    def __init__(
+        self,
+        url: str | Store,
+        *,
+        run: str,
+        step: int | None = None,
+        compression: str = "none",
+        wait_seconds: float = 600.0,
+        **storage_options: object,
+    ) -> None:
+        if compression not in COMPRESSIONS:
+            raise UsageError(f"no compression {compression!r}", hint=f"there are: {', '.join(COMPRESSIONS)}")
+        self._url, self._options, self._run = url, storage_options, names.check_run(run)
+        self._step = None if step is None else names.check_step(step)
+        self._compression, self._wait = compression, wait_seconds
+        self._own: list[WriteItem] = []
+        self._paths: dict[str, document.Path] | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._step = step_of(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=None if self._step is None else str(self._step))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # a step alone does not name a repository: DCP cannot choose us by it
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise UnsupportedError(
+                "saving without collectives makes a checkpoint of each rank", hint="leave use_collectives=True"
+            )
+        if self._step is None:
+            raise UsageError("no step is given", hint="RepositoryWriter(url, run=..., step=...), or checkpoint_id=step")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Keep back what is this rank's own; say what it holds of the rest."""
+        if not plan.usable:
+            raise _caching()
+        self._paths = plan.planner_data
+        self._own = [item for item in plan.items if _is_own(item)]
+        shared = [item for item in plan.items if not _is_own(item)]
+        held = _Held(tuple((_key(item), _nbytes(item)) for item in shared))
+        return dataclasses.replace(plan, items=shared, storage_data=held)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: who writes what, as which attempt."""
+        assert self._step is not None
+        with self._store() as store:
+            ticket = msgspec.msgpack.encode(session.draw(store, self._run, self._step))
+        return [
+            dataclasses.replace(plan, items=items, storage_data=_Orders(ticket, rank, len(plans)))
+            for rank, (plan, items) in enumerate(zip(plans, _spread(plans), strict=True))
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Carry this rank's share; returns when the step is committed, by all ranks."""
+        if getattr(planner, "_enable_plan_caching", False):
+            raise _caching()
+        orders: _Orders = plan.storage_data
+        with self._store() as store:
+            try:
+                self._carry(store, orders, plan.items, planner)
+            except BaseException as error:
+                self._abort(store, orders, error)
+                raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing: the step was committed by the first rank that saw all manifests."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self._url, Store):
+            raise UsageError("an open store cannot go to another process", hint="give RepositoryWriter the URL")
+        return self.__dict__
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[Store]:
+        if isinstance(self._url, Store):
+            yield self._url
+            return
+        with open_store(self._url, **self._options) as store:
+            yield store
+
+    def _carry(self, store: Store, orders: _Orders, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        own = [item for item in self._own if item.type != WriteItemType.BYTE_IO]
+        tensors = [_tensor(planner, item) for item in [*items, *own]]
+        specs = [_spec(item, True) for item in items] + [_spec(item, False) for item in own]
+        values = {item.index.fqn: _value(planner, item) for item in self._own if item.type == WriteItemType.BYTE_IO}
+        tree = document.encode(sorted({item.index.fqn for item in [*items, *own]}), values, self._paths)
+        layout = layouts.lay_out(specs)
+        put = self._plan(store, orders, specs, layout, tree)
+        arena = Arena(LEAST_BYTES)
+        sliced = SlicedState(arena, tensors, specs, layout)
+        try:
+            carry(sliced, plan.encode(put), lambda _: None, store=store)
+        finally:
+            sliced.cancel()
+            arena.close()
+
+    def _plan(
+        self, store: Store, orders: _Orders, specs: list[TensorSpec], layout: layouts.Layout, tree: bytes
+    ) -> plan.PutPlan:
+        ticket = msgspec.msgpack.decode(orders.ticket, type=Ticket)
+        assert self._step is not None
+        return plan.PutPlan(
+            location=plan.PlanLocation(store.location.url, dict(store.location.options)),
+            run=self._run,
+            timeline=ticket.timeline,
+            step=self._step,
+            attempt=ticket.attempt,
+            rank=orders.rank,
+            world_size=orders.world_size,
+            bases=(ticket.base,) if ticket.base else (),
+            tensors=plan.plan_tensors(specs, layout),
+            small_bytes=layout.small_bytes,
+            tree=tree,
+            replicas=b"",
+            compression=self._compression,
+            lease_seconds=DEFAULT_LIFE,
+            commit_timeout=self._wait,
+        )
+
+    def _abort(self, store: Store, orders: _Orders, error: BaseException) -> None:
+        """Let the ranks that wait for this one's manifest know that it will not come."""
+        ticket = msgspec.msgpack.decode(orders.ticket, type=Ticket)
+        assert self._step is not None
+        attempt = Attempt(self._run, ticket.timeline, self._step, ticket.attempt, orders.world_size)
+        reason = f"rank {orders.rank} failed: {error}"[:500]
+        with contextlib.suppress(Exception):  # the error that is on its way is the one to be seen
+            store.put_if_absent(attempt.fate_key, encode(Fate(attempt=attempt.id, fate="abort", reason=reason)))
+
+
+def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
+    """The step that DCP's `checkpoint_id` names: a number, or a path that ends in one (step-1200)."""
+    found = re.search(
+        r"(\d+)/?$", os.fspath(checkpoint_id) if not isinstance(checkpoint_id, int) else str(checkpoint_id)
+    )
+    if found is None:
+        raise UsageError(
+            f"checkpoint_id {str(checkpoint_id)!r:.100} names no step", hint="end it with the step's number"
+        )
+    return names.check_step(int(found[1]))
+
+
+def _spread(plans: list[SavePlan]) -> list[list[WriteItem]]:
+    """Every part to one of the ranks that hold it, by bytes; as the planner has it where a planner hides who holds what."""
+    items = {_key(item): item for local in plans for item in local.items}
+    holders: dict[Key, list[int]] = {}
+    sizes: dict[Key, int] = {}
+    for rank, local in enumerate(plans):
+        for key, nbytes in local.storage_data.parts if isinstance(local.storage_data, _Held) else ():
+            holders.setdefault(key, []).append(rank)
+            sizes[key] = nbytes
+    if any(key not in holders for key in items):
+        return [local.items for local in plans]
+    texts = {repr(key): key for key in items}
+    found = owners((text, sizes[key], holders[key]) for text, key in texts.items())
+    spread: list[list[WriteItem]] = [[] for _ in plans]
+    for text, key in texts.items():
+        spread[found[text]].append(items[key])
+    return spread
+
+
+def _is_own(item: WriteItem) -> bool:
+    if item.type == WriteItemType.BYTE_IO:
+        return True
+    return item.type == WriteItemType.TENSOR and _nbytes(item) < SMALL_BELOW
+
+
+def _key(item: WriteItem) -> Key:
+    return item.index.fqn, tuple(item.index.offset or ())
+
+
+def _nbytes(item: WriteItem) -> int:
+    """Of the part, not of the whole tensor."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _spec(item: WriteItem, shared: bool) -> TensorSpec:
+    data = item.tensor_data
+    assert data is not None
+    box = Box(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return TensorSpec(item.index.fqn, name_of(data.properties.dtype), box, shared)
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    found = planner.resolve_data(item)
+    assert isinstance(found, torch.Tensor)
+    tensor: torch.Tensor = _KINDS.describe(found.detach(), item.index.fqn).tensor
+    return tensor
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> object:
+    look: Any = getattr(planner, "lookup_object", None)
+    if look is None:
+        raise UnsupportedError(
+            f"{type(planner).__name__} gives values other than tensors as pickles only",
+            hint="derive the planner from DefaultSavePlanner",
+        )
+    return look(item.index)
+
+
+def _caching() -> UnsupportedError:
+    return UnsupportedError(
+        "the planner's plan caching hides new saves from the storage", hint="leave enable_plan_caching=False"
+    )

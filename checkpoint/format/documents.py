@@ -1,0 +1,151 @@
+"""The repository's small JSON documents: repo, timeline, lease, fate, COMMIT, gc record.
+
+Invariant: every document carries a version and the writer's nonce, and holds no secret. A reader refuses a version it does
+not know before it looks at anything else; unknown fields are ignored, so that a minor addition stays readable.
+Failure behaviour: `UnsupportedError` for a newer version, `CorruptionError` naming the object for anything unreadable.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TypeVar
+
+import msgspec
+
+from checkpoint.format import ulid
+from dataio.core.errors import CorruptionError, UnsupportedError
+from dataio.core.limits import JSON_DOCUMENT_BYTES
+from dataio.store.contract import Store
+
+VERSION = 1
+FORMAT = "millrace-checkpoint"
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What all documents carry."""
+
+    version: int = VERSION
+    nonce: str = msgspec.field(default_factory=ulid.new)
+
+
+class StepName(msgspec.Struct, frozen=True, order=True):
+    """One step of one timeline."""
+
+    timeline: int
+    step: int
+
+
+class Base(msgspec.Struct, frozen=True):
+    """A committed attempt that another one leans on."""
+
+    timeline: int
+    step: int
+    attempt: str
+
+
+class Repo(Document, frozen=True, kw_only=True):
+    format: str = FORMAT
+    id: str
+    created: float
+
+
+class Who(msgspec.Struct, frozen=True):
+    """The process that wrote a document, for people."""
+
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Timeline(Document, frozen=True, kw_only=True):
+    run: str
+    timeline: int
+    parent: StepName | None
+    created: float
+    who: Who
+
+
+class Lease(Document, frozen=True, kw_only=True):
+    """`until` in seconds since the epoch, `life` in seconds. `bases` must not be collected while the lease lives."""
+
+    attempt: str
+    run: str
+    timeline: int
+    step: int
+    bases: tuple[Base, ...]
+    until: float
+    life: float = 300.0
+    who: Who
+
+
+class Fate(Document, frozen=True, kw_only=True):
+    """`fate` is commit or abort; `manifests` are the hexadecimal BLAKE3 digests of the rank manifests, by rank."""
+
+    attempt: str
+    fate: str
+    manifests: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class Commit(Document, frozen=True, kw_only=True):
+    """The one attempt that is the step, or a tombstone: then the step is gone and never comes back."""
+
+    step: int
+    attempt: str = ""
+    tombstone: bool = False
+    committed: float = 0.0
+
+
+class StepOfRun(msgspec.Struct, frozen=True):
+    run: str
+    timeline: int
+    step: int
+
+
+class Condemned(Document, frozen=True, kw_only=True):
+    """Steps that a collector is about to remove."""
+
+    steps: tuple[StepOfRun, ...]
+
+
+class _Head(msgspec.Struct):
+    version: int
+
+
+D = TypeVar("D", bound=Document)
+
+
+def encode(document: Document) -> bytes:
+    """JSON for people and programs, with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+
+
+def decode(data: bytes, kind: type[D], key: str) -> D:
+    """The document of type `kind` that the object `key` holds."""
+    try:
+        version = msgspec.json.decode(data, type=_Head).version
+        if version == VERSION:
+            return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptionError(f"{key} is not a readable document: {error}", hint="run `millrace ckpt check`") from None
+    raise newer(key, version)
+
+
+def newer(key: str, version: int) -> UnsupportedError:
+    """The error for an object of a version that this Millrace does not know."""
+    return UnsupportedError(
+        f"{key} has format version {version}; this Millrace reads version {VERSION}", hint="install a newer Millrace"
+    )
+
+
+def read(store: Store, key: str, kind: type[D]) -> D:
+    """Fetch and decode; `NotFoundError` when the object is absent."""
+    return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
+
+
+def me() -> Who:
+    """This process."""
+    return Who(socket.gethostname(), os.getpid())

@@ -1,0 +1,251 @@
+"""A rank's manifest: which tensors it wrote, from which chunks they are made, where the chunks lie, and the Python values.
+
+Invariant: a manifest that `decode` returned is sound in itself: every tensor's spans add up to its bytes, every span lies
+in its chunk, every chunk in a pack, and no two chunks of a pack overlap. That the bytes are the ones that were written is
+shown by the manifest's BLAKE3 digest in the fate, which readers check first.
+Failure behaviour: `UnsupportedError` for a newer version; `CorruptionError` naming the manifest and the entry for
+everything else; sizes are bounded before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from checkpoint.format import dtypes, names, ulid
+from checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, Box, digest
+from checkpoint.format.documents import VERSION, Base, newer
+from checkpoint.sharding.cover import flaw
+from dataio.core.errors import CapacityError, CorruptionError
+from dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
+
+MAX_BYTES = JSON_DOCUMENT_BYTES
+"""The most that a manifest may hold, which is what a conditional write takes: about half a terabyte of state for each rank."""
+PACK_BYTES = 256 * MIB
+"""The most payload that a pack holds."""
+RAW, ZSTD = 0, 1
+PLANES = {2: 2, 3: 4, 4: 8}
+"""Codecs of a chunk: these put the bytes of elements of this width together by place before zstd (note 0011)."""
+CODECS = {RAW, ZSTD, *PLANES}
+WITH_PLANES = 2
+"""The version of manifests and packs that have such chunks; others keep version 1, so that older readers read them."""
+_NAME_BYTES = 4096
+
+
+class Span(msgspec.Struct, array_like=True, frozen=True):
+    """`length` bytes from byte `start` of chunk number `chunk` of the manifest's table."""
+
+    chunk: int
+    start: int
+    length: int
+
+
+class Chunk(msgspec.Struct, array_like=True, frozen=True):
+    """`raw` bytes with this BLAKE3 digest, stored as `stored` bytes at `offset` of pack number `pack` of the table."""
+
+    digest: bytes
+    pack: int
+    offset: int
+    stored: int
+    raw: int
+    codec: int = RAW
+
+
+class PackName(msgspec.Struct, array_like=True, frozen=True, order=True):
+    """The pack `packs/<attempt>/<name>.pack`."""
+
+    attempt: str
+    name: str
+
+    @property
+    def key(self) -> str:
+        return names.pack(self.attempt, self.name)
+
+
+class Tensor(msgspec.Struct, array_like=True, frozen=True):
+    """A shard of a tensor: `local` elements from `offset` of the global `shape`; its row-major bytes are the spans.
+
+    `replicated`: the tensor belongs to all ranks, whose manifests hold each element once; else it is whole, and its rank's.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    replicated: bool
+    spans: tuple[Span, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.shape, self.offset, self.local)
+
+    @property
+    def nbytes(self) -> int:
+        return dtypes.nbytes(self.dtype, self.local)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """`tree` is a document of `checkpoint.state.tree`; `replicas` is the digest of what all ranks must agree on."""
+
+    version: int = VERSION
+    nonce: str = msgspec.field(default_factory=ulid.new)
+    run: str
+    timeline: int
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    created: float
+    bases: tuple[Base, ...]
+    packs: tuple[PackName, ...]
+    chunks: tuple[Chunk, ...]
+    tensors: tuple[Tensor, ...]
+    tree: bytes
+    replicas: bytes
+    bytes_state: int
+    bytes_written: int
+    bytes_deduplicated: int
+
+
+class _Head(msgspec.Struct):
+    version: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def version_for(chunks: Iterable[Chunk]) -> int:
+    """The version that a reader of these chunks must know."""
+    return WITH_PLANES if any(chunk.codec in PLANES for chunk in chunks) else VERSION
+
+
+def encodings(manifest: Manifest) -> dict[int, tuple[int, int]]:
+    """By codec, (raw, stored) bytes of the chunks that the manifest's own attempt wrote."""
+    found: dict[int, tuple[int, int]] = {}
+    for chunk in manifest.chunks:
+        if manifest.packs[chunk.pack].attempt == manifest.attempt:
+            raw, stored = found.get(chunk.codec, (0, 0))
+            found[chunk.codec] = raw + chunk.raw, stored + chunk.stored
+    return found
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest's object; `CapacityError` when the rank has too many tensors and chunks for one."""
+    data = _encoder.encode(manifest)
+    if len(data) > MAX_BYTES:
+        raise CapacityError(
+            f"the manifest of rank {manifest.rank} would have {format_bytes(len(data))}, more than {format_bytes(MAX_BYTES)}",
+            hint="spread the state over more ranks, or join tiny tensors",
+        )
+    return data
+
+
+def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manifest:
+    """The checked manifest that the object `key` holds; with a digest, first that it is the one that was written."""
+    if expected_digest is not None and digest(data) != expected_digest:
+        raise CorruptionError(
+            f"{key} is damaged: its digest is not the one in the fate", hint="run `millrace ckpt check`"
+        )
+    try:
+        version = msgspec.msgpack.decode(data, type=_Head).version
+        if version not in (VERSION, WITH_PLANES):
+            raise newer(key, version)
+        manifest = _decoder.decode(data)
+        _check_identity(manifest, key)
+        _check_chunks(manifest)
+        _check_tensors(manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, _Unsound) as error:
+        raise CorruptionError(f"{key} is not a sound manifest: {error}", hint="run `millrace ckpt check`") from None
+    return manifest
+
+
+class _Unsound(Exception):
+    """What is wrong inside a manifest."""
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise _Unsound(what)
+
+
+def _check_identity(manifest: Manifest, key: str) -> None:
+    m = manifest
+    _require(ulid.is_ulid(m.attempt), "its attempt is not an id")
+    _require(0 <= m.rank < m.world_size, f"rank {m.rank} is not below world size {m.world_size}")
+    _require(names.manifest(m.run, m.timeline, m.step, m.attempt, m.rank) == key, "it belongs to another place")
+    for pack in m.packs:
+        _require(ulid.is_ulid(pack.attempt) and names.is_pack_name(pack.name), f"bad pack name {pack.name!r:.60}")
+
+
+def _check_chunks(manifest: Manifest) -> None:
+    seen: set[bytes] = set()
+    for i, c in enumerate(manifest.chunks):
+        _require(len(c.digest) == DIGEST_BYTES and c.digest not in seen, f"chunk {i} has a bad or repeated digest")
+        seen.add(c.digest)
+        _require(0 <= c.pack < len(manifest.packs), f"chunk {i} names pack {c.pack} of {len(manifest.packs)}")
+        _require(c.codec in CODECS, f"chunk {i} has the unknown codec {c.codec}")
+        _require(0 < c.raw <= CHUNK_BYTES and 0 < c.stored <= c.raw, f"chunk {i} has impossible sizes")
+        _require(c.codec != RAW or c.stored == c.raw, f"chunk {i} is raw but of two sizes")
+        _require(0 <= c.offset <= PACK_BYTES - c.stored, f"chunk {i} lies outside of a pack")
+    check_disjoint((c.pack, c.offset, c.stored) for c in manifest.chunks)
+
+
+def check_disjoint(ranges: Iterable[tuple[int, int, int]]) -> None:
+    """That (pack, offset, length) ranges do not overlap."""
+    last_pack, end = -1, 0
+    for pack, offset, length in sorted(ranges):
+        _require(pack != last_pack or offset >= end, f"chunks overlap at byte {offset} of pack {pack}")
+        last_pack, end = pack, offset + length
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    held: dict[str, list[Tensor]] = defaultdict(list)
+    for t in manifest.tensors:
+        _require(len(t.name) <= _NAME_BYTES, f"the name {t.name!r:.200} is too long")
+        held[t.name].append(t)
+        try:
+            _check_tensor(t, manifest.chunks)
+        except (_Unsound, CorruptionError) as error:
+            raise _Unsound(f"tensor {t.name!r:.200}: {error}") from None
+    for name, same in held.items():
+        places = {(t.offset, t.local) for t in same if t.replicated}
+        _require(len(same) == 1 or len(places) == len(same), f"tensor {name!r:.200} is there twice")
+
+
+def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:
+    _require(t.dtype in dtypes.ITEM_BYTES, f"unknown type {t.dtype!r:.60}")
+    _require(len(t.shape) == len(t.offset) == len(t.local), "shape, offset and local shape differ in length")
+    for n, at, length in zip(t.shape, t.offset, t.local, strict=True):
+        _require(at >= 0 and length >= 0 and at + length <= n, "the shard lies outside of the tensor")
+    _require(t.replicated or t.local == t.shape, "one rank's own tensor, but only a part of it")
+    dtypes.nbytes(t.dtype, t.shape)
+    for span in t.spans:
+        _require(0 <= span.chunk < len(chunks), f"chunk {span.chunk} of {len(chunks)}")
+        inside = span.start >= 0 and span.length > 0 and span.start + span.length <= chunks[span.chunk].raw
+        _require(inside, f"a span outside of chunk {span.chunk}")
+    held = sum(span.length for span in t.spans)
+    _require(held == t.nbytes, f"{t.nbytes} bytes, but spans of {held}")
+
+
+def check_shards(found: Iterable[Manifest]) -> str | None:
+    """What is wrong between the shards of the tensors that belong to all ranks, over all manifests of a step; or None.
+
+    Of each manifest only boxes are kept.
+    """
+    shards: dict[str, list[Box]] = defaultdict(list)
+    kinds: dict[str, str] = {}
+    for manifest in found:
+        for tensor in manifest.tensors:
+            if tensor.replicated:
+                shards[tensor.name].append(tensor.box)
+                if kinds.setdefault(tensor.name, tensor.dtype) != tensor.dtype:
+                    return f"shards of tensor {tensor.name!r:.200} differ in type"
+    for name, boxes in shards.items():
+        what = "its shards differ in shape" if any(b.shape != boxes[0].shape for b in boxes) else flaw(boxes)
+        if what is not None:
+            return f"tensor {name!r:.200}: {what}"
+    return None

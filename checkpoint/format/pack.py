@@ -1,0 +1,166 @@
+"""Packs: many chunks in one object of up to 256 MiB of payload.
+
+Layout: chunks, each starting on a 4 KiB boundary, then the footer table (msgpack), then a trailer of 64 bytes: magic,
+version, the footer's place, and the BLAKE3 digest of the footer together with the trailer's own first half.
+Invariant: a pack is written once, as a stream straight from the memory of its chunks, and never changed.
+Failure behaviour: `read_table` raises `CorruptionError` naming the pack for any pack whose footer, trailer or length is
+not what was written; payload bytes are checked by whoever reads them, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import msgspec
+
+from checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, digest
+from checkpoint.format.documents import VERSION, newer
+from checkpoint.format.layout import ALIGN
+from checkpoint.format.manifest import CODECS, PACK_BYTES, PLANES, RAW, WITH_PLANES
+from dataio.core.errors import CorruptionError, NotFoundError
+from dataio.core.limits import MIB
+from dataio.store.contract import Buffer, Store
+
+MAGIC = b"MLRPACK\0"
+_HEAD = struct.Struct("<8sQQQ")
+TRAILER_BYTES = _HEAD.size + DIGEST_BYTES
+_FOOTER_BYTES = 16 * MIB
+_ZEROS = bytes(ALIGN)
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True):
+    """One chunk of the pack: `stored` bytes at `offset` that give `raw` bytes with this digest."""
+
+    digest: bytes
+    offset: int
+    stored: int
+    raw: int
+    codec: int = RAW
+
+
+@dataclass(frozen=True, slots=True)
+class NewChunk:
+    """A chunk to be packed. `payload` is what is stored, raw or compressed."""
+
+    digest: bytes
+    payload: Buffer
+    raw: int
+    codec: int = RAW
+
+
+_encoder = msgspec.msgpack.Encoder()
+_table = msgspec.msgpack.Decoder(tuple[Entry, ...])
+
+
+Took = Callable[[int, float], None]
+"""Told of bytes that the store took, and of the seconds it was waited for."""
+
+
+def write(
+    store: Store, key: str, chunks: Iterable[NewChunk], packed: Callable[[Entry], None], took: Took = lambda *_: None
+) -> int:
+    """Write one pack of as many of `chunks` as fit, telling `packed` of each; return the object's size."""
+    timed = _Timed(_parts(iter(chunks), packed), took)
+    size = store.put_multipart(key, timed)
+    timed.returned()
+    return size
+
+
+def write_all(
+    store: Store,
+    name_of: Callable[[int], str],
+    chunks: Iterator[NewChunk],
+    packed: Callable[[int, Entry], None],
+    took: Took = lambda *_: None,
+) -> Iterator[int]:
+    """Write packs number 0, 1, ... until `chunks` is empty, yielding each one's size once it is stored."""
+    for number, first in enumerate(chunks):
+        yield write(store, name_of(number), chain([first], chunks), partial(packed, number), took)
+
+
+class _Timed:
+    """The parts of a pack, telling `took` how long the store kept each of them, and itself at the end."""
+
+    def __init__(self, parts: Iterator[Buffer], took: Took) -> None:
+        self._parts, self._took, self._given = parts, took, (0, time.perf_counter())
+
+    def __iter__(self) -> Iterator[Buffer]:
+        for part in self._parts:
+            self._given = len(part), time.perf_counter()
+            yield part
+            self._took(len(part), time.perf_counter() - self._given[1])
+        self._given = 0, time.perf_counter()
+
+    def returned(self) -> None:
+        """The store has the whole object."""
+        self._took(0, time.perf_counter() - self._given[1])
+
+
+def _parts(chunks: Iterator[NewChunk], packed: Callable[[Entry], None]) -> Iterator[Buffer]:
+    at, table = 0, []
+    for chunk in chunks:
+        if at % ALIGN:
+            yield memoryview(_ZEROS)[: ALIGN - at % ALIGN]
+            at += ALIGN - at % ALIGN
+        entry = Entry(chunk.digest, at, len(chunk.payload), chunk.raw, chunk.codec)
+        yield chunk.payload
+        table.append(entry)
+        packed(entry)
+        at += entry.stored
+        if at > PACK_BYTES - CHUNK_BYTES - ALIGN:
+            break
+    footer = _encoder.encode(table)
+    version = WITH_PLANES if any(entry.codec in PLANES for entry in table) else VERSION
+    head = _HEAD.pack(MAGIC, version, at, len(footer))
+    yield footer + head + digest(footer + head)
+
+
+def read_table(store: Store, key: str) -> tuple[Entry, ...]:
+    """The chunks of a stored pack, checked in themselves: in order, without overlaps, inside the payload."""
+    try:
+        size = store.stat(key).size
+    except NotFoundError:
+        raise CorruptionError(f"{key} is missing", hint="the steps that need it cannot be restored") from None
+    if size < TRAILER_BYTES:
+        raise _damaged(key, f"{size} bytes are too few")
+    tail = _read(store, key, size - TRAILER_BYTES, TRAILER_BYTES)
+    magic, version, at, length = _HEAD.unpack_from(tail)
+    if magic != MAGIC:
+        raise _damaged(key, "it does not end in a trailer")
+    if at + length + TRAILER_BYTES != size or length > _FOOTER_BYTES:
+        raise _damaged(key, "its trailer does not fit its length")
+    footer = _read(store, key, at, length)
+    if digest(footer + tail[: _HEAD.size]) != tail[_HEAD.size :]:
+        raise _damaged(key, "the footer is not what was written")
+    if version not in (VERSION, WITH_PLANES):
+        raise newer(key, version)
+    return _checked(key, footer, at)
+
+
+def _checked(key: str, footer: bytes, payload_bytes: int) -> tuple[Entry, ...]:
+    try:
+        table = _table.decode(footer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(key, f"the footer cannot be read: {error}") from None
+    end = 0
+    for i, e in enumerate(table):
+        sizes = 0 < e.raw <= CHUNK_BYTES and 0 < e.stored <= e.raw and e.codec in CODECS
+        if not sizes or len(e.digest) != DIGEST_BYTES or not end <= e.offset <= payload_bytes - e.stored:
+            raise _damaged(key, f"entry {i} of the footer is impossible")
+        end = e.offset + e.stored
+    return table
+
+
+def _read(store: Store, key: str, offset: int, length: int) -> bytes:
+    buffer = bytearray(length)
+    store.get_into(key, offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _damaged(key: str, why: str) -> CorruptionError:
+    return CorruptionError(f"{key} is damaged: {why}", hint="run `millrace ckpt check` to see which steps need it")

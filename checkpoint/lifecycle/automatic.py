@@ -1,0 +1,63 @@
+"""Retention by the trainer itself: after a commit, rank 0 lets the steps go that its policy does not keep.
+
+Invariant: at most one collection of this process at a time, in a thread; a commit that comes meanwhile starts another.
+Failure behaviour: logged as a warning; the steps stay until the next commit. Training and saving never notice.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from checkpoint.lifecycle import collect
+from checkpoint.lifecycle.inventory import Reader
+from checkpoint.lifecycle.keep import Keep
+from dataio.core.limits import format_bytes
+from dataio.core.log import get_logger
+from dataio.store.contract import Store
+
+_log = get_logger(__name__)
+
+
+class Retention:
+    """Applies `keep` to `run` whenever `committed` is called."""
+
+    def __init__(self, store: Store, run: str, keep: Keep) -> None:
+        self._store, self._run, self._keep = store, run, keep
+        self._reader = Reader(store)
+        self._lock = threading.Lock()
+        self._again = False
+        self._thread: threading.Thread | None = None
+
+    def committed(self) -> None:
+        """A step was committed: let others go, in a thread."""
+        with self._lock:
+            self._again = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="millrace-retention")
+                self._thread.start()
+
+    def wait(self, timeout: float) -> None:
+        """Until nothing is being removed, at most `timeout` seconds."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
+            self._once()
+
+    def _once(self) -> None:
+        try:
+            gone = collect.condemn(self._store, self._run, self._keep)
+            if gone:
+                done = collect.collect(self._store, gone, reader=self._reader)
+                steps = ", ".join(str(step.step) for step in done.tombstones)
+                _log.info("removed steps %s, %s", steps or "none", format_bytes(done.bytes_freed))
+        except Exception as error:
+            _log.warning("old steps of run %s could not be removed now: %s", self._run, error)

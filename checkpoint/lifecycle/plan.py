@@ -1,0 +1,166 @@
+"""What a collection does with what was seen: pure decisions, printable.
+
+Invariant: an attempt is dead only if its fate is "abort", or "commit" of a step that is a tombstone. Everything of an attempt
+without a fate is kept, and every pack that a manifest of an attempt that is not dead names. What nobody can explain (packs
+without lease, manifest and fate) goes only when it is a week old.
+Failure behaviour: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from checkpoint.format import names
+from checkpoint.format.documents import Commit, Fate, StepOfRun
+from checkpoint.lifecycle.inventory import Held, Inventory, Seen
+from dataio.store.contract import ObjectInfo
+
+ORPHAN_SECONDS = 7 * 24 * 3600.0
+MOST_STEPS = 10_000
+"""Steps removed by one collection; the others are left to the next."""
+SLACK_SECONDS = 5.0
+"""Stores date objects by the second; a lease is over only clearly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What goes. `tombstones`: steps removed; `spared`: condemned ones that a live lease leans on; `aborted`: attempts that are
+    fenced; `objects`: (key, bytes) deleted, packs and manifests and leases; `kept_bytes`: packs that stay."""
+
+    tombstones: tuple[StepOfRun, ...] = ()
+    spared: tuple[StepOfRun, ...] = ()
+    aborted: tuple[str, ...] = ()
+    objects: tuple[tuple[str, int], ...] = ()
+    kept_bytes: int = 0
+
+    @property
+    def bytes_freed(self) -> int:
+        return sum(size for _, size in self.objects)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.tombstones or self.aborted or self.objects)
+
+
+def is_over(held: Held, now: float) -> bool:
+    """Whether the lease's life has passed since it was written, both by the store's clock (`now` is the store's)."""
+    return now - held.modified > held.lease.life + SLACK_SECONDS
+
+
+def to_fence(seen: Inventory, now: float) -> list[Seen]:
+    """Attempts without a fate whose lease is over, or gone."""
+    named = dict(seen.attempts)
+    for attempt, held in seen.leases.items():
+        if attempt not in named and not held.reads_only:
+            lease = held.lease
+            named[attempt] = Seen(StepOfRun(lease.run, lease.timeline, lease.step), attempt)
+    return [
+        attempt
+        for attempt in named.values()
+        if attempt.fate is None and (attempt.attempt not in seen.leases or is_over(seen.leases[attempt.attempt], now))
+    ]
+
+
+def spared(seen: Inventory, condemned: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
+    """Condemned steps that a live lease leans on."""
+    leant_on = {
+        StepOfRun(held.lease.run, base.timeline, base.step)
+        for held in seen.leases.values()
+        if not is_over(held, now)
+        for base in held.lease.bases
+    }
+    return set(condemned) & leant_on
+
+
+def unfinished(seen: Inventory) -> list[Seen]:
+    """Attempts that are complete and whose step has no COMMIT yet."""
+    return [a for a in seen.attempts.values() if a.fate and a.fate.fate == "commit" and a.step not in seen.commits]
+
+
+def is_dead(seen: Inventory, attempt: Seen) -> bool:
+    """Whether nothing of the attempt is needed for its own sake."""
+    if attempt.fate is None:
+        return False
+    commit = seen.commits.get(attempt.step)
+    return attempt.fate.fate != "commit" or (commit is not None and commit.tombstone)
+
+
+def garbage(
+    seen: Inventory, packs_of: Callable[[Iterable[Seen]], set[str] | None], now: float
+) -> tuple[list[tuple[str, int]], int]:
+    """((key, bytes) of what goes, bytes of the packs that stay)."""
+    live = [attempt for attempt in seen.attempts.values() if not is_dead(seen, attempt)]
+    needed = packs_of(live)
+    gone: list[tuple[str, int]] = []
+    kept = 0
+    for attempt, packs in seen.packs.items():
+        for pack in packs:
+            if needed is not None and pack.key not in needed and _may_go(seen, attempt, pack, now):
+                gone.append((pack.key, pack.size))
+            else:
+                kept += pack.size
+    for dead in seen.attempts.values():
+        if is_dead(seen, dead):
+            gone += [(key, 0) for key in dead.listed_keys()]
+    return gone + _leases(seen, now), kept
+
+
+def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
+    """Whether a pack that no live manifest names may go."""
+    known = seen.attempts.get(attempt)
+    if known is not None:
+        return known.fate is not None
+    return attempt not in seen.leases and now - pack.modified > ORPHAN_SECONDS
+
+
+def _leases(seen: Inventory, now: float) -> list[tuple[str, int]]:
+    """Leases that protect nothing any more: of attempts with a fate, and of readers that are gone."""
+    over = {a for a, held in seen.leases.items() if is_over(held, now)}
+    useless = {a for a in over if seen.leases[a].reads_only or (a in seen.attempts and seen.attempts[a].fate)}
+    return [(names.lease(attempt), 0) for attempt in sorted(useless)]
+
+
+def foresee(
+    seen: Inventory,
+    condemned: Iterable[StepOfRun],
+    packs_of: Callable[[Iterable[Seen]], set[str] | None],
+    now: float,
+) -> Plan:
+    """What a collection that began now would do, if nothing else happened meanwhile."""
+    wanted = to_remove(seen, condemned)
+    safe = spared(seen, wanted, now)
+    fenced = to_fence(seen, now)
+    after = replace(seen, attempts=dict(seen.attempts), commits=dict(seen.commits))
+    for attempt in fenced:
+        after.attempts[attempt.attempt] = replace(attempt, fate=Fate(attempt=attempt.attempt, fate="abort"))
+    for step in wanted - safe:
+        after.commits[step] = Commit(step=step.step, tombstone=True)
+    objects, kept = garbage(after, packs_of, now)
+    return Plan(
+        tuple(sorted(wanted - safe, key=order)),
+        tuple(sorted(safe, key=order)),
+        tuple(sorted(attempt.attempt for attempt in fenced)),
+        tuple(sorted(objects)),
+        kept,
+    )
+
+
+def to_remove(seen: Inventory, condemned: Iterable[StepOfRun]) -> set[StepOfRun]:
+    """Of the condemned, also by earlier collections that did not end, those that are there; at most `MOST_STEPS`."""
+    there = [step for step in {*condemned, *seen.condemned()} if _is_step(seen, step)]
+    return set(sorted(there, key=order)[:MOST_STEPS])
+
+
+def _is_step(seen: Inventory, step: StepOfRun) -> bool:
+    """Whether it is there to be removed: committed, or complete."""
+    commit = seen.commits.get(step)
+    if commit is not None:
+        return not commit.tombstone
+    return any(attempt.step == step for attempt in unfinished(seen))
+
+
+def order(step: StepOfRun) -> tuple[str, int, int]:
+    """The key to sort steps by."""
+    return step.run, step.timeline, step.step

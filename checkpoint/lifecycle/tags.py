@@ -1,0 +1,87 @@
+"""Tags: names that people give to steps, such as `best` or `release-1`.
+
+Invariant: a tag names one committed attempt; the protocol never depends on one. A policy keeps the steps that tags name.
+Failure behaviour: `ConflictError` for a name that is taken, unless it is to be moved; `NotFoundError` for a step or a tag that is
+not there, or a step that is being removed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from checkpoint.format import names
+from checkpoint.format.documents import Base, Document, Who, encode, me, read
+from checkpoint.repository import steps as repository
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.errors import ConflictError, NotFoundError
+from dataio.store.contract import Store
+
+TAGS = "tags/"
+_KEY = re.compile(r"tags/([^/]+)\.json")
+
+
+class Tag(Document, frozen=True, kw_only=True):
+    """`name` stands for this step."""
+
+    name: str
+    run: str
+    timeline: int
+    step: int
+    attempt: str
+    created: float
+    who: Who
+
+    @property
+    def base(self) -> Base:
+        return Base(self.timeline, self.step, self.attempt)
+
+
+def tag(
+    store: Store, name: str, run: str, step: int | str = "latest", *, move: bool = False, clock: Clock = SYSTEM_CLOCK
+) -> Tag:
+    """Give the step a name; with `move` also when another step has it."""
+    key = _key(name)
+    found = repository.find(store, run, step)
+    if found is None or (run, found.timeline, found.step) in repository.condemned(store):
+        raise NotFoundError(f"run {run} has no step {step} to tag", hint="`millrace ckpt ls` lists the steps")
+    made = Tag(
+        name=name,
+        run=run,
+        timeline=found.timeline,
+        step=found.step,
+        attempt=found.attempt,
+        created=clock.time(),
+        who=me(),
+    )
+    if move:
+        store.put(key, encode(made))
+    elif not store.put_if_absent(key, encode(made)):
+        other = read(store, key, Tag)
+        raise ConflictError(f"tag {name} is step {other.step} of run {other.run} already", hint="move it, or untag it")
+    return made
+
+
+def untag(store: Store, name: str) -> None:
+    """Forget the name; the step stays, until a policy lets it go."""
+    find(store, name)
+    store.delete_many([_key(name)])
+
+
+def find(store: Store, name: str) -> Tag:
+    """The step that the tag names; whether it is still there is for the reader to see."""
+    try:
+        return read(store, _key(name), Tag)
+    except NotFoundError:
+        raise NotFoundError(f"no tag {name}", hint="`millrace ckpt tags` lists them") from None
+
+
+def all_tags(store: Store) -> Iterator[Tag]:
+    """Every tag, by name."""
+    for info in store.list(TAGS):
+        if _KEY.fullmatch(info.key):
+            yield read(store, info.key, Tag)
+
+
+def _key(name: str) -> str:
+    return f"{TAGS}{names.check_run(name)}.json"

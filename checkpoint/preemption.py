@@ -1,0 +1,188 @@
+"""The last save before this machine is taken away: asked for by a signal, made between two steps, within a deadline.
+
+A signal may come in the middle of `optimizer.step()`, where no state is whole, so its handler only takes note, and the
+training loop asks `reached(step)` between two steps. With several ranks, signals come at different moments: every call
+exchanges one number, begun at the call before, so that all ranks stop at the same step and no call waits for the others.
+Invariant: `outcome` says "committed" only after the step's COMMIT was seen. Nothing here raises for a failed save: the loop is
+to end either way, and its exit status, a log line and the report file say what became of the state.
+Failure behaviour: `UsageError` outside of the main thread, where Python takes no signal handlers. A step that takes longer than
+the deadline is reported as not saved while it still runs; should it end after all, it is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.handle import Handle
+from dataio.core.errors import UsageError
+from dataio.core.log import get_logger
+
+SAVED, NOT_SAVED = 99, 98
+"""Exit codes for a trainer that stops because it was asked to: the state is committed, or it is not and an older step will do."""
+DEADLINE_SECONDS = 100.0
+REPORT_VARIABLE = "MILLRACE_PREEMPTION_REPORT"
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the last save. `seconds` from the signal; `why` when it is not committed."""
+
+    step: int
+    committed: bool
+    signal: str
+    seconds: float
+    why: str = ""
+
+
+class Saver(Protocol):
+    """What this room needs of a checkpointer."""
+
+    def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle: ...
+    def last_save_of(self, step: int) -> Handle | None: ...
+
+
+class Votes:
+    """One bit for each rank, and whether any rank had set it at its call before: the same answer on all."""
+
+    def __init__(self, world_size: int) -> None:
+        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._sent: tuple[dist.Work, torch.Tensor] | None = None
+
+    def any(self, mine: bool) -> bool:
+        if self._group is None:
+            return mine
+        before = False
+        if self._sent is not None:
+            work, heard = self._sent
+            work.wait()
+            before = bool(heard.item())
+        sent = torch.tensor([int(mine)])
+        work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        self._sent = work, sent
+        return before
+
+
+class Preemption:
+    """See `Checkpointer.on_preemption`. `requested`: whether this process was asked to stop; `outcome`: what came of it."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        state: Callable[[], dict[str, Any]],
+        deadline: float,
+        signals: Sequence[signal.Signals],
+        world_size: int,
+        rank: int,
+        report: str | os.PathLike[str] | None,
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("signal handlers can only be set in the main thread", hint="call on_preemption there")
+        self.outcome: Outcome | None = None
+        self._saver, self._state, self._deadline, self._rank = saver, state, deadline, rank
+        self._votes = Votes(world_size)
+        named = report if report is not None else os.environ.get(REPORT_VARIABLE)
+        self._report = Path(named) if named else None
+        self._asked = ""
+        self._since = 0.0
+        self._timer: threading.Timer | None = None
+        self._previous = {number: signal.signal(number, self._note) for number in signals}
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return bool(self._asked)
+
+    @property
+    def exit_code(self) -> int:
+        """For `sys.exit`: 99 when the state is committed, 98 when it is not."""
+        return SAVED if self.outcome is not None and self.outcome.committed else NOT_SAVED
+
+    def reached(self, step: int) -> bool:
+        """Call between two steps, on all ranks: True when training should end, after the state of `step` was saved.
+
+        With several ranks the answer follows a signal by one call.
+        """
+        if self.outcome is not None and self._timer is None:
+            return True
+        if not self._votes.any(self.requested):
+            return False
+        if not self._asked:
+            self._asked, self._since = "another rank's signal", time.monotonic()
+        self._stop_timer()
+        self._finish(self._save(step))
+        return True
+
+    def close(self) -> None:
+        """Give the signals back to who had them."""
+        self._stop_timer()
+        for number, previous in self._previous.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._asked:
+            self._asked, self._since = signal.Signals(number).name, time.monotonic()
+            self._timer = threading.Timer(self._deadline, self._too_late)
+            self._timer.daemon = True
+            self._timer.start()
+        previous = self._previous.get(signal.Signals(number))
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+    def _save(self, step: int) -> Outcome:
+        left = self._deadline - (time.monotonic() - self._since)
+        try:
+            handle = self._saver.last_save_of(step) or self._saver.save(step, self._state(), priority="preemption")
+            left = self._deadline - (time.monotonic() - self._since)
+            handle.result(max(left, 0.0))
+        except Exception as error:  # whatever it is, the loop ends and says so
+            return Outcome(step, False, self._asked, time.monotonic() - self._since, str(error) or type(error).__name__)
+        return Outcome(step, True, self._asked, time.monotonic() - self._since)
+
+    def _too_late(self) -> None:
+        self._finish(Outcome(-1, False, self._asked, self._deadline, "no step ended within the deadline"))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        if outcome.committed:
+            _log.warning(
+                "%s: step %d is committed after %.1f s; stopping", outcome.signal, outcome.step, outcome.seconds
+            )
+        else:
+            _log.error("%s: the state of step %d was NOT saved: %s", outcome.signal, outcome.step, outcome.why)
+        if self._report is not None:
+            self._write(outcome)
+
+    def _write(self, outcome: Outcome) -> None:
+        assert self._report is not None
+        path = self._report.with_name(f"{self._report.name}.{self._rank}")
+        try:
+            path.with_suffix(path.suffix + ".new").write_text(json.dumps(asdict(outcome)) + "\n")
+            path.with_suffix(path.suffix + ".new").replace(path)
+        except OSError as error:
+            _log.error("the report of the preemption could not be written: %s", error)

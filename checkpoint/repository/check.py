@@ -1,0 +1,232 @@
+"""Checks a repository: every step's manifests, every pack they need, and every chunk's bytes.
+
+Invariant: what the report calls sound was read and compared with its digest (with `data=False`: only documents, manifests
+and pack tables were). Damage is traced to the steps and tensors that it hits. Complete attempts without COMMIT are
+finished on the way; nothing else is changed.
+Failure behaviour: damage is in the report, never raised; passing trouble and refused access raise, since then nothing is
+known about the repository.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from checkpoint.format import names, pack
+from checkpoint.format.documents import Base, Lease, read
+from checkpoint.format.manifest import Chunk, Manifest
+from checkpoint.repository import commit, fetch, timeline
+from checkpoint.repository import steps as repository
+from checkpoint.repository.commit import Attempt
+from checkpoint.repository.steps import Step, StepSeen
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from dataio.store.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Damage. `what` is one sentence; `hits` names the steps and tensors that need the damaged object."""
+
+    object: str
+    what: str
+    hits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """One committed step. Bytes over all ranks."""
+
+    run: str
+    timeline: int
+    step: int
+    attempt: str
+    current: bool
+    committed: float
+    world_size: int
+    tensors: int
+    bytes_state: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An attempt that is not a step: `state` is in progress, abandoned, aborted, lost or removed."""
+
+    run: str
+    timeline: int
+    step: int
+    attempt: str
+    state: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found. `clean` when every committed step can be restored bit for bit."""
+
+    steps: list[StepLine] = field(default_factory=list)
+    unfinished: list[Unfinished] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    packs: int = 0
+    chunks: int = 0
+    bytes_read: int = 0
+    unreferenced: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        return not self.problems
+
+
+@dataclass(slots=True)
+class _Needs:
+    """For every pack the chunks that steps need, and which manifests need them."""
+
+    chunks: dict[str, dict[int, Chunk]] = field(default_factory=lambda: defaultdict(dict))
+    users: dict[str, list[tuple[Step, Manifest]]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, step: Step) -> None:
+        for manifest in step.manifests:
+            for chunk in manifest.chunks:
+                self.chunks[manifest.packs[chunk.pack].key][chunk.offset] = chunk
+            for name in manifest.packs:
+                self.users[name.key].append((step, manifest))
+
+
+def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> tuple[Report, list[Step]]:
+    """All steps and attempts of the repository, or of one run, with the manifests that could be read."""
+    if repository.read_repo(store) is None:
+        raise NotFoundError(f"no checkpoint repository at {store.location.url}", hint="check the URL")
+    runs = repository.runs(store)
+    if run is not None and run not in runs:
+        raise NotFoundError(f"no run {run!r} at {store.location.url}", hint=f"there are: {', '.join(runs) or 'none'}")
+    report = Report()
+    steps: list[Step] = []
+    for name in runs if run is None else [run]:
+        steps += _survey_run(store, name, report, clock)
+    return report, steps
+
+
+def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clock = SYSTEM_CLOCK) -> Report:
+    """The full report; with `data=False` without reading the chunks."""
+    report, steps = survey(store, run, clock)
+    needs = _Needs()
+    for step in steps:
+        needs.add(step)
+    sound = [key for key in sorted(needs.chunks) if _check_table(store, key, needs, report)]
+    if data:
+        _check_data(store, sound, needs, report)
+    if run is None and not report.problems:
+        stored = (info.key for info in store.list(names.PACKS))
+        report.unreferenced = [key for key in stored if key not in needs.chunks]
+    return report
+
+
+def _survey_run(store: Store, run: str, report: Report, clock: Clock) -> Iterator[Step]:
+    current: set[Base] = set()
+    try:
+        current = set(repository.visible(store, run))
+    except (CorruptionError, UnsupportedError) as error:
+        report.problems.append(Problem(names.timelines(run), error.message, (f"run {run}",)))
+    for number in timeline.numbers(store, run):
+        for at, seen in sorted(repository.scan(store, run, number).items()):
+            step = _survey_step(store, run, number, at, seen, report, current, clock)
+            if step is not None:
+                yield step
+
+
+def _survey_step(
+    store: Store, run: str, number: int, at: int, seen: StepSeen, report: Report, current: set[Base], clock: Clock
+) -> Step | None:
+    label = f"step {at} of run {run}, timeline {number}"
+    try:
+        base = repository.settle(store, run, number, at, seen)
+        for attempt_id in sorted({*seen.ranks, *seen.fated} - {base.attempt if base else ""}):
+            state = _state(store, Attempt(run, number, at, attempt_id, 0), base, seen, clock)
+            report.unfinished.append(Unfinished(run, number, at, attempt_id, state))
+        if base is None:
+            return None
+        step = repository.open_step(store, run, base)
+    except (CorruptionError, UnsupportedError, NotFoundError) as error:
+        report.problems.append(Problem(names.step(run, number, at), error.message, (label,)))
+        return None
+    found = commit.find_commit(store, names.commit(run, number, at))
+    report.steps.append(_line(step, base in current, found.committed if found else 0.0))
+    return step
+
+
+def _line(step: Step, current: bool, committed: float) -> StepLine:
+    return StepLine(
+        step.run,
+        step.base.timeline,
+        step.base.step,
+        step.base.attempt,
+        current,
+        committed,
+        len(step.manifests),
+        sum(len(m.tensors) for m in step.manifests),
+        sum(m.bytes_state for m in step.manifests),
+        sum(m.bytes_written for m in step.manifests),
+    )
+
+
+def _state(store: Store, attempt: Attempt, base: Base | None, seen: StepSeen, clock: Clock) -> str:
+    if base is not None or seen.committed:
+        return "removed" if base is None else "lost"
+    if attempt.id in seen.fated:
+        return "aborted"
+    try:
+        lease = read(store, names.lease(attempt.id), Lease)
+    except NotFoundError:
+        return "abandoned"
+    return "in progress" if lease.until > clock.time() else "abandoned"
+
+
+def _check_table(store: Store, key: str, needs: _Needs, report: Report) -> bool:
+    """Whether the pack's own table can be trusted and holds what the manifests say."""
+    report.packs += 1
+    if not store.exists(key):
+        report.problems.append(Problem(key, "it is missing", _hits(needs, key, needs.chunks[key].values())))
+        return False
+    try:
+        table = {entry.offset: entry for entry in pack.read_table(store, key)}
+    except (CorruptionError, UnsupportedError) as error:
+        report.problems.append(Problem(key, error.message, _hits(needs, key, needs.chunks[key].values())))
+        return True
+    for chunk in needs.chunks[key].values():
+        entry = table.get(chunk.offset)
+        if entry is None or (entry.digest, entry.stored, entry.raw) != (chunk.digest, chunk.stored, chunk.raw):
+            what = f"its table has no such chunk at offset {chunk.offset} as a manifest says"
+            report.problems.append(Problem(key, what, _hits(needs, key, [chunk])))
+    return True
+
+
+def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Report) -> None:
+    lock = threading.Lock()
+    bad: dict[str, list[Chunk]] = defaultdict(list)
+
+    def use(key: str, chunk: Chunk, payload: memoryview | None) -> None:
+        with lock:
+            report.chunks += 1
+            report.bytes_read += chunk.stored
+            if payload is None:
+                bad[key].append(chunk)
+
+    fetch.fetch(store, (b for key in packs for b in fetch.batches(key, needs.chunks[key].values())), use)
+    for key, chunks in sorted(bad.items()):
+        for chunk in sorted(chunks, key=lambda c: c.offset):
+            what = f"the {chunk.stored} bytes at offset {chunk.offset} are not what was written"
+            report.problems.append(Problem(key, what, _hits(needs, key, [chunk])))
+
+
+def _hits(needs: _Needs, key: str, chunks: Iterable[Chunk]) -> tuple[str, ...]:
+    """`run/timeline/step: tensor` for everything that needs any of these chunks of a pack."""
+    digests = {chunk.digest for chunk in chunks}
+    hits = set()
+    for step, manifest in needs.users[key]:
+        numbers = {i for i, chunk in enumerate(manifest.chunks) if chunk.digest in digests}
+        for tensor in manifest.tensors:
+            if any(span.chunk in numbers for span in tensor.spans):
+                hits.add(f"{step.run}/{step.base.timeline}/{step.base.step}: {tensor.name}")
+    return tuple(sorted(hits))

@@ -1,0 +1,252 @@
+"""How an attempt becomes a step: the fate, then COMMIT, each written once by whoever gets there first.
+
+Invariant: COMMIT names an attempt only if the fate of that attempt is "commit"; a fate "commit" is written only when every
+rank's manifest is there and sound, no newer timeline has been opened, and the writer's lease is alive. From the fate on
+the step is complete: anyone may write COMMIT, and doing so twice changes nothing.
+Failure behaviour: `ConflictError` says who won or took over; `TransientError` when the lease ran out or a collector
+aborted; `DeadlineError` names the ranks that did not come. All of these leave the step absent, or complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from checkpoint.format import manifest as manifests
+from checkpoint.format import names
+from checkpoint.format.chunk import digest
+from checkpoint.format.documents import Commit, Fate, Timeline, encode, read
+from checkpoint.format.manifest import Manifest
+from checkpoint.repository import lease as leases
+from checkpoint.repository import timeline
+from checkpoint.repository.lease import LeaseKeeper
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.crashpoints import declare
+from dataio.core.errors import ConflictError, DeadlineError, MillraceError, MismatchError, NotFoundError, TransientError
+from dataio.store.contract import Store
+
+_POLL, _POLL_MAX = 0.02, 1.0
+
+_before_fate = declare("ckpt.before-fate", "all manifests are checked; no fate: the step is invisible")
+_fate_written = declare("ckpt.fate-written", "the fate is commit, COMMIT is absent: complete, anyone finishes it")
+_commit_written = declare("ckpt.commit-written", "COMMIT is there, the lease too: committed")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to save one step."""
+
+    run: str
+    timeline: int
+    step: int
+    id: str
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} of run {self.run}"
+
+    @property
+    def commit_key(self) -> str:
+        return names.commit(self.run, self.timeline, self.step)
+
+    @property
+    def fate_key(self) -> str:
+        return names.fate(self.run, self.timeline, self.step, self.id)
+
+    def manifest_key(self, rank: int) -> str:
+        return names.manifest(self.run, self.timeline, self.step, self.id, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a saver sees. `manifests`: ranks whose manifest is there; `newer`: a timeline that took over."""
+
+    manifests: frozenset[int] = frozenset()
+    fate: Fate | None = None
+    commit: Commit | None = None
+    newer: Timeline | None = None
+    lease_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The step is this attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCommit:
+    """The fate is sealed: make the step visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFate:
+    """All manifests are there: seal the fate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Other ranks have not come yet."""
+
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """This attempt cannot become the step any more."""
+
+    error: MillraceError
+
+
+Action = Committed | WriteCommit | WriteFate | Wait | Stop
+
+
+def decide(attempt: Attempt, view: View) -> Action:
+    """The one thing to do next. Pure."""
+    if view.commit is not None:
+        mine = view.commit.attempt == attempt.id and not view.commit.tombstone
+        return Committed() if mine else Stop(_taken(attempt, view.commit))
+    if view.fate is not None:
+        return WriteCommit() if view.fate.fate == "commit" else Stop(_aborted(attempt, view.fate))
+    if view.newer is not None:
+        return Stop(timeline.superseded(attempt.run, attempt.timeline, view.newer))
+    if not view.lease_alive:
+        return Stop(leases.lost(attempt.id))
+    missing = tuple(rank for rank in range(attempt.world_size) if rank not in view.manifests)
+    return Wait(missing) if missing else WriteFate()
+
+
+def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
+    """What the store holds of this attempt and its step."""
+    commit = find_commit(store, attempt.commit_key)
+    if commit is not None:
+        return View(commit=commit)
+    ranks, fate = set(), None
+    for info in store.list(names.attempt(attempt.run, attempt.timeline, attempt.step, attempt.id)):
+        parsed = names.parse_step_key(info.key)
+        if parsed is not None and parsed.kind == "manifest":
+            ranks.add(parsed.rank)
+        elif parsed is not None:
+            fate = read(store, info.key, Fate)
+    newer = timeline.newest_after(store, attempt.run, attempt.timeline) if fate is None else None
+    return View(frozenset(ranks), fate, None, newer, lease_alive)
+
+
+def finish(
+    store: Store, attempt: Attempt, lease: LeaseKeeper, *, timeout: float, clock: Clock = SYSTEM_CLOCK
+) -> Commit:
+    """Take the attempt from "my manifest is written" to committed; wait at most `timeout` seconds for other ranks."""
+    deadline, pause = clock.monotonic() + timeout, _POLL
+    while True:
+        view = look(store, attempt, lease.alive())
+        match decide(attempt, view):
+            case Committed():
+                assert view.commit is not None
+                return view.commit
+            case Stop(error):
+                raise error
+            case WriteFate():
+                write_fate(store, attempt, lease)
+            case WriteCommit():
+                write_commit(store, attempt, clock)
+            case Wait(missing):
+                if clock.monotonic() >= deadline:
+                    raise _late(attempt, missing, timeout)
+                clock.sleep(min(pause, max(deadline - clock.monotonic(), 0)))
+                pause = min(pause * 1.5, _POLL_MAX)
+
+
+def write_fate(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
+    """Check every rank's manifest and seal the fate. Losing the race is fine: the fate is then another rank's."""
+    digests = _sound_manifests(store, attempt)
+    _before_fate()
+    lease.require_alive()
+    document = Fate(attempt=attempt.id, fate="commit", manifests=tuple(d.hex() for d in digests))
+    store.put_if_absent(attempt.fate_key, encode(document))
+    _fate_written()
+
+
+def write_commit(store: Store, attempt: Attempt, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Make the step visible; when somebody else did, what they wrote stands."""
+    document = Commit(step=attempt.step, attempt=attempt.id, committed=clock.time())
+    store.put_if_absent(attempt.commit_key, encode(document))
+    _commit_written()
+
+
+def find_commit(store: Store, key: str) -> Commit | None:
+    """The step's COMMIT, or None while there is none."""
+    try:
+        return read(store, key, Commit)
+    except NotFoundError:
+        return None
+
+
+def find_fate(store: Store, key: str) -> Fate | None:
+    """The attempt's fate, or None while it has none."""
+    try:
+        return read(store, key, Fate)
+    except NotFoundError:
+        return None
+
+
+def recognise(store: Store, attempt: Attempt) -> Commit | None:
+    """COMMIT of a step whose saver may be gone, after finishing it if its fate is sealed; None when it is not complete."""
+    commit = find_commit(store, attempt.commit_key)
+    if commit is None:
+        fate = find_fate(store, attempt.fate_key)
+        if fate is None or fate.fate != "commit":
+            return None
+        write_commit(store, attempt)
+        commit = find_commit(store, attempt.commit_key)
+    return commit
+
+
+def _sound_manifests(store: Store, attempt: Attempt) -> list[bytes]:
+    digests: list[bytes] = []
+
+    def checked() -> Iterator[Manifest]:
+        first = None
+        for rank in range(attempt.world_size):
+            key = attempt.manifest_key(rank)
+            data = store.get(key, max_bytes=manifests.MAX_BYTES)
+            found = manifests.decode(data, key)
+            first = first or found
+            _check_agrees(attempt, first, found)
+            digests.append(digest(data))
+            yield found
+
+    what = manifests.check_shards(checked())
+    if what is not None:
+        raise MismatchError(f"{attempt}: {what}", hint="every rank that holds a part of a tensor must save it, once")
+    return digests
+
+
+def _check_agrees(attempt: Attempt, first: Manifest, other: Manifest) -> None:
+    if other.world_size != attempt.world_size or other.replicas != first.replicas:
+        raise MismatchError(
+            f"{attempt}: rank {other.rank} does not hold the same modules and optimizers as rank {first.rank}",
+            hint="with several ranks, modules, optimizers and schedulers must have the same tensors on every rank",
+        )
+
+
+def _taken(attempt: Attempt, commit: Commit) -> ConflictError:
+    if commit.tombstone:
+        return ConflictError(
+            f"{attempt} was removed by retention", hint="a removed step never comes back; save a later one"
+        )
+    return ConflictError(
+        f"{attempt}: attempt {commit.attempt} won, attempt {attempt.id} did not",
+        hint="two writers saved the same step; check that only one trainer uses this run",
+    )
+
+
+def _aborted(attempt: Attempt, fate: Fate) -> TransientError:
+    return TransientError(
+        f"{attempt}: attempt {attempt.id} was aborted: {fate.reason or 'its lease was over'}", hint="save again"
+    )
+
+
+def _late(attempt: Attempt, missing: Sequence[int], timeout: float) -> DeadlineError:
+    ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return DeadlineError(
+        f"{attempt}: no manifest of rank {ranks} within {timeout:g} s", hint="look at the log of that rank"
+    )

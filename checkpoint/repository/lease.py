@@ -1,0 +1,132 @@
+"""Leases: how an attempt or a reader says "I am alive and lean on these steps".
+
+Invariant: a lease is renewed at a third of its life. Its holder trusts it only until one life after the *start* of the last
+renewal that succeeded, by its own monotonic clock, so the holder stops trusting it before anyone else does; who cannot
+renew in time stops before the fate. Clocks of machines must agree to well within a third of a life.
+Failure behaviour: a renewal that fails is tried again until the lease is over; then `require_alive` raises
+`TransientError`. Releasing never raises: a lease left behind runs out by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from checkpoint.format import names
+from checkpoint.format.documents import Base, Lease, encode, me
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.errors import MillraceError, TransientError
+from dataio.core.log import get_logger
+from dataio.store.contract import Store
+
+DEFAULT_LIFE = 300.0
+_log = get_logger(__name__)
+
+
+class Holding:
+    """The times of one lease, without I/O. `life` in seconds."""
+
+    def __init__(self, life: float) -> None:
+        self.life = life
+        self._renewed = float("-inf")
+
+    def renewed(self, started: float) -> None:
+        """A write of the lease that began at `started` has succeeded."""
+        self._renewed = max(self._renewed, started)
+
+    def due(self, now: float) -> bool:
+        return now - self._renewed >= self.life / 3
+
+    def alive(self, now: float) -> bool:
+        return now - self._renewed < self.life
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next renewal should be tried; never less than a hundredth of a life."""
+        return max(self._renewed + self.life / 3 - now, self.life / 100)
+
+
+class LeaseKeeper:
+    """Writes a lease on entry, keeps it renewed in a thread, deletes it on `release`."""
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: str,
+        run: str,
+        timeline: int,
+        step: int,
+        bases: Sequence[Base],
+        life: float = DEFAULT_LIFE,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._store, self._clock, self._holding = store, clock, Holding(life)
+        self._attempt, self._run, self._timeline, self._step = attempt, run, timeline, step
+        self._bases = tuple(bases)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=f"millrace-lease-{attempt}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Stop renewing. The lease itself stays, unless `release` was called: it protects what an attempt left."""
+        self._stop.set()
+        self._thread.join(self._holding.life)
+
+    def tick(self) -> None:
+        """Renew if it is time to; a failure is logged and left to the next tick."""
+        if not self._holding.due(self._clock.monotonic()):
+            return
+        try:
+            self._write()
+        except MillraceError as error:
+            _log.warning("the lease of attempt %s could not be renewed: %s", self._attempt, error)
+
+    def alive(self) -> bool:
+        """Whether the lease may still be trusted."""
+        return self._holding.alive(self._clock.monotonic())
+
+    def require_alive(self) -> None:
+        """Raise `TransientError` when the lease is over."""
+        if not self.alive():
+            raise lost(self._attempt)
+
+    def release(self) -> None:
+        """Stop renewing and delete the lease."""
+        self._stop.set()
+        self._thread.join(self._holding.life)
+        try:
+            self._store.delete_many([names.lease(self._attempt)])
+        except MillraceError as error:
+            _log.warning("the lease of attempt %s could not be deleted and will run out: %s", self._attempt, error)
+
+    def _write(self) -> None:
+        started = self._clock.monotonic()
+        until = self._clock.time() + self._holding.life
+        document = Lease(
+            attempt=self._attempt,
+            run=self._run,
+            timeline=self._timeline,
+            step=self._step,
+            bases=self._bases,
+            until=until,
+            life=self._holding.life,
+            who=me(),
+        )
+        self._store.put(names.lease(self._attempt), encode(document))
+        self._holding.renewed(started)
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self._holding.wait(self._clock.monotonic())):
+            self.tick()
+
+
+def lost(attempt: str) -> TransientError:
+    """The error of an attempt that could not keep its lease."""
+    return TransientError(
+        f"attempt {attempt} could not renew its lease in time and stopped before its fate", hint="save again"
+    )

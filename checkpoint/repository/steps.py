@@ -1,0 +1,215 @@
+"""Reading a repository: which steps exist, which one is the latest, and what a step's manifests are.
+
+Invariant: a step exists when, and only when, its COMMIT names an attempt; a tombstone is not a step. Looking is also
+helping: an attempt whose fate is "commit" is finished before anything is said about its step.
+Failure behaviour: `UnsupportedError` for a repository of a newer format, `CorruptionError` for anything unreadable. A
+reader that may not write says so once and then sees only what is committed already.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from checkpoint.format import manifest as manifests
+from checkpoint.format import names, ulid
+from checkpoint.format.chunk import digest
+from checkpoint.format.documents import FORMAT, Base, Commit, Condemned, Fate, Repo, encode, read
+from checkpoint.format.manifest import Manifest
+from checkpoint.repository import commit, timeline
+from checkpoint.repository.commit import Attempt
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.crashpoints import declare
+from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
+from dataio.core.log import get_logger, warn_once
+from dataio.store.contract import Store
+
+_log = get_logger(__name__)
+
+_repo_created = declare("ckpt.repo-created", "an empty repository")
+
+
+@dataclass(slots=True)
+class StepSeen:
+    """The objects of one step as listed. `ranks[attempt]`: whose manifests are there; `fated`: attempts with a fate."""
+
+    committed: bool = False
+    ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    fated: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A committed step with its manifests, by rank."""
+
+    run: str
+    base: Base
+    manifests: tuple[Manifest, ...]
+
+
+def read_repo(store: Store) -> Repo | None:
+    """The repository's own document, or None where there is no repository yet."""
+    try:
+        repo = read(store, names.REPO, Repo)
+    except NotFoundError:
+        return None
+    if repo.format != FORMAT:
+        raise UnsupportedError(f"{store.location.url} holds {repo.format!r:.60}, not a checkpoint repository")
+    return repo
+
+
+def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
+    """The repository's document, created after the store has shown that it can have only one winner."""
+    repo = read_repo(store)
+    if repo is not None:
+        return repo
+    from dataio.store.probe import require_preconditions
+
+    require_preconditions(store, "")
+    store.put_if_absent(names.REPO, encode(Repo(id=ulid.new(clock), created=clock.time())))
+    _repo_created()
+    repo = read_repo(store)
+    if repo is None:
+        raise CorruptionError(f"{names.REPO} was written and is not there", hint="is the store strongly consistent?")
+    return repo
+
+
+def runs(store: Store) -> list[str]:
+    """Names of all runs that have a timeline."""
+    parsed = (names.parse_timeline_key(info.key) for info in store.list(names.RUNS))
+    return sorted({name_and_number[0] for name_and_number in parsed if name_and_number})
+
+
+def scan(store: Store, run: str, number: int) -> dict[int, StepSeen]:
+    """What is listed of every step of a timeline."""
+    found: dict[int, StepSeen] = defaultdict(StepSeen)
+    for info in store.list(names.timeline_steps(run, number)):
+        key = names.parse_step_key(info.key)
+        if key is None:
+            continue
+        seen = found[key.step]
+        if key.kind == "commit":
+            seen.committed = True
+        elif key.kind == "fate":
+            seen.fated.append(key.attempt)
+        else:
+            seen.ranks[key.attempt].add(key.rank)
+    return dict(found)
+
+
+def settle(store: Store, run: str, number: int, at: int, seen: StepSeen) -> Base | None:
+    """The attempt that is this step, after finishing what was complete; None when there is none."""
+    if seen.committed:
+        return _base_of(commit.find_commit(store, names.commit(run, number, at)), number)
+    for attempt_id in sorted(seen.fated):
+        found = _recognise(store, Attempt(run, number, at, attempt_id, 0))
+        if found is not None:
+            return found
+    return None
+
+
+def _recognise(store: Store, attempt: Attempt) -> Base | None:
+    try:
+        return _base_of(commit.recognise(store, attempt), attempt.timeline)
+    except AccessDeniedError:
+        warn_once(_log, f"{store.location.url} may not be written to: complete attempts without COMMIT stay invisible")
+        return None
+
+
+def _base_of(found: Commit | None, number: int) -> Base | None:
+    return None if found is None or found.tombstone else Base(number, found.step, found.attempt)
+
+
+def visible(store: Store, run: str) -> Iterator[Base]:
+    """Steps of the run's newest branch, newest first."""
+    seen: set[int] = set()
+    for segment in timeline.branch(store, run):
+        listed = scan(store, run, segment.timeline)
+        for at in sorted(listed, reverse=True):
+            if at in seen or (segment.upto is not None and at > segment.upto):
+                continue
+            base = settle(store, run, segment.timeline, at, listed[at])
+            if base is not None:
+                seen.add(at)
+                yield base
+
+
+def find(store: Store, run: str, step: int | str) -> Base | None:
+    """The newest step (`latest`; None when there is none), or that step (`NotFoundError` when it is not there)."""
+    repo = read_repo(store)
+    if step == "latest":
+        return next(visible(store, run), None) if repo else None
+    step = names.check_step(step)
+    for segment in timeline.branch(store, run):
+        if segment.upto is None or step <= segment.upto:
+            seen = scan_one(store, run, segment.timeline, step)
+            base = settle(store, run, segment.timeline, step, seen) if seen else None
+            if base is not None:
+                return base
+    raise _absent(store, run, step)
+
+
+def scan_one(store: Store, run: str, number: int, step: int) -> StepSeen | None:
+    """What is listed of one step."""
+    seen = StepSeen()
+    for info in store.list(names.step(run, number, names.check_step(step))):
+        key = names.parse_step_key(info.key)
+        if key is not None and key.kind == "commit":
+            seen.committed = True
+        elif key is not None and key.kind == "fate":
+            seen.fated.append(key.attempt)
+    return seen if seen.committed or seen.fated else None
+
+
+def _absent(store: Store, run: str, step: int) -> NotFoundError:
+    others = [n for n in timeline.numbers(store, run) if scan_one(store, run, n, step)]
+    where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
+    return NotFoundError(f"run {run} has no step {step}{where}", hint="`millrace ckpt ls` lists the steps")
+
+
+def open_step(store: Store, run: str, base: Base) -> Step:
+    """The step's manifests, each checked against the digest in the fate, and all against each other."""
+    where = Attempt(run, base.timeline, base.step, base.attempt, 0)
+    fate = read(store, where.fate_key, Fate)
+    if fate.fate != "commit" or not fate.manifests or fate.attempt != base.attempt:
+        raise CorruptionError(f"{where.fate_key} does not commit the attempt that COMMIT names")
+    found = []
+    for rank, expected in enumerate(fate.manifests):
+        key = where.manifest_key(rank)
+        found.append(_manifest(store, key, bytes.fromhex(expected)))
+    _check_together(found, where.fate_key)
+    return Step(run, base, tuple(found))
+
+
+def _manifest(store: Store, key: str, expected: bytes) -> Manifest:
+    """The manifest with this digest, from whichever copy has it."""
+    while digest(data := _get(store, key)) != expected and store.distrust(key):
+        pass
+    return manifests.decode(data, key, expected)
+
+
+def _get(store: Store, key: str) -> bytes:
+    try:
+        return store.get(key, max_bytes=manifests.MAX_BYTES)
+    except NotFoundError:
+        raise CorruptionError(f"{key} is missing although its step is committed") from None
+
+
+def _check_together(found: list[Manifest], fate_key: str) -> None:
+    for manifest in found:
+        if manifest.world_size != len(found):
+            raise CorruptionError(f"{fate_key} names {len(found)} manifests of a world of {manifest.world_size}")
+    what = manifests.check_shards(found)
+    if what is not None:
+        raise CorruptionError(f"{fate_key}: {what}", hint="run `millrace ckpt check`")
+
+
+def condemned(store: Store) -> set[tuple[str, int, int]]:
+    """(run, timeline, step) of what collectors are about to remove."""
+    found: set[tuple[str, int, int]] = set()
+    for info in store.list(names.GC):
+        with suppress(NotFoundError):  # a collector that is done deletes its record
+            found |= {(s.run, s.timeline, s.step) for s in read(store, info.key, Condemned).steps}
+    return found

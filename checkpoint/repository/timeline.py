@@ -1,0 +1,84 @@
+"""Timelines: one per start of a trainer, each branching off the step that was restored.
+
+Invariant: numbers only grow and each has one owner (`put_if_absent`). `latest` follows the newest timeline and then, step
+by step, its parents up to where the child branched off; a step that a restart left behind is never mistaken for the
+present. A timeline's parent is always older than itself.
+Failure behaviour: `ConflictError` when numbers keep being taken by others; `CorruptionError` for a parent that is not older.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkpoint.format import names
+from checkpoint.format.documents import StepName, Timeline, encode, me, read
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.crashpoints import declare
+from dataio.core.errors import ConflictError, CorruptionError
+from dataio.store.contract import Store
+
+_TRIES = 100
+
+_opened = declare("ckpt.timeline-opened", "an empty timeline: the latest step is that of its parent")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of a branch that lies in one timeline: its steps up to `upto`, or all of them."""
+
+    timeline: int
+    upto: int | None
+
+
+def numbers(store: Store, run: str) -> list[int]:
+    """Numbers of the run's timelines, oldest first."""
+    parsed = (names.parse_timeline_key(info.key) for info in store.list(names.timelines(run)))
+    return sorted(number for name_and_number in parsed if name_and_number for number in name_and_number[1:])
+
+
+def read_timeline(store: Store, run: str, number: int) -> Timeline:
+    """The timeline's document, checked."""
+    key = names.timeline(run, number)
+    found = read(store, key, Timeline)
+    if found.parent is not None and not 0 <= found.parent.timeline < number:
+        raise CorruptionError(f"{key} names timeline {found.parent.timeline} as its parent, which is not older")
+    return found
+
+
+def open_timeline(store: Store, run: str, parent: StepName | None, clock: Clock = SYSTEM_CLOCK) -> int:
+    """Take the next number for this process."""
+    for _ in range(_TRIES):
+        number = max(numbers(store, run), default=0) + 1
+        document = Timeline(run=run, timeline=number, parent=parent, created=clock.time(), who=me())
+        if store.put_if_absent(names.timeline(run, number), encode(document)):
+            _opened()
+            return number
+    raise ConflictError(
+        f"run {run}: no new timeline in {_TRIES} tries",
+        hint="others keep starting on this run; give each its own run name",
+    )
+
+
+def newest_after(store: Store, run: str, number: int) -> Timeline | None:
+    """The newest timeline when it is newer than `number`."""
+    newest = max(numbers(store, run), default=0)
+    return read_timeline(store, run, newest) if newest > number else None
+
+
+def branch(store: Store, run: str) -> list[Segment]:
+    """The newest timeline and its ancestors, newest first."""
+    found = numbers(store, run)
+    if not found:
+        return []
+    segments = [Segment(found[-1], None)]
+    while (parent := read_timeline(store, run, segments[-1].timeline).parent) is not None:
+        segments.append(Segment(parent.timeline, parent.step))
+    return segments
+
+
+def superseded(run: str, number: int, newer: Timeline) -> ConflictError:
+    """The error of a writer that was replaced."""
+    return ConflictError(
+        f"run {run}: timeline {number} was taken over by timeline {newer.timeline}, opened by {newer.who}",
+        hint="another trainer started on this run; stop this one, or give it its own run name",
+    )

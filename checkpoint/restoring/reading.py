@@ -1,0 +1,156 @@
+"""`read`: a step's contents for notebooks and tools, without building the state first; nothing is fetched before it is
+looked at.
+
+Invariant: the step is leased while the `SavedStep` is open, which is until it is closed, or until nobody holds it or a tensor
+of it any more. A tensor's elements are read when it is asked for, a slice of
+it from the chunks that hold the slice only; every chunk is checked against its digest.
+Failure behaviour: `NotFoundError` for a step or an entry that is not there; `UsageError` after `close`; `CorruptionError`
+naming step, tensor, pack and offset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from checkpoint.format.chunk import Box, whole
+from checkpoint.repository import steps as repository
+from checkpoint.repository.steps import Step
+from checkpoint.restoring import restore
+from checkpoint.restoring.restore import Saved, Want
+from checkpoint.state import tree
+from checkpoint.state.kinds import TensorSink, empty
+from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, join
+from dataio.core.errors import NotFoundError, UsageError
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+
+
+class LazyTensor:
+    """A saved tensor: `dtype` and `shape` (of the whole, however it was spread over ranks); `t[...]` and `t.read()` fetch it."""
+
+    def __init__(self, step: SavedStep, saved: Saved) -> None:
+        self._step, self._saved = step, saved
+        self.shape = torch.Size(saved.shape)
+        self.dtype: torch.dtype = getattr(torch, saved.dtype)
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor, in main memory."""
+        return self._read(whole(self._saved.shape))
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """As of a tensor; integers and slices choose what is read, other indices are applied to the whole."""
+        given = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(i, (int, slice)) for i in given) or len(given) > len(self.shape):
+            return self.read()[index]
+        ranges = [_range(i, n) for i, n in zip(given, self.shape, strict=False)]
+        ranges += [range(n) for n in self.shape[len(given) :]]
+        box = Box(tuple(self.shape), tuple(r.start if r else 0 for r in ranges), tuple(map(_extent, ranges)))
+        inside = [0 if isinstance(i, int) else slice(None, None, i.step) for i in given]
+        return self._read(box)[tuple(inside)]
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
+
+    def _read(self, box: Box) -> torch.Tensor:
+        return self._step._read(self._saved, box, empty(self.dtype, box.local))
+
+
+def _range(index: int | slice, size: int) -> range:
+    if isinstance(index, slice):
+        return range(*index.indices(size))
+    if not -size <= index < size:
+        raise IndexError(f"index {index} of {size} elements")
+    return range(index % size, index % size + 1)
+
+
+def _extent(chosen: range) -> int:
+    if chosen.step < 0:
+        raise UsageError("a slice with a negative step cannot be read", hint="read it forwards and flip it")
+    return chosen[-1] + 1 - chosen.start if chosen else 0
+
+
+class SavedStep(Mapping[str, Any]):
+    """The entries of a step by path ("model/embed.weight"): `LazyTensor`, or plain values. Close it, or use it in a `with`."""
+
+    def __init__(self, store: Store, step: Step, rank: int) -> None:
+        self._store, self._opened, self.step = store, step, step.base.step
+        saved = restore.tensors_of(step, rank)
+        manifest = step.manifests[rank if rank < len(step.manifests) else 0]
+        self._entries = {
+            path: saved[node.name] if isinstance(node, TensorRef) else node
+            for path, node in _entries(tree.decode(manifest.tree), "")
+        }
+        self._close: Callable[[], object] = lambda: None
+        self._closed = False
+
+    def keep(self, stack: contextlib.ExitStack) -> Self:
+        """Take `stack` over: it is closed with this step, however that comes about."""
+        self._close = weakref.finalize(self, stack.close)
+        return self
+
+    def __getitem__(self, path: str) -> Any:
+        if path not in self._entries:
+            raise NotFoundError(f"step {self.step} has no entry {path!r:.200}", hint="list() of it names all entries")
+        found = self._entries[path]
+        return LazyTensor(self, found) if isinstance(found, Saved) else found
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def close(self) -> None:
+        """Let go of the step."""
+        self._closed = True
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _read(self, saved: Saved, box: Box, made: torch.Tensor) -> torch.Tensor:
+        if self._closed:
+            raise UsageError(f"step {self.step} was closed", hint="read what you need inside the `with`")
+        restore.read(self._store, self._opened, [Want(saved, box, TensorSink(made))])
+        return made
+
+
+def read(
+    url: str | Store, *, run: str, step: int | str = "latest", rank: int = 0, **storage_options: object
+) -> SavedStep:
+    """The contents of a step, as `rank` saw it. Talks to no other rank."""
+    with contextlib.ExitStack() as stack:
+        store = url if isinstance(url, Store) else stack.enter_context(open_store(url, **storage_options))
+        base = repository.find(store, run, step)
+        if base is None:
+            raise NotFoundError(f"run {run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
+        opened = stack.enter_context(restore.reading(store, run, base))
+        found = SavedStep(store, opened, rank)
+        return found.keep(stack.pop_all())
+
+
+def _entries(node: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(node, StatefulNode):
+        yield from _entries(node.state, path)
+    elif isinstance(node, PartsNode):
+        yield from _entries(node.parts, path)
+    elif isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _entries(value, join(path, key))
+    elif isinstance(node, (list, tuple)) and node:
+        for i, value in enumerate(node):
+            yield from _entries(value, join(path, i))
+    else:
+        yield path, node

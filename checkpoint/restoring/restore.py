@@ -1,0 +1,223 @@
+"""Tensor bytes of a committed step, into whatever memory the caller has for them.
+
+Invariant: only bytes whose digest is right are copied into a caller's memory. A lease names the step while it is read, and
+the step is looked at again after the lease is written, so that no collector takes it away meanwhile.
+Failure behaviour: `CorruptionError` naming step, tensor, pack and offset; memory of tensors that were complete before it
+has then been changed, memory of the damaged one holds a mixture: the caller must restore another step or stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from checkpoint.format import dtypes, names, ulid
+from checkpoint.format.chunk import Box
+from checkpoint.format.documents import Base
+from checkpoint.format.manifest import Chunk, Manifest, Tensor
+from checkpoint.repository import commit, fetch
+from checkpoint.repository import steps as repository
+from checkpoint.repository.lease import LeaseKeeper
+from checkpoint.repository.steps import Step
+from checkpoint.sharding import regions
+from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
+from dataio.core.log import get_logger, warn_once
+from dataio.store.contract import Store
+
+_log = get_logger(__name__)
+
+
+class Sink(Protocol):
+    """Memory for one tensor."""
+
+    def open(self) -> memoryview:
+        """Writable memory of exactly the tensor's bytes, row-major; called once, before the first byte arrives."""
+        ...
+
+    def close(self) -> None:
+        """All bytes are in."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor of a step as one rank sees it: the whole, in one or more shards, each with the manifest that holds it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[tuple[Manifest, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """The elements `box` of a saved tensor, and where they go."""
+
+    saved: Saved
+    box: Box
+    sink: Sink
+
+    @property
+    def name(self) -> str:
+        return self.saved.shards[0][1].name
+
+
+@dataclass(slots=True)
+class _Use:
+    """`length` bytes from byte `start` of a chunk are those from byte `at` of a shard with this box."""
+
+    want: int
+    shard: Box
+    at: int
+    start: int
+    length: int
+
+
+@dataclass(slots=True, eq=False)
+class Needed:
+    """A chunk in its pack with all its uses: the form in which `fetch` takes it."""
+
+    chunk: Chunk
+    uses: list[_Use] = field(default_factory=list)
+
+    @property
+    def digest(self) -> bytes:
+        return self.chunk.digest
+
+    @property
+    def offset(self) -> int:
+        return self.chunk.offset
+
+    @property
+    def stored(self) -> int:
+        return self.chunk.stored
+
+    @property
+    def raw(self) -> int:
+        return self.chunk.raw
+
+    @property
+    def codec(self) -> int:
+        return self.chunk.codec
+
+
+def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
+    """By name, every tensor that `rank` sees: its own, and those that belong to all.
+
+    A rank that the step was not saved with sees the rank-local tensors of rank 0.
+    """
+    own = step.manifests[rank if rank < len(step.manifests) else 0]
+    shared: dict[str, list[tuple[Manifest, Tensor]]] = defaultdict(list)
+    for manifest in step.manifests:
+        for tensor in manifest.tensors:
+            if tensor.replicated:
+                shared[tensor.name].append((manifest, tensor))
+    found = {name: Saved(shards[0][1].dtype, shards[0][1].shape, tuple(shards)) for name, shards in shared.items()}
+    return found | {t.name: Saved(t.dtype, t.shape, ((own, t),)) for t in own.tensors if not t.replicated}
+
+
+@contextlib.contextmanager
+def reading(store: Store, run: str, base: Base) -> Iterator[Step]:
+    """The step, opened, with a lease held while it is read."""
+    lease = LeaseKeeper(store, ulid.new(), run, base.timeline, base.step, [base])
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lease)
+            stack.callback(lease.release)
+        except AccessDeniedError:
+            warn_once(_log, f"{store.location.url} may not be written to: reading without a lease")
+        _still_there(store, run, base)
+        yield repository.open_step(store, run, base)
+
+
+def _still_there(store: Store, run: str, base: Base) -> None:
+    found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
+    gone = found is None or found.tombstone or (run, base.timeline, base.step) in repository.condemned(store)
+    if gone:
+        raise NotFoundError(f"step {base.step} of run {run} is being removed by retention", hint="restore a later step")
+
+
+def read(store: Store, step: Step, wants: Sequence[Want]) -> None:
+    """Fill the sinks of all `wants`."""
+    reading = Reading(step, wants)
+    reading.fetch(store, reading.needed())
+
+
+def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, _Use]]:
+    """Every chunk that holds something of what is wanted, with its pack's key."""
+    item = dtypes.ITEM_BYTES[want.saved.dtype]
+    for manifest, tensor in want.saved.shards:
+        if not tensor.box.overlaps(want.box):
+            continue
+        at = 0
+        for span in tensor.spans:
+            if tensor.box == want.box or regions.touches(tensor.box, want.box, item, at, span.length):
+                chunk = manifest.chunks[span.chunk]
+                yield manifest.packs[chunk.pack].key, chunk, _Use(number, tensor.box, at, span.start, span.length)
+            at += span.length
+
+
+class Reading:
+    """Which chunks some wants need; copies chunks into the sinks. Opens a sink at its first byte and closes it after its last."""
+
+    def __init__(self, step: Step, wants: Sequence[Want]) -> None:
+        self._step, self._wants = step, wants
+        self._left = [0] * len(wants)
+        self._open: dict[int, memoryview] = {}
+        self._lock = threading.Lock()
+        self._needed: dict[str, dict[int, Needed]] = defaultdict(dict)
+        for number, want in enumerate(wants):
+            for key, chunk, use in _uses(number, want):
+                self._needed[key].setdefault(chunk.offset, Needed(chunk)).uses.append(use)
+                self._left[number] += 1
+
+    def needed(self) -> list[tuple[str, Needed]]:
+        """Every chunk, with the key of its pack."""
+        return [(key, chunk) for key in sorted(self._needed) for chunk in self._needed[key].values()]
+
+    def batches(self, chunks: Iterable[tuple[str, Needed]]) -> Iterator[fetch.Batch[Needed]]:
+        """Some of the chunks, as `fetch` takes them."""
+        by_pack: dict[str, list[Needed]] = defaultdict(list)
+        for key, chunk in chunks:
+            by_pack[key].append(chunk)
+        return (batch for key in sorted(by_pack) for batch in fetch.batches(key, by_pack[key]))
+
+    def fetch(self, store: Store, chunks: Iterable[tuple[str, Needed]]) -> None:
+        """Read some of the chunks and use them."""
+        fetch.fetch(store, self.batches(chunks), self.use)
+
+    def use(self, pack: str, wanted: Needed, payload: memoryview | None) -> None:
+        """Copy a chunk's bytes to where they belong; None when they could not be had."""
+        if payload is None:
+            raise self._damaged(pack, wanted)
+        for use in wanted.uses:
+            want = self._wants[use.want]
+            part = payload[use.start : use.start + use.length]
+            regions.copy(use.shard, want.box, dtypes.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
+            self._done(use.want)
+
+    def _target(self, want: int) -> memoryview:
+        with self._lock:
+            if want not in self._open:
+                self._open[want] = self._wants[want].sink.open()
+            return self._open[want]
+
+    def _done(self, want: int) -> None:
+        with self._lock:
+            self._left[want] -= 1
+            if self._left[want]:
+                return
+            del self._open[want]
+        self._wants[want].sink.close()
+
+    def _damaged(self, pack: str, wanted: Needed) -> CorruptionError:
+        base, names_hit = self._step.base, sorted({self._wants[use.want].name for use in wanted.uses})
+        more = f" and {len(names_hit) - 1} more" if len(names_hit) > 1 else ""
+        return CorruptionError(
+            f"step {base.step} of run {self._step.run} is damaged: tensor {names_hit[0]!r:.200}{more}, "
+            f"{wanted.stored} bytes at offset {wanted.offset} of {pack}",
+            hint="restore an earlier step; `millrace ckpt check` lists what else is damaged",
+        )

@@ -1,0 +1,123 @@
+"""The put plan: everything that turns the bytes of an arena into a committed step, without the process that staged them.
+
+Invariant: a plan holds no secret and no tensor bytes; with the arena it is complete: whoever has both can commit the
+step, and nobody can with less. The tensors of a plan lie inside the arena and do not overlap.
+Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `UsageError` for a plan that is not sound.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from checkpoint.format import codec, dtypes, names, ulid
+from checkpoint.format.chunk import Box
+from checkpoint.format.documents import VERSION, Base, newer
+from checkpoint.format.layout import Layout, TensorSpec, lay_out
+from dataio.core.errors import CorruptionError, UsageError
+from dataio.core.limits import MIB
+from dataio.store.contract import Location
+
+MAX_BYTES = 64 * MIB
+
+
+class PlanLocation(msgspec.Struct, frozen=True):
+    url: str
+    options: dict[str, object]
+
+    def to_location(self) -> Location:
+        return Location(self.url, self.options, shareable=True)
+
+
+class PlanTensor(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor shard at byte `at` of the arena."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    replicated: bool
+    at: int
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, Box(self.shape, self.offset, self.local), self.replicated)
+
+
+class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """`upload_hint`: bytes per second that an earlier save found, 0 when unknown.
+
+    `tree` and `replicas` go into the manifest as they are. Times in seconds.
+    """
+
+    version: int = VERSION
+    location: PlanLocation
+    run: str
+    timeline: int
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    bases: tuple[Base, ...]
+    tensors: tuple[PlanTensor, ...]
+    small_bytes: int
+    tree: bytes
+    replicas: bytes
+    compression: str = "none"
+    upload_hint: float = 0.0
+    lease_seconds: float = 300.0
+    commit_timeout: float = 600.0
+
+    @property
+    def bytes_state(self) -> int:
+        return sum(tensor.spec().nbytes for tensor in self.tensors)
+
+
+class _Head(msgspec.Struct):
+    version: int
+
+
+def plan_tensors(specs: list[TensorSpec], layout: Layout) -> tuple[PlanTensor, ...]:
+    """The plan's rows for tensors laid out so."""
+    rows = zip(specs, layout.offsets, strict=True)
+    return tuple(
+        PlanTensor(s.name, s.dtype, s.box.shape, s.box.offset, s.box.local, s.replicated, at) for s, at in rows
+    )
+
+
+def encode(plan: PutPlan) -> bytes:
+    """The plan's bytes; `UsageError` when the state has too many tensors for one plan."""
+    data = msgspec.msgpack.encode(plan)
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"the plan of step {plan.step} has {len(data)} bytes, more than {MAX_BYTES}")
+    return data
+
+
+def decode(data: bytes, arena_bytes: int) -> PutPlan:
+    """The checked plan for an arena of this size."""
+    try:
+        version = msgspec.msgpack.decode(data, type=_Head).version
+        if version != VERSION:
+            raise newer("the put plan", version)
+        plan = msgspec.msgpack.decode(data, type=PutPlan)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"the put plan cannot be read: {error}") from None
+    _check(plan, arena_bytes)
+    return plan
+
+
+def _check(plan: PutPlan, arena_bytes: int) -> None:
+    names.check_run(plan.run)
+    names.check_step(plan.step)
+    ulid.check(plan.attempt)
+    if not 0 <= plan.rank < plan.world_size or plan.compression not in codec.COMPRESSIONS or plan.lease_seconds <= 0:
+        raise UsageError("the put plan's rank, compression or lease is impossible")
+    try:
+        specs = [tensor.spec() for tensor in plan.tensors]
+        known = all(spec.dtype in dtypes.ITEM_BYTES for spec in specs)
+        layout = lay_out(specs) if known else None
+    except CorruptionError as error:
+        raise UsageError(f"the put plan is impossible: {error}") from None
+    if layout is None or layout.small_bytes != plan.small_bytes or layout.total > arena_bytes:
+        raise UsageError("the put plan's layout does not fit its tensors or the arena")
+    if layout.offsets != tuple(tensor.at for tensor in plan.tensors):
+        raise UsageError("the put plan's tensors do not lie where their layout says")

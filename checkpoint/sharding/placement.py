@@ -1,0 +1,110 @@
+"""What part of a DTensor this rank holds, and making a DTensor of the same placement.
+
+Invariant: the box is the one that torch itself gives for checkpointing (`__create_chunk_list__`); a placement whose local
+part is not one box, or is a partial sum, is refused.
+Failure behaviour: `UnsupportedError` naming the tensor's path and what to do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from checkpoint.format.chunk import Box
+from dataio.core.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This rank's part of a global tensor."""
+
+    local: torch.Tensor
+    box: Box
+
+
+def place(tensor: DTensor, path: str) -> Place:
+    """Where the local part of `tensor` lies. A rank outside of the tensor's mesh holds an empty part."""
+    _refuse(tensor, path)
+    local: torch.Tensor = tensor._local_tensor.detach()
+    shape = tuple(tensor.shape)
+    if 0 in shape or tensor.device_mesh.get_coordinate() is None:
+        nothing = Box(shape, (0,) * len(shape), shape if 0 in shape else (0,) * len(shape))
+        return Place(local.new_empty(nothing.local), nothing)
+    chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+    return Place(local, Box(shape, tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))))
+
+
+def like(model: DTensor, dtype: torch.dtype) -> DTensor:
+    """A new DTensor with the shape and placement of `model` and elements of `dtype`, which are not set."""
+    local = torch.empty_like(model._local_tensor, dtype=dtype, memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+
+
+def _refuse(tensor: DTensor, path: str) -> None:
+    placements = tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise UnsupportedError(
+            f"{path}: the DTensor is a sum that was not formed yet ({placements})",
+            hint="redistribute it to Shard or Replicate first",
+        )
+    for dim in range(tensor.ndim):
+        if not _is_run(tensor.shape[dim], dim, tensor):
+            raise UnsupportedError(
+                f"{path}: the local part of the DTensor is not one block of it ({placements})",
+                hint="order the mesh so that the outer dimension shards first, or redistribute the tensor",
+            )
+
+
+def _is_run(size: int, dim: int, tensor: DTensor) -> bool:
+    steps: list[tuple[int, int, int]] = []
+    coordinate = tensor.device_mesh.get_coordinate()
+    for mesh_dim, placement in enumerate(tensor.placements if coordinate is not None else ()):
+        if getattr(placement, "dim", None) == dim:
+            assert coordinate is not None
+            steps.append((tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim], _split_factor(placement)))
+    if all(factor == 1 for _, _, factor in steps):
+        return True
+    return _picked_is_run(size, tuple(steps))
+
+
+def _split_factor(placement: Placement) -> int:
+    """1 for a Shard; torch's strided shard (FSDP on a dimension that TP shards too) first splits by this factor."""
+    return 1 if type(placement) is Shard else int(getattr(placement, "split_factor", 1))
+
+
+@lru_cache(maxsize=4096)
+def _picked_is_run(size: int, steps: tuple[tuple[int, int, int], ...]) -> bool:
+    picked: list[range] = [range(size)]
+    for count, at, factor in steps:
+        picked = _chunk(picked, count, at, factor)
+    kept = [part for part in picked if part]
+    return all(a.stop == b.start for a, b in itertools.pairwise(kept))
+
+
+def _chunk(parts: list[range], count: int, at: int, factor: int) -> list[range]:
+    """Chunk number `at` of `count` of each of `factor` chunks, as torch.chunk cuts."""
+    outer = _cut(parts, factor)
+    return [part for own in outer for part in _cut(own, count)[at]]
+
+
+def _cut(parts: list[range], count: int) -> list[list[range]]:
+    size = sum(map(len, parts))
+    step = max(math.ceil(size / count), 1)
+    return [_taken(parts, min(i * step, size), min((i + 1) * step, size)) for i in range(count)]
+
+
+def _taken(parts: list[range], start: int, stop: int) -> list[range]:
+    found, at = [], 0
+    for part in parts:
+        low, high = max(start - at, 0), min(stop - at, len(part))
+        if low < high:
+            found.append(part[low:high])
+        at += len(part)
+    return found

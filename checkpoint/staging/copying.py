@@ -1,0 +1,194 @@
+"""One state being copied into the arena: now, or behind what the trainer does next.
+
+Two threads copy runs of main memory piece by piece; copies from a CUDA device are queued on a stream of their own, behind
+what the device is doing already. Whoever waits for the copy helps with it.
+Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began: tensors in `late` were not
+written meanwhile, which torch's version counters show; the others were copied before the constructor returned.
+Failure behaviour: `wait` raises `UsageError` naming a tensor that was written while it was being copied, and any error of
+the copy itself, to everyone who waits. On an error nobody writes into the arena any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+
+import numpy as np
+import torch
+
+from checkpoint.format.layout import Layout, TensorSpec
+from checkpoint.staging.arena import THREADS, Arena
+from checkpoint.state.kinds import as_bits, has_plain_memory, memory_of
+from dataio.core.crashpoints import declare
+from dataio.core.errors import DeadlineError, UsageError
+from dataio.core.limits import MIB
+
+_PIECE = 16 * MIB
+
+_mid_stage = declare("ckpt.mid-stage", "the state is half copied, nothing of the attempt is stored")
+
+_Copy = tuple[torch.Tensor, int, int, int]
+"""A tensor, and the run of its bytes (start, length) that goes to this place of the arena."""
+
+
+class Copying:
+    """`tensors` on their way into `arena`; those numbered in `late` may still be on it when the constructor returns.
+
+    `waited`: seconds that callers of `wait` and `gate` were held, together.
+    """
+
+    def __init__(
+        self,
+        pool: Executor,
+        arena: Arena,
+        tensors: Sequence[torch.Tensor],
+        specs: Sequence[TensorSpec],
+        layout: Layout,
+        late: Collection[int] = (),
+    ) -> None:
+        self.waited = 0.0
+        self._arena, self._lock = arena, threading.Lock()
+        self._error: BaseException | None = None
+        self._sealed = False
+        self._watched = [(specs[i].name, tensors[i], tensors[i]._version) for i in late]
+        self._events: list[torch.cuda.Event] = []
+        self._todo: deque[_Copy] = deque()
+        rows = [(tensors[i].detach(), at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
+        for now in (True, False):
+            part = [(tensor, at) for tensor, at, is_late in rows if is_late != now]
+            self._enqueue_devices([row for row in part if row[0].device.type == "cuda"], hold=now)
+            self._todo.extend(p for row in part if row[0].device.type != "cuda" for p in _pieces(*row))
+            if now:
+                self._copy_now(pool)
+        self._workers: list[Future[None]] = [pool.submit(self._work) for _ in range(THREADS)] if late else []
+        if not late:
+            self.join()
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the state may change; also true of a copy that failed."""
+        return self._sealed
+
+    def join(self, timeout: float | None = None) -> None:
+        """Return once every byte is in the arena, or raise; for whoever carries it."""
+        self._wait_for_host(timeout)
+        for event in self._events:
+            event.synchronize()
+        self._seal()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As `join`, for the trainer: helps with what is left, and the time counts as waited."""
+        with self._counted():
+            self._work()
+            self.join(timeout)
+
+    def gate(self) -> None:
+        """Return once the state may change as far as this thread and the work it now gives to devices can change it.
+
+        What a device still copies its own next work waits for, not this thread.
+        """
+        with self._counted():
+            self._work()
+            self._wait_for_host(None)
+            for event in self._events:
+                event.wait()
+            self._seal()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.waited += time.perf_counter() - began
+
+    def _wait_for_host(self, timeout: float | None) -> None:
+        _, running = wait(self._workers, timeout)
+        if running:
+            raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="it goes on; wait again")
+
+    def _seal(self) -> None:
+        with self._lock:
+            if not self._sealed:
+                self._error = self._error or self._disturbed()
+                self._watched, self._sealed = [], True
+        if self._error is not None:
+            raise self._error
+
+    def _disturbed(self) -> UsageError | None:
+        for name, tensor, version in self._watched:
+            if tensor._version != version:
+                return UsageError(
+                    f"tensor {name!r} was written while it was being copied",
+                    hint="call handle.copied() before the state changes other than by a step of an optimizer in the "
+                    'state, or use staging="eager"',
+                )
+        return None
+
+    def _copy_now(self, pool: Executor) -> None:
+        """What may not wait: copied when this returns."""
+        helpers = [pool.submit(self._work) for _ in range(THREADS - 1)] if len(self._todo) > 1 else []
+        try:
+            self._work()
+        finally:
+            self._todo.clear()
+            wait(helpers)
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while True:
+            try:
+                source, start, length, at = self._todo.popleft()
+            except IndexError:
+                return
+            try:
+                _copy(self._arena, source, start, length, at)
+                _mid_stage()
+            except BaseException as error:  # also an interrupt: what it cut short is not in the arena
+                self._todo.clear()
+                self._error = self._error or error
+                if not isinstance(error, Exception):
+                    raise
+
+    def _enqueue_devices(self, rows: Sequence[tuple[torch.Tensor, int]], *, hold: bool) -> None:
+        """Copies on a stream of their own; with `hold` the device's next work waits for them."""
+        for device in {tensor.device for tensor, _ in rows}:
+            stream, event = torch.cuda.Stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for tensor, at in rows:
+                    if tensor.device == device:
+                        tensor.record_stream(stream)
+                        _copy_strided(self._arena, tensor, at)
+                event.record(stream)
+            if hold:
+                event.wait(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+
+def _pieces(tensor: torch.Tensor, at: int) -> Iterator[_Copy]:
+    size = tensor.numel() * tensor.element_size()
+    step = _PIECE if has_plain_memory(tensor) else size
+    return ((tensor, start, min(step, size - start), at + start) for start in range(0, size, step))
+
+
+def _copy(arena: Arena, source: torch.Tensor, start: int, length: int, at: int) -> None:
+    if not has_plain_memory(source):
+        _copy_strided(arena, source, at)
+        return
+    view = memory_of(source)[start : start + length]
+    np.copyto(arena.bytes[at : at + length], np.frombuffer(view, np.uint8))
+
+
+def _copy_strided(arena: Arena, source: torch.Tensor, at: int) -> None:
+    """From another device, or from memory that is not one run of the tensor's bytes."""
+    bits = as_bits(source.resolve_conj().resolve_neg())
+    size = source.numel() * source.element_size()
+    target = arena.tensor[at : at + size].view(bits.dtype).view(bits.shape)
+    target.copy_(bits, non_blocking=True)

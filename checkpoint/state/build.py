@@ -1,0 +1,109 @@
+"""What a restore will do, and the saved values that it makes anew.
+
+Invariant: making a value reads nothing: its tensors are listed to be read. Equal references share one tensor, and views share
+their memory again.
+Failure behaviour: `CorruptionError` for a tree that names what the step does not hold, or views that reach out of their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from checkpoint.format import dtypes
+from checkpoint.state.flatten import OTHER, Kinds, Parts
+from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef, join
+from dataio.core.errors import CorruptionError
+
+Saved = Mapping[str, tuple[str, tuple[int, ...]]]
+"""(dtype, shape) of every saved tensor by name."""
+
+
+@dataclass(slots=True)
+class Fit:
+    """What restoring will do, in this order: read `fresh`, run `early`, read `in_place`, run `late`.
+
+    Objects that judge their own state (loaders) come early, so that their refusal leaves the modules untouched.
+    `skipped`: paths that only one side has, where that was allowed.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    fresh: list[tuple[str, Any]] = field(default_factory=list)
+    early: list[Callable[[], object]] = field(default_factory=list)
+    in_place: list[tuple[str, Any]] = field(default_factory=list)
+    late: list[Callable[[], object]] = field(default_factory=list)
+
+
+class Builder:
+    """Makes saved values anew, with tensors that are to be read; equal references share one tensor."""
+
+    def __init__(self, saved: Saved, kinds: Kinds, plan: Fit) -> None:
+        self._saved, self._kinds, self._plan = saved, kinds, plan
+        self._made: dict[str, Any] = {}
+
+    def meta(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """(dtype, shape) of a saved tensor."""
+        if name not in self._saved:
+            raise CorruptionError(f"the checkpoint names tensor {name!r:.200} and does not hold it")
+        return self._saved[name]
+
+    def value(self, there: object, path: str) -> object:
+        """The saved value itself."""
+        if isinstance(there, TensorRef):
+            return self.tensor(there.name)
+        if isinstance(there, ViewRef):
+            return self.view(there)
+        if isinstance(there, (MetaNode, PartsNode, StatefulNode)):
+            return self._odd(there, path)
+        if isinstance(there, dict):
+            built = type(there)()
+            built.update({k: self.value(v, join(path, k)) for k, v in there.items()})
+            return built
+        if isinstance(there, (list, tuple)):
+            return type(there)(self.value(v, join(path, i)) for i, v in enumerate(there))
+        return there
+
+    def tensor(self, name: str, model: Any = None) -> Any:
+        """A tensor to be read, placed like `model` where that is given."""
+        if name not in self._made:
+            self._made[name] = self._kinds.empty(*self.meta(name), model)
+            self._plan.fresh.append((name, self._made[name]))
+        return self._made[name]
+
+    def view(self, ref: ViewRef) -> Any:
+        """A view of bytes to be read."""
+        dtype, shape = self.meta(ref.name)
+        size = dtypes.ITEM_BYTES.get(ref.dtype, 0)
+        last = sum((n - 1) * step for n, step in zip(ref.shape, ref.stride, strict=False))
+        sound = size and dtype == "uint8" and len(shape) == 1 and len(ref.shape) == len(ref.stride)
+        if not sound or 0 in ref.shape or ref.offset % size or ref.offset + (last + 1) * size > shape[0]:
+            raise CorruptionError(f"the checkpoint holds a view of tensor {ref.name!r:.200} that reaches out of it")
+        return self._kinds.view(self.tensor(ref.name), ref.dtype, ref.shape, ref.stride, ref.offset)
+
+    def parts(self, node: PartsNode, path: str) -> Parts:
+        """The parts of a tensor, to be read."""
+        inner = {name: self.value(part, join(path, name)) for name, part in node.parts.items()}
+        return Parts(node.kind, node.values, inner)
+
+    def _odd(self, there: object, path: str) -> Any:
+        if isinstance(there, MetaNode):
+            return self._kinds.nothing(there.dtype, there.shape)
+        made = self._kinds.assemble(self.parts(there, path)) if isinstance(there, PartsNode) else None
+        if made is None:
+            self._plan.problems.append(f"{path}: {called(there)} in the checkpoint, a plain value here")
+        return made
+
+
+def called(there: object) -> str:
+    """What a saved value is, in words."""
+    if isinstance(there, (TensorRef, ViewRef)):
+        return "a tensor"
+    if isinstance(there, MetaNode):
+        return "a tensor without bytes"
+    if isinstance(there, PartsNode):
+        return f"a tensor of kind {there.kind}"
+    if isinstance(there, StatefulNode):
+        return f"the state of a {there.kind}" if there.kind != OTHER else "the state of an object"
+    return f"a {type(there).__name__}"

@@ -1,0 +1,238 @@
+"""Fitting a saved state into one that is there: compare everything, then say what to read and what to do.
+
+Invariant: fitting only compares and plans; nothing of the caller's state changes before every name, shape and type was
+found to fit.
+Failure behaviour: `MismatchError` names everything that is missing, not expected, or of another shape, type or kind.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from checkpoint.state.build import Builder, Fit, Saved, called
+from checkpoint.state.flatten import MODULE, OPTIMIZER, Kinds, is_stateful, state_of
+from checkpoint.state.selection import Selection
+from checkpoint.state.tree import MAX_DEPTH, MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef, join
+from dataio.core.errors import MismatchError, UsageError
+
+_MOST_SAID = 8
+
+
+def fit(state: object, tree: object, saved: Saved, kinds: Kinds, selection: Selection | None = None) -> Fit:
+    """Compare what is selected of `state` with a saved tree; `MismatchError` names everything that does not fit."""
+    if not isinstance(state, dict):
+        raise UsageError(f"the state is a {type(state).__name__}", hint="give the dict that was saved")
+    fitter = _Fitter(saved, kinds, selection or Selection())
+    if isinstance(tree, dict):
+        fitter.items(state, tree, "")
+    else:
+        fitter.say("", "the checkpoint does not hold a dict")
+    if fitter.plan.problems:
+        raise _mismatch(fitter.plan.problems)
+    return fitter.plan
+
+
+def _mismatch(problems: list[str]) -> MismatchError:
+    more = f"; and {len(problems) - _MOST_SAID} more" if len(problems) > _MOST_SAID else ""
+    return MismatchError(
+        "the checkpoint does not fit the state: " + "; ".join(problems[:_MOST_SAID]) + more,
+        hint="nothing was changed; build the state as it was when it was saved",
+    )
+
+
+class _Fitter:
+    def __init__(self, saved: Saved, kinds: Kinds, selection: Selection) -> None:
+        self.plan, self._kinds, self._selection = Fit(), kinds, selection
+        self._build = Builder(saved, kinds, self.plan)
+
+    def say(self, path: str, what: str) -> None:
+        self.plan.problems.append(f"{path or 'the state'}: {what}")
+
+    def value(self, here: Any, there: object, path: str) -> object:
+        """What the parent is to hold: `here` itself when it is changed in place or not restored."""
+        if self._holds(here) or (isinstance(here, dict) and isinstance(there, dict) and not self._selection.everything):
+            return self._container(here, there, path)
+        if is_stateful(here) and self._kinds.kind(here) == MODULE:
+            self._module(here, there, path)
+            return here
+        if not self._selection.takes(path):
+            return here
+        if self._kinds.is_tensor(here):
+            self.tensor(here, there, path)
+            return here
+        if is_stateful(here):
+            self._stateful(here, there, path)
+            return here
+        return self._build.value(there, path)
+
+    def _container(self, here: Any, there: object, path: str) -> object:
+        if isinstance(here, dict) and isinstance(there, dict):
+            return self.items(here, there, path)
+        if isinstance(here, (list, tuple)) and type(there) is (list if isinstance(here, list) else tuple):
+            return self.sequence(here, there, path)
+        if self._selection.takes(path):
+            self.say(path, f"a {type(here).__name__} here, {called(there)} in the checkpoint")
+        return here
+
+    def tensor(self, here: Any, there: object, path: str) -> None:
+        if self._kinds.bare(here) is not None:
+            self._bare(here, there, path)
+        elif isinstance(there, PartsNode):
+            self._parts(here, there, path)
+        elif isinstance(there, (TensorRef, ViewRef)) and self._kinds.parts(here, path) is None:
+            seen = self._kinds.describe(here, path)
+            was = self._build.meta(there.name) if isinstance(there, TensorRef) else (there.dtype, there.shape)
+            if self._alike(was, (seen.dtype, seen.shape), path):
+                self._dense(here, there)
+        else:
+            self.say(path, f"a tensor here, {called(there)} in the checkpoint")
+
+    def _dense(self, here: Any, there: TensorRef | ViewRef) -> None:
+        if isinstance(there, TensorRef):
+            self.plan.in_place.append((there.name, here))
+        else:
+            view = self._build.view(there)
+            self.plan.late.append(lambda: self._kinds.assign(here, view))
+
+    def _alike(self, was: tuple[str, tuple[int, ...]], now: tuple[str, tuple[int, ...]], path: str) -> bool:
+        if was[1] != now[1]:
+            self.say(path, f"shape {list(was[1])} in the checkpoint, {list(now[1])} here")
+        elif was[0] != now[0] and not self._selection.cast:
+            self.say(path, f"type {was[0]} in the checkpoint, {now[0]} here")
+        else:
+            return True
+        return False
+
+    def _bare(self, here: Any, there: object, path: str) -> None:
+        now = self._kinds.bare(here)
+        if not isinstance(there, MetaNode):
+            self.say(path, f"a tensor on the meta device here, {called(there)} in the checkpoint")
+        elif (there.dtype, there.shape) != now:
+            self.say(path, f"{there.dtype}{list(there.shape)} in the checkpoint, {now} here, both without bytes")
+
+    def _parts(self, here: Any, there: PartsNode, path: str) -> None:
+        mine = self._kinds.parts(here, path)
+        if mine is None or mine.kind != there.kind or _shape(mine.values) != _shape(there.values):
+            self.say(path, f"{mine.kind if mine else 'a dense tensor'} here, {called(there)} in the checkpoint")
+        elif mine.kind.startswith("wrapper:"):
+            for name, part in self._common(mine.tensors, there.parts, path):
+                self.tensor(part, there.parts[name], join(path, name))
+        else:
+            made = self._kinds.assemble(self._build.parts(there, path))
+            self.plan.late.append(lambda: self._kinds.assign(here, made))
+
+    def _stateful(self, here: Any, there: object, path: str) -> None:
+        kind, inner = self._kinds.kind(here), self._kinds.unwrap(here)
+        if not isinstance(there, StatefulNode) or there.kind == MODULE:
+            self.say(path, f"a {type(inner).__name__} here, {called(there)} in the checkpoint")
+            return
+        if kind == OPTIMIZER:
+            state = self._optimizer(inner, there.state, path)
+        else:
+            state = self._build.value(there.state, path)
+        self.plan.early.append(lambda: self._kinds.load(kind, inner, state))
+
+    def _module(self, given: Any, there: object, path: str) -> None:
+        module = self._kinds.unwrap(given)
+        here = state_of(module, path)
+        if not isinstance(there, StatefulNode) or there.kind != MODULE:
+            if self._selection.takes(path):
+                self.say(path, f"a {type(module).__name__} here, {called(there)} in the checkpoint")
+        elif not isinstance(here, dict) or not isinstance(there.state, dict):
+            self.say(path, "its state is not a dict")
+        else:
+            new = {k: self.value(v, there.state[k], join(path, k)) for k, v in self._common(here, there.state, path)}
+            if new:
+                loaded = OrderedDict((key, new.get(key, value)) for key, value in here.items())
+                self.plan.late.append(lambda: self._kinds.load(MODULE, module, loaded))
+
+    def _optimizer(self, optimizer: Any, there: Any, path: str) -> object:
+        """The saved state with its tensors placed as the parameters that they belong to."""
+        here: Any = state_of(optimizer, path)
+        try:
+            sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (here, there)]
+            numbers = [number for group in there["param_groups"] for number in group["params"]]
+            entries = dict(there["state"])
+        except (TypeError, KeyError, AttributeError):
+            return self._build.value(there, path)  # not of torch's form: its own load_state_dict judges
+        if sizes[0] != sizes[1]:
+            self.say(join(path, "param_groups"), f"groups of {sizes[1]} parameters in the checkpoint, {sizes[0]} here")
+            return None
+        params = dict(zip(numbers, self._kinds.parameters(optimizer), strict=False))
+        state = {
+            i: self._slots(entry, here["state"].get(i), params.get(i), join(f"{path}/state", i))
+            for i, entry in entries.items()
+        }
+        rest = {key: self._build.value(value, join(path, key)) for key, value in there.items() if key != "state"}
+        return {"state": state, **rest}
+
+    def _slots(self, there: Any, here: Any, param: Any, path: str) -> object:
+        if not isinstance(there, dict):
+            return self._build.value(there, path)
+        now = here if isinstance(here, dict) else {}
+        return {key: self._slot(value, now.get(key), param, join(path, key)) for key, value in there.items()}
+
+    def _slot(self, there: object, here: Any, param: Any, path: str) -> object:
+        if not isinstance(there, TensorRef):
+            return self._build.value(there, path)
+        shape = self._build.meta(there.name)[1]
+        if self._kinds.is_tensor(here):
+            was = tuple(here.shape)
+            if was != shape:
+                self.say(path, f"shape {list(shape)} in the checkpoint, {list(was)} here")
+                return None
+        model = here if self._kinds.is_tensor(here) else param
+        fits = self._kinds.is_tensor(model) and tuple(model.shape) == shape and shape != ()
+        return self._build.tensor(there.name, model if fits else None)
+
+    def items(self, here: dict[Any, Any], there: dict[Any, Any], path: str) -> object:
+        for key, value in self._common(here, there, path):
+            new = self.value(value, there[key], join(path, key))
+            if new is not value:
+                self.plan.late.append(_setter(here, key, new))
+        return here
+
+    def sequence(self, here: Any, there: Any, path: str) -> object:
+        if len(here) != len(there):
+            if self._selection.takes(path):
+                self.say(path, f"{len(there)} entries in the checkpoint, {len(here)} here")
+            return here
+        new = [self.value(a, b, join(path, i)) for i, (a, b) in enumerate(zip(here, there, strict=True))]
+        if isinstance(here, tuple):
+            return tuple(new) if any(a is not b for a, b in zip(new, here, strict=True)) else here
+        for i, (value, old) in enumerate(zip(new, here, strict=True)):
+            if value is not old:
+                self.plan.late.append(_setter(here, i, value))
+        return here
+
+    def _common(self, here: dict[Any, Any], there: dict[Any, Any], path: str) -> list[tuple[Any, Any]]:
+        self._missing((join(path, key) for key in here if key not in there), "missing in the checkpoint")
+        self._missing((join(path, key) for key in there if key not in here), "in the checkpoint, but not here")
+        return [(key, value) for key, value in here.items() if key in there]
+
+    def _missing(self, paths: Iterable[str], what: str) -> None:
+        for path in paths:
+            if self._selection.takes(path):
+                if self._selection.strict:
+                    self.say(path, what)
+                else:
+                    self.plan.skipped.append(path)
+
+    def _holds(self, value: object, depth: int = 0) -> bool:
+        """Whether a tensor or an object with a state is inside, so that it must be restored in place."""
+        if depth > MAX_DEPTH:
+            return False
+        if isinstance(value, (dict, list, tuple)):
+            inside = value.values() if isinstance(value, dict) else value
+            return any(self._kinds.is_tensor(v) or is_stateful(v) or self._holds(v, depth + 1) for v in inside)
+        return False
+
+
+def _setter(holder: Any, key: object, value: object) -> Callable[[], object]:
+    return lambda: holder.__setitem__(key, value)
+
+
+def _shape(values: object) -> object:
+    return values.get("shape") if isinstance(values, dict) else None

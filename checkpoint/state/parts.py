@@ -1,0 +1,83 @@
+"""Tensors that are made of other tensors: sparse ones, and subclasses that wrap tensors (`__tensor_flatten__`).
+
+Invariant: the parts are the memory that the tensor lives on, so nothing is copied; putting equal parts together gives an
+equal tensor. A sparse tensor can be made anew; a wrapper is only ever filled in place, since making one would need code that a
+checkpoint names.
+Failure behaviour: `UnsupportedError` naming the path of one that does not say what it is made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from checkpoint.state.flatten import Parts
+from dataio.core.errors import UnsupportedError
+
+_COMPRESSED: dict[str, tuple[torch.layout, bool]] = {
+    "csr": (torch.sparse_csr, True),
+    "csc": (torch.sparse_csc, False),
+    "bsr": (torch.sparse_bsr, True),
+    "bsc": (torch.sparse_bsc, False),
+}
+"""Layout of each kind, and whether its rows are what is compressed."""
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether this is a subclass that says which tensors it wraps."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def parts(tensor: torch.Tensor, path: str) -> Parts | None:
+    """What `tensor` is made of; None for a dense tensor with memory of its own."""
+    if is_wrapper(tensor) and not tensor.is_nested:
+        return _of_wrapper(tensor)
+    if tensor.layout == torch.sparse_coo:
+        inner = {"indices": tensor._indices(), "values": tensor._values()}
+        return Parts("coo", {"shape": list(tensor.shape), "coalesced": tensor.is_coalesced()}, inner)
+    for kind, (layout, rows) in _COMPRESSED.items():
+        if tensor.layout == layout:
+            return _of_compressed(tensor, kind, rows)
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise UnsupportedError(
+            f"{path}: the tensor is nested, of layout {tensor.layout}", hint="save its values and offsets instead"
+        )
+    return None
+
+
+def assemble(given: Parts) -> torch.Tensor | None:
+    """A tensor on the memory of its parts; None for a wrapper."""
+    if not isinstance(given.values, dict):
+        return None
+    shape, tensors = given.values.get("shape"), given.tensors
+    if given.kind == "coo":
+        return torch.sparse_coo_tensor(
+            tensors["indices"], tensors["values"], shape, check_invariants=False, is_coalesced=given.values["coalesced"]
+        )
+    if given.kind in _COMPRESSED:
+        inner = (tensors["compressed"], tensors["plain"], tensors["values"])
+        layout = _COMPRESSED[given.kind][0]
+        return torch.sparse_compressed_tensor(*inner, shape, layout=layout, check_invariants=False)
+    return None
+
+
+def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give `tensor` the elements of `value`, which may have another number of them where both are sparse."""
+    if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        tensor.resize_as_sparse_(value)
+    tensor.copy_(value)
+
+
+def _of_wrapper(tensor: Any) -> Parts:
+    names, _ = tensor.__tensor_flatten__()
+    kind = f"wrapper:{type(tensor).__module__}.{type(tensor).__qualname__}"
+    return Parts(kind, {"shape": list(tensor.shape)}, {name: getattr(tensor, name) for name in names})
+
+
+def _of_compressed(tensor: torch.Tensor, kind: str, rows: bool) -> Parts:
+    compressed = tensor.crow_indices() if rows else tensor.ccol_indices()
+    plain = tensor.col_indices() if rows else tensor.row_indices()
+    inner = {"compressed": compressed, "plain": plain, "values": tensor.values()}
+    return Parts(kind, {"shape": list(tensor.shape)}, inner)

@@ -1,0 +1,180 @@
+"""Committing what only the tier has: the store was away when it was saved, or its saver died on the way.
+
+Purpose: a step that is whole in the tiers of its nodes becomes a real one before anything is restored.
+Invariants: the ordinary protocol decides (`checkpoint.repository.commit`), under a lease that names the bases *before* they
+are seen to be there; so a newer timeline, an abort by a collector, or a base that is gone stop it as they stop any late
+saver. An attempt that can never be committed any more is marked as over; nothing is deleted here.
+Failure behaviour: whatever goes wrong is logged, and the attempt stays as it was, to be tried by the next restore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from checkpoint.format import manifest as manifests
+from checkpoint.format import names
+from checkpoint.format.documents import Base
+from checkpoint.format.manifest import Manifest
+from checkpoint.repository import commit
+from checkpoint.repository import steps as repository
+from checkpoint.repository.commit import Attempt
+from checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
+from checkpoint.tier.saving import mark_committed
+from dataio.core.errors import ConflictError, CorruptionError, MillraceError, NotFoundError
+from dataio.core.log import get_logger
+from dataio.store.contract import Store
+from dataio.store.tier.keeping import checked
+from dataio.store.tier.near import Recall
+from dataio.store.tier.record import Record
+from dataio.store.tier.shelf import Shelf
+
+OLD_SECONDS = 5 * 24 * 3600.0
+"""Older attempts are over: a collector may remove packs that nothing explains when they are a week old."""
+_CANDIDATES = 4
+"""Unfinished attempts of one run that are looked at, newest first."""
+_log = get_logger(__name__)
+
+
+def send(store: Store, shelf: Shelf, run: str, recall: Recall) -> None:
+    """On every rank: put what this node's tier holds, and the store lacks, of attempts that may still become steps."""
+    for record in unfinished(shelf, store.location.url, run):
+        with _logged(f"step {record.step} of run {run}, which only the tier has, is not sent"), _alone(shelf):
+            if _may_become_a_step(store, shelf, record):
+                _send(store, shelf, record, recall)
+
+
+def finish(store: Store, shelf: Shelf, run: str) -> None:
+    """On one rank, when all have sent: commit the newest attempt that is whole in the store now."""
+    tried = set[str]()
+    for record in unfinished(shelf, store.location.url, run):
+        if record.attempt in tried:
+            continue
+        tried.add(record.attempt)
+        with _logged(f"step {record.step} of run {run}, which only the tier has, is not committed"):
+            if _may_become_a_step(store, shelf, record) and _commit(store, shelf, record):
+                _log.warning("step %d of run %s was committed from the node's tier", record.step, run)
+                return
+
+
+def unfinished(shelf: Shelf, source: str, run: str) -> list[Record]:
+    """Records that are not known to be committed, newest first."""
+    return [r for r in shelf.records(source, run) if not r.committed and not r.over][:_CANDIDATES]
+
+
+def _may_become_a_step(store: Store, shelf: Shelf, record: Record) -> bool:
+    """Whether it is worth sending; what is known now is noted in the record."""
+    attempt = attempt_of(record)
+    old = time.time() - record.created > OLD_SECONDS
+    found = commit.recognise(store, attempt)
+    if found is not None and found.attempt == attempt.id and not found.tombstone:
+        mark_committed(store, shelf, record, found.committed)
+        return False
+    if old or isinstance(commit.decide(attempt, commit.look(store, attempt, lease_alive=True)), commit.Stop):
+        _over(shelf, record)
+        return False
+    latest = repository.find(store, record.run, "latest")
+    return latest is None or (latest.timeline, latest.step) < record.place
+
+
+def _send(store: Store, shelf: Shelf, record: Record, recall: Recall) -> None:
+    manifest, encoded = _manifest_of(shelf, record, recall)
+    with _lease(store, record, manifest) as lease:
+        _require_bases(store, shelf, record, manifest)
+        for key in record.own[:-1]:
+            if not store.exists(key):
+                _require_here(shelf, record, key, recall)
+                store.put_multipart(key, _verified(shelf, record.source, key))
+        lease.require_alive()
+        store.put_if_absent(record.own[-1], encoded)
+
+
+def _commit(store: Store, shelf: Shelf, record: Record) -> bool:
+    attempt = attempt_of(record)
+    ranks = commit.look(store, attempt, lease_alive=True).manifests
+    if len(ranks) < attempt.world_size:
+        return False
+    key = attempt.manifest_key(record.rank)
+    manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
+    with _lease(store, record, manifest) as lease:
+        _require_bases(store, shelf, record, manifest)
+        try:
+            found = commit.finish(store, attempt, lease, timeout=0.0)
+        except ConflictError:
+            _over(shelf, record)
+            raise
+        lease.release()
+    for other in shelf.records(record.source, record.run):
+        if other.attempt == record.attempt:
+            mark_committed(store, shelf, other, found.committed)
+    return True
+
+
+def attempt_of(record: Record) -> Attempt:
+    return Attempt(record.run, record.timeline, record.step, record.attempt, record.world_size)
+
+
+def _manifest_of(shelf: Shelf, record: Record, recall: Recall) -> tuple[Manifest, bytes]:
+    key = record.own[-1]
+    _require_here(shelf, record, key, recall)
+    data = b"".join(_verified(shelf, record.source, key))
+    found = manifests.decode(data, key)
+    if key != attempt_of(record).manifest_key(record.rank):
+        raise CorruptionError(f"the record of step {record.step} names another's manifest")
+    return found, data
+
+
+def _require_here(shelf: Shelf, record: Record, key: str, recall: Recall) -> None:
+    if not shelf.has(record.source, key) and not recall(record.source, key):
+        raise NotFoundError(f"{key} is neither in the store nor in a tier")
+
+
+def _verified(shelf: Shelf, source: str, key: str) -> Iterator[memoryview]:
+    held = shelf.open(source, key)
+    if held is None:
+        raise NotFoundError(f"{key} is in the tier no more")
+    return checked(shelf, held.label)
+
+
+def _require_bases(store: Store, shelf: Shelf, record: Record, manifest: Manifest) -> None:
+    """The lease names the bases; now that they cannot go any more, see whether they are there."""
+    going = repository.condemned(store)
+    for base in manifest.bases:
+        found = commit.find_commit(store, names.commit(record.run, base.timeline, base.step))
+        there = found is not None and found.attempt == base.attempt and not found.tombstone
+        if not there or (record.run, base.timeline, base.step) in going:
+            _over(shelf, record)
+            raise ConflictError(f"step {base.step}, which it leans on, was removed by retention")
+
+
+def _lease(store: Store, record: Record, manifest: Manifest) -> LeaseKeeper:
+    bases: Sequence[Base] = manifest.bases
+    return LeaseKeeper(store, record.attempt, record.run, record.timeline, record.step, bases, DEFAULT_LIFE)
+
+
+def _over(shelf: Shelf, record: Record) -> None:
+    shelf.put_record(msgspec.structs.replace(record, over=True))
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (MillraceError, OSError) as error:
+        _log.warning("%s: %s", what, error)
+
+
+@contextlib.contextmanager
+def _alone(shelf: Shelf) -> Iterator[None]:
+    """One process of the node at a time: the second then finds everything in the store."""
+    fd = os.open(shelf.root / "sending", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,162 @@
+"""A save that is kept in the node's tier on its way to the store.
+
+Purpose: `Holding.store` is where a carrier writes; with a tier its packs lie there before they are in the store.
+Invariants: a record is written when the packs, the manifest and so the whole part of this rank are in the tier, and says
+"committed" only after COMMIT was seen. Without a tier, or after one has failed, everything is as if there were none.
+Failure behaviour: none of its own; a tier that cannot be written is done without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from checkpoint.format import manifest as manifests
+from checkpoint.format import names
+from checkpoint.format.documents import Commit
+from checkpoint.format.manifest import Manifest
+from checkpoint.repository.commit import Attempt
+from checkpoint.saving.plan import PutPlan
+from dataio.core.clock import Clock
+from dataio.core.errors import MillraceError, TransientError
+from dataio.core.log import get_logger, warn_once
+from dataio.store.contract import Store
+from dataio.store.tier.keeping import TROUBLE, Keeping
+from dataio.store.tier.record import Record
+from dataio.store.tier.retention import Limits
+from dataio.store.tier.shelf import Shelf
+
+_log = get_logger(__name__)
+
+
+def keeps(key: str) -> bool:
+    """What a tier may hold: packs, manifests and fates. Their keys name an attempt, so they never change."""
+    if key.startswith(names.PACKS):
+        return True
+    parsed = names.parse_step_key(key)
+    return parsed is not None and parsed.kind in ("manifest", "fate")
+
+
+class Holding:
+    """One save. `kept`: seconds since `began` after which all of it was in the tier, None while it is not."""
+
+    def __init__(self, store: Store, plan: PutPlan, keeping: Keeping | None, shelf: Shelf | None, clock: Clock) -> None:
+        self.store: Store = keeping or store
+        self._url, self._plan, self._clock = store.location.url, plan, clock
+        self._keeping, self._shelf = keeping, shelf
+        self._began = clock.monotonic()
+        self._record: Record | None = None
+        self.kept: float | None = None
+
+    @property
+    def can_keep_alone(self) -> bool:
+        """Whether the step may still be kept although the store cannot be reached."""
+        return self._keeping is not None and self._keeping.whole and self._record is None
+
+    def alone(self) -> None:
+        """From now on nothing goes to the store."""
+        assert self._keeping is not None
+        self._keeping.send = False
+
+    def go_on(self, encoded: bytes | None) -> None:
+        """Where an earlier carrier of this save got as far as its manifest: send packs that only the tier has."""
+        if encoded is None or self._keeping is None or self._shelf is None:
+            return
+        p = self._plan
+        key = names.manifest(p.run, p.timeline, p.step, p.attempt, p.rank)
+        for pack in manifests.decode(encoded, key).packs:
+            kept = self._shelf.open(self._url, pack.key) if pack.attempt == p.attempt else None
+            if kept is not None and not self.store.exists(pack.key):
+                self._keeping.pass_on(kept.label)
+
+    def complete(self, manifest: Manifest, encoded: bytes) -> None:
+        """All packs are written, and this is the manifest."""
+        if self._keeping is None or self._shelf is None or not self._keeping.whole:
+            return
+        record = record_of(self._url, manifest, self._clock.time())
+        try:
+            self._shelf.keep(self._url, record.own[-1], encoded)
+            self._shelf.put_record(record)
+        except TROUBLE as error:
+            self._keeping.without(error)
+            return
+        self._record, self.kept = record, self._clock.monotonic() - self._began
+
+    def replaced(self) -> None:
+        """Another carrier's manifest stands."""
+        if self._record is not None and self._shelf is not None:
+            self._shelf.drop(self._url, self._record.own[-1])
+
+    def committed(self, found: Commit) -> None:
+        """The step is this attempt."""
+        if self._record is not None and self._shelf is not None:
+            with contextlib.suppress(*TROUBLE, MillraceError):
+                mark_committed(self.store, self._shelf, self._record, found.committed)
+
+
+@contextlib.contextmanager
+def holding(store: Store, plan: PutPlan, shelf: Shelf | None, clock: Clock) -> Iterator[Holding]:
+    """For the length of a save."""
+    if shelf is None:
+        yield Holding(store, plan, None, None, clock)
+        return
+    with Keeping(store, shelf, keeps) as keeping:
+        yield Holding(store, plan, keeping, shelf, clock)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """How the daemon tells its workers of the tier."""
+    parser.add_argument("--tier-dir", type=Path, help="the node's tier; none without it")
+    parser.add_argument("--tier-bytes", type=int, default=0, help="its budget")
+    parser.add_argument("--tier-steps", type=int, default=1, help="how many steps of a run it keeps")
+
+
+def shelf_of(options: argparse.Namespace) -> Shelf | None:
+    """The tier that the flags name; None, said once, when it cannot be used."""
+    return None if options.tier_dir is None else open_shelf(options.tier_dir, options.tier_bytes, options.tier_steps)
+
+
+def open_shelf(folder: Path, size: int, steps: int) -> Shelf | None:
+    """The tier in this directory; None, said once, when it cannot be used."""
+    try:
+        return Shelf(folder, Limits(size, steps))
+    except (OSError, MillraceError) as error:
+        warn_once(_log, f"the tier in {folder} cannot be used: {error}")
+        return None
+
+
+def record_of(url: str, manifest: Manifest, now: float) -> Record:
+    """The record of a rank's part that was just kept."""
+    m = manifest
+    where = Attempt(m.run, m.timeline, m.step, m.attempt, m.world_size)
+    return Record(
+        source=url,
+        run=m.run,
+        timeline=m.timeline,
+        step=m.step,
+        attempt=m.attempt,
+        rank=m.rank,
+        world_size=m.world_size,
+        own=(*(p.key for p in m.packs if p.attempt == m.attempt), where.manifest_key(m.rank)),
+        leans=(*(p.key for p in m.packs if p.attempt != m.attempt), where.fate_key),
+        created=now,
+    )
+
+
+def mark_committed(store: Store, shelf: Shelf, record: Record, when: float) -> None:
+    """The store has the step: keep its fate as well, which names the digests of all manifests."""
+    key = names.fate(record.run, record.timeline, record.step, record.attempt)
+    shelf.keep(record.source, key, store.get(key))
+    shelf.put_record(msgspec.structs.replace(record, committed=when))
+
+
+def kept_alone(error: TransientError, step: int) -> TransientError:
+    """The error of a save that only the tier has."""
+    return TransientError(
+        f"step {step} is not committed, but kept in this node's tier: {error.message}",
+        hint="when the store is back, `restore` commits it first",
+    )
