@@ -9,18 +9,43 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from loaders.audio import AudioSpec
+    from loaders.audio import AudioLoader
     from loaders.clip import Clip
-    from loaders.order import Order
+    from loaders.mixture import Mixture
+    from loaders.order import Bucket, Buckets, Durations, Order, Packing
+    from loaders.sound.features import LogMel
+    from loaders.sound.spec import AudioSpec
+    from loaders.sound.window import Window
     from loaders.video import VideoLoader
 
-__all__ = ["AudioSpec", "Clip", "Order", "VideoLoader"]
+__all__ = [
+    "AudioLoader",
+    "AudioSpec",
+    "Bucket",
+    "Buckets",
+    "Clip",
+    "Durations",
+    "LogMel",
+    "Mixture",
+    "Order",
+    "Packing",
+    "VideoLoader",
+    "Window",
+]
 
 _HOME = {
-    "AudioSpec": "loaders.audio",
+    "AudioLoader": "loaders.audio",
+    "AudioSpec": "loaders.sound.spec",
+    "Bucket": "loaders.order",
+    "Buckets": "loaders.order",
     "Clip": "loaders.clip",
+    "Durations": "loaders.order",
+    "LogMel": "loaders.sound.features",
+    "Mixture": "loaders.mixture",
     "Order": "loaders.order",
+    "Packing": "loaders.order",
     "VideoLoader": "loaders.video",
+    "Window": "loaders.sound.window",
 }
 
 

@@ -9,18 +9,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from dataio.core.errors import UsageError
 from dataio.core.log import get_logger, warn_once
-from loaders.batch import Output
+from dataio.shards.dataset import Dataset
+from dataio.shards.query.conditions import field_types
+from loaders.decode.isolated import SECONDS, IsolatedDecoder
+from loaders.delivery.batch import AXES, Output
+from loaders.engine import Delivery
+from loaders.sampling import Sampling
+from loaders.works.added import check_columns, known_columns
 
 MAX_SIDE = 16_384
 MAX_THREADS = 256
 MAX_PREFETCH = 64
 MAX_BATCH = 1 << 16
+MAX_MEMORY = 1 << 44
+DTYPES = {
+    "uint8": torch.uint8,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
 _log = get_logger(__name__)
 
 
@@ -29,6 +43,12 @@ def checked(name: str, value: int, most: int) -> int:
     if not isinstance(value, int) or not 1 <= value <= most:
         raise UsageError(f"{name} is a number from 1 to {most}, not {value!r}")
     return value
+
+
+def one_of(name: str, value: str, known: Sequence[str]) -> None:
+    """`UsageError` when `value` is none of `known`."""
+    if value not in known:
+        raise UsageError(f"{name}={value!r} is not known", hint=f"use {', '.join(map(repr, known))}")
 
 
 def cores() -> int:
@@ -64,19 +84,88 @@ def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def output(device: str, normalize: tuple[Sequence[float], Sequence[float]] | None) -> Output:
-    """What batches are made of, if this machine can."""
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"device {device!r} is not known", hint="use 'cpu' or 'cuda'")
-    target = torch.device(device)
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device='cuda', but torch sees no GPU", hint="use device='cpu'")
-    if target == torch.device("cuda"):
-        target = torch.device("cuda", torch.cuda.current_device())
-    pinned = target.type == "cpu" and torch.cuda.is_available()
+def target(device: str) -> tuple[torch.device, bool]:
+    """Where batches are, and whether they are pinned, if this machine can: "cpu" (pinned where CUDA is), "pinned", or
+    "cuda"."""
+    if device.split(":")[0] not in ("cpu", "pinned", "cuda"):
+        raise UsageError(f"device {device!r} is not known", hint="use 'cpu', 'pinned' or 'cuda'")
+    here = torch.cuda.is_available()
+    if not here and device != "cpu":
+        raise UsageError(f"device={device!r}, but torch sees no GPU", hint="use device='cpu'")
+    if device.startswith("cuda"):
+        chosen = torch.device(device)
+        return (torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen), False
+    return torch.device("cpu"), here
+
+
+def output(
+    device: str,
+    normalize: tuple[Sequence[float], Sequence[float]] | None,
+    dtype: str | torch.dtype | None = None,
+    axes: str = "TCHW",
+) -> Output:
+    """What batches are made of."""
+    if axes not in AXES:
+        raise UsageError(f"layout {axes!r} is not known", hint=f"use {', '.join(AXES)}")
+    kind = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and kind not in DTYPES.values():
+        raise UsageError(f"dtype {dtype!r} is not known", hint=f"use {', '.join(DTYPES)}")
+    if normalize is not None and kind == torch.uint8:
+        raise UsageError("normalized pixels are not whole numbers", hint="use a floating dtype")
+    made_of = Output(*target(device), dtype=kind, axes=axes)
     if normalize is None:
-        return Output(target, pinned)
+        return made_of
     mean, std = (tuple(float(value) for value in values) for values in normalize)
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
         raise UsageError("normalize is (mean, std), three numbers each, the deviations positive")
-    return Output(target, pinned, mean, std)
+    return replace(made_of, mean=mean, std=std)
+
+
+def delivery(
+    made_of: Output,
+    threads: int | None,
+    prefetch: int,
+    sidecar: str | os.PathLike[str] | None,
+    memory: int,
+    copy: bool,
+    *,
+    group: int = 1,
+) -> Delivery:
+    """How batches are made; on a GPU, `group` samples together."""
+    return Delivery(
+        made_of,
+        checked("threads", cores() if threads is None else threads, MAX_THREADS),
+        checked("prefetch", prefetch, MAX_PREFETCH),
+        group if made_of.device.type == "cuda" else 1,
+        sidecar,
+        checked("memory", memory, MAX_MEMORY),
+        copy,
+    )
+
+
+def added(dataset: Dataset, columns: Sequence[str]) -> tuple[str, ...]:
+    """`columns`, if this dataset has them."""
+    return check_columns(columns, known_columns(field_types(dataset.document))) if columns else ()
+
+
+def isolated(isolate: bool | float, threads: int) -> IsolatedDecoder | None:
+    """A process for each thread where they are wanted; `isolate` is their time limit in seconds, or True for the usual one."""
+    if isolate is False:
+        return None
+    return IsolatedDecoder(threads, SECONDS if isolate is True else float(isolate))
+
+
+def sampling(
+    batch_size: int | None,
+    rank: int | None,
+    world_size: int | None,
+    *,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    evaluate: bool,
+) -> Sampling:
+    """How batches are put together, for this rank."""
+    if batch_size is not None:
+        checked("batch_size", batch_size, MAX_BATCH)
+    return Sampling(batch_size, *place_in_world(rank, world_size), seed, shuffle, drop_last, evaluate)

@@ -1,133 +1,131 @@
-"""The sound of a clip: the same window of time, resampled, of an exact length.
+"""`AudioLoader`: batches of sound, as samples or as log-mel spectrograms.
 
-Purpose: (compressed bytes, what the index says, when the clip begins) -> float32 samples.
-
-Invariants: the result has exactly `AudioSpec.samples` samples a channel, the first of which is what sounds at the instant of the
-clip's first frame, by time stamps and rounded to the nearest sample of the source. What the file does not hold (before its
-first sound, after its last, a gap) is zero. Equal arguments give equal samples.
-Failure behaviour: `CorruptionError` for what cannot be demultiplexed or decoded inside the window.
+Purpose: check what is asked for and put plan and work together; `loaders.engine` does the rest.
+Invariants: those of the engine.
+Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
+engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, cast
 
-import av
-import numpy as np
-import numpy.typing as npt
-from av.audio.frame import AudioFrame
-from av.audio.resampler import AudioResampler
-from av.audio.stream import AudioStream
+from dataio.core.errors import UsageError
+from dataio.shards.dataset import Dataset
+from loaders import arguments, shapes
+from loaders.contract import Work
+from loaders.engine import DEFAULT_MEMORY, Loader
+from loaders.mixture import Mixture
+from loaders.order.buckets import Durations
+from loaders.order.packing import Packed, Packing
+from loaders.order.permutation import I64
+from loaders.packed import PackedStream
+from loaders.plan import column, having
+from loaders.samples.maker import OnBad
+from loaders.sampling import planned
+from loaders.sound.spec import AudioSpec, Features
+from loaders.sound.window import Window, counts
+from loaders.works.added import Transform, wrapped
+from loaders.works.pieces import PieceWork, pack_stream
+from loaders.works.sources import by_stream, sourced
+from loaders.works.windows import WindowWork
 
-from dataio.core.errors import CorruptionError, UsageError
-from dataio.shards.contract import AudioInfo
-from loaders.clip import Clip
-from loaders.decode.trim import open_media
 
-F32 = npt.NDArray[np.float32]
+class AudioLoader(Loader):
+    """Batches of windows of sound from a dataset: of audio files, and of the sound of videos.
 
-_ROLL = Fraction(1, 2)
-"""Seconds decoded before the window: codecs need some sound before what they say is right (Opus 80 ms, MP3 a few frames)."""
-_EDGE = Fraction(1, 20)
-"""Seconds around the window that the resampler's filter looks at."""
-_LAYOUTS = {1: "mono", 2: "stereo"}
-MAX_SAMPLES = 1 << 27
+    `window` says which stretches; a number is `Window(seconds)`, None is `Window()`. They are resampled to
+    `sample_rate` Hz in `channels` (1 or 2) by `policy` (`AudioSpec`). `features="waveform"` gives samples,
+    `LogMel(...)` spectrograms. All else is as in `loaders.VideoLoader`; `transform` gets and returns {"audio": (C, S)}
+    or {"mel": (C, bands, frames)}.
 
+    `packing=Packing(capacity)` takes whole recordings instead, several in a row of `capacity` samples: "audio" is (B, C,
+    capacity), and the other entries are lists of one list (or tensor) a row with a value for each recording; "pieces" int64
+    (n, 2) says where each begins and ends. Damaged recordings are left out.
+    `buckets=Durations(...)` takes the place of `batch_size` and of the window's length: each batch is of one length, and as
+    large as the budget allows; "bucket" is its number.
 
-@dataclass(frozen=True, slots=True)
-class AudioSpec:
-    """Sound at `sample_rate` Hz in `channels` (1 or 2, mixed as FFmpeg mixes), for `seconds` from the clip's first frame.
+    A batch is a dict: "audio" float32 (B, C, S), S = seconds times rate, or "mel" float32 (B, C, bands, 1 + S // hop); "id"
+    int64 (B,); "key" and "text" lists; "start" float64 (B,), seconds from the sound's first sample to the window's;
+    "audio_samples" int64 (B,), how many of S are real sound and not zeros after it; and the columns.
 
-    `seconds=None` is the clip's own length, frames / fps, which exists only for clips spaced by `fps`.
+    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `loaders.samples.maker` says.
     """
 
-    sample_rate: int = 16_000
-    channels: int = 1
-    seconds: float | None = None
+    def __init__(
+        self,
+        url_or_dataset: str | os.PathLike[str] | Dataset | Mixture,
+        batch_size: int | None = None,
+        *,
+        window: Window | float | None = None,
+        sample_rate: int = 16_000,
+        channels: int = 1,
+        policy: Literal["mix", "first"] = "mix",
+        features: Features = "waveform",
+        columns: Sequence[str] = (),
+        device: str = "cpu",
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = True,
+        evaluate: bool = False,
+        packing: Packing | None = None,
+        buckets: Durations | None = None,
+        transform: Transform | None = None,
+        sidecar: str | os.PathLike[str] | None = "auto",
+        threads: int | None = None,
+        prefetch: int = 2,
+        memory: int = DEFAULT_MEMORY,
+        copy: bool = False,
+        quarantine_limit: float = 0.01,
+        on_bad: OnBad = "replace",
+        isolate: bool | float = False,
+        version: int | str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        chosen = window if isinstance(window, Window) else Window() if window is None else Window(window)
+        spec = AudioSpec(sample_rate, channels, chosen.seconds, policy, features)
+        spec.samples()
+        delivery = arguments.delivery(arguments.output(device, None), threads, prefetch, sidecar, memory, copy)
+        how = arguments.sampling(
+            batch_size, rank, world_size, seed=seed, shuffle=shuffle, drop_last=drop_last, evaluate=evaluate
+        )
 
-    def __post_init__(self) -> None:
-        if not 1_000 <= self.sample_rate <= 384_000 or self.channels not in _LAYOUTS:
-            raise UsageError(f"{self} is not possible", hint="1000 to 384000 Hz, 1 or 2 channels")
-        if self.seconds is not None and not 0 < self.seconds * self.sample_rate <= MAX_SAMPLES:
-            raise UsageError(f"{self.seconds} seconds of sound cannot be asked for")
+        def find(dataset: Dataset) -> tuple[I64, Any]:
+            arguments.added(dataset, columns)
+            ids = having(dataset, "audio_codec", "sound")
+            parts: Any = chosen.per_sample
+            if chosen.start == "every":
+                seconds = column(dataset, "samples", ids) / column(dataset, "sample_rate", ids)
+                parts = counts(chosen, seconds)
+            return ids, parts
 
-    def samples(self, clip: Clip) -> int:
-        """Samples a channel: seconds times rate, rounded half to even."""
-        if self.seconds is not None:
-            return max(1, round(Fraction(self.seconds) * self.sample_rate))
-        if clip.fps is None:
-            raise UsageError(
-                "the length of the sound is open: clips spaced by stride last as long as each video's frame rate says",
-                hint="give AudioSpec(seconds=...), or space the clip by fps",
-            )
-        return max(1, round(Fraction(clip.frames) / Fraction(clip.fps) * self.sample_rate))
+        def work() -> Work:
+            apart = arguments.isolated(isolate, delivery.threads)
+            if packing is not None:
+                inner: Work = PieceWork(spec, packing, apart)
+            else:
+                lengths = shapes.windows(chosen, buckets, made.buckets)
+                inner = by_stream([WindowWork(one, replace(spec, seconds=one.seconds), apart) for one in lengths])
+            return sourced(wrapped(inner, columns, transform), made.names)
 
+        pack, what = None, cast(Any, chosen)
+        if packing is not None:
+            if window is not None or buckets is not None:
+                raise UsageError("packing takes recordings whole", hint="leave window and buckets out")
+            PieceWork(spec, packing)
+            what, on_bad = [packing.capacity, packing.lookahead, packing.long, sample_rate], "shorter"
+            pack = partial(pack_stream, packing=packing, rate=sample_rate)
+        sorting = shapes.sorting_sound(buckets, chosen)
+        made, owned = planned(url_or_dataset, version, storage_options, find, what, how, sorting, pack)
+        super().__init__(made, work, delivery, quarantine_limit=quarantine_limit, on_bad=on_bad, owned=owned)
 
-def decode_audio(data: memoryview, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int) -> tuple[F32, int]:
-    """float32 (channels, samples) from `start` seconds on the file's own time line, and how many of them are real sound."""
-    seconds = Fraction(samples, spec.sample_rate)
-    sound = np.zeros((spec.channels, samples), np.float32)
-    with open_media(data) as container:
-        stream = container.streams[info.stream] if info.stream < len(container.streams) else None
-        if not isinstance(stream, AudioStream):
-            raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
-        frames = list(_frames(container, stream, start - _ROLL, start + seconds + _EDGE))
-        if not frames:
-            return sound, 0
-        source, covered = _lay_out(frames, start - _EDGE, seconds + 2 * _EDGE)
-        resampled = _resample(source, frames[0], spec)
-    first = round(_EDGE * spec.sample_rate)
-    part = resampled[:, first : first + samples]
-    sound[:, : part.shape[1]] = part
-    real = min(samples, max(0, round((covered - _EDGE) * spec.sample_rate)))
-    sound[:, real:] = 0.0
-    return sound, real
-
-
-def _frames(
-    container: av.container.InputContainer, stream: AudioStream, start: Fraction, end: Fraction
-) -> Iterator[AudioFrame]:
-    """Decoded frames that end after `start` and begin before `end`."""
-    assert stream.time_base is not None
-    if start > 0:
-        container.seek(int(start / stream.time_base), stream=stream, backward=True)
-    for frame in container.decode(stream):
-        if frame.pts is None or frame.time_base is None:
-            raise CorruptionError("the sound carries no time stamps")
-        if frame.pts * frame.time_base >= end:
-            return
-        yield frame
-
-
-def _lay_out(frames: list[AudioFrame], start: Fraction, seconds: Fraction) -> tuple[F32, Fraction]:
-    """Samples at the source's rate, placed by their stamps into `seconds` from `start`; and up to where there is sound."""
-    rate, layout = frames[0].sample_rate, frames[0].layout
-    planar = AudioResampler(format="fltp", layout=layout)
-    canvas = np.zeros((len(layout.channels), round(seconds * rate)), np.float32)
-    end = 0
-    for frame in frames:
-        if (
-            frame.sample_rate != rate
-            or frame.layout.name != layout.name
-            or frame.pts is None
-            or frame.time_base is None
-        ):
-            raise CorruptionError("the sound changes its rate or channels in the middle")
-        at = round((frame.pts * frame.time_base - start) * rate)
-        values = np.concatenate([piece.to_ndarray() for piece in planar.resample(frame)], axis=1)
-        low, high = max(0, -at), min(values.shape[1], canvas.shape[1] - at)
-        if low < high:
-            canvas[:, at + low : at + high] = values[:, low:high]
-            end = max(end, at + high)
-    return canvas, Fraction(end, rate)
-
-
-def _resample(source: F32, like: AudioFrame, spec: AudioSpec) -> F32:
-    """The whole stretch at once: (channels, about source length times the ratio of rates)."""
-    resampler = AudioResampler(format="fltp", layout=_LAYOUTS[spec.channels], rate=spec.sample_rate)
-    frame = AudioFrame.from_ndarray(source, format="fltp", layout=like.layout.name)
-    frame.sample_rate = like.sample_rate
-    pieces = [piece.to_ndarray() for part in (frame, None) for piece in resampler.resample(part)]
-    return np.concatenate(pieces, axis=1) if pieces else np.zeros((spec.channels, 0), np.float32)
+    @property
+    def packed(self) -> tuple[Packed, ...]:
+        """With `packing`, the sequences of each source: their number, `waste` and what was `dropped`."""
+        return tuple(stream.sequences for stream in self._plan.streams if isinstance(stream, PackedStream))

@@ -18,12 +18,18 @@ from fractions import Fraction
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from dataio.core.errors import CorruptionError, UsageError
 from dataio.shards.contract import KeyFrame, VideoInfo
-from loaders.permutation import key_of
+from loaders.order.permutation import key_of
 
-_START = 5  # keeps the keys of clip starts apart from those of the order
+_START, _JITTER = 5, 21  # keep the keys of clip starts apart from those of the order
+Values = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+Start = Literal["random", "center", "every"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +37,47 @@ class Clip:
     """`frames` frames, `stride` frames apart or, when `fps` is given, 1/fps seconds apart; `per_video` clips of each video.
 
     `start="random"` draws the first frame uniformly from those where the whole clip fits, anew for every epoch, sample
-    and clip. `start="center"` takes the middle clip, or the middles of `per_video` equal parts.
+    and clip. `start="center"` takes the middle clip, or the middles of `per_video` equal parts. `start="every"` cuts each
+    video into clips that follow each other without a gap, as many as fit whole, at least one. `jitter` moves a "center" or
+    "every" clip by up to so many of its steps (strides, or 1/fps) either way, drawn anew for every epoch, sample and clip.
     """
 
     frames: int = 16
     stride: int = 1
     fps: float | None = None
-    start: Literal["random", "center"] = "random"
+    start: Start = "random"
     per_video: int = 1
+    jitter: int = 0
 
     def __post_init__(self) -> None:
         if min(self.frames, self.stride, self.per_video) < 1 or (self.fps is not None and not 0 < self.fps < 10_000):
             raise UsageError(f"{self} is not a clip", hint="frames, stride, fps and per_video are positive")
         if self.fps is not None and self.stride != 1:
             raise UsageError("a clip is spaced by stride or by fps, not by both")
-        if self.start not in ("random", "center"):
-            raise UsageError(f"start={self.start!r} is not known", hint="use 'random' or 'center'")
+        check_start(self.start, self.per_video, self.jitter)
+
+    @property
+    def rate(self) -> Fraction | None:
+        """`fps` as the fraction that is counted with."""
+        return None if self.fps is None else Fraction(self.fps).limit_denominator(100_000)
+
+
+def check_start(start: str, parts: int, jitter: float) -> None:
+    """`UsageError` for what cannot be meant together."""
+    if start not in ("random", "center", "every"):
+        raise UsageError(f"start={start!r} is not known", hint="use 'random', 'center' or 'every'")
+    if start == "every" and parts != 1:
+        raise UsageError("start='every' takes as many parts of each sample as there are; leave their number out")
+    if jitter < 0 or (jitter and start == "random"):
+        raise UsageError("jitter moves parts that start at the center or follow each other; it is not negative")
+
+
+def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:
+    """How many clips each video has, whose frames and durations these are; one number where all have as many."""
+    if clip.start != "every":
+        return clip.per_video
+    fitting = frames / (clip.frames * clip.stride) if clip.rate is None else seconds * float(clip.rate) / clip.frames
+    return np.maximum(1, np.floor(fitting + 1e-9)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +100,45 @@ def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, numb
         raise CorruptionError(
             "the index lists no frames or no key frames for this video", hint="index the dataset again"
         )
-    draw = _draw(clip, seed, epoch, sample, number, attempt)
-    if clip.fps is None:
-        return _by_index(info, clip, draw)
-    return _by_time(info, clip, Fraction(clip.fps).limit_denominator(100_000), draw)
+    if clip.rate is None:
+        step, room = Fraction(clip.stride), max(0, info.frames - 1 - (clip.frames - 1) * clip.stride)
+    else:
+        step = 1 / clip.rate / info.time_base
+        room = max(0, int(info.duration_pts - (clip.frames - 1) * step) - 1)
+    place = (seed, epoch, sample, number, attempt)
+    first = first_of(clip.start, room, step * clip.frames, clip.per_video, round(clip.jitter * step), place)
+    return _by_index(info, clip, first) if clip.rate is None else _by_time(info, clip, step, first)
 
 
-def _draw(clip: Clip, seed: int, epoch: int, sample: int, number: int, attempt: int) -> Fraction:
-    """Where the clip begins among its possible starts, in [0, 1)."""
-    if clip.start == "center":
-        return Fraction(2 * number + 1, 2 * clip.per_video)
-    return Fraction(int(key_of(_START, seed, epoch, sample, number, attempt)[0]), 1 << 64)
+def first_of(
+    start: Start, room: int, span: Fraction, parts: int, jitter: int, place: tuple[int, int, int, int, int]
+) -> int:
+    """Where a part begins among 0 … `room`, in whatever unit `room`, `span` (the part's length) and `jitter` have.
+
+    `place` is (seed, epoch, sample, number, attempt).
+    """
+    number = place[3]
+    if start == "random":
+        return int(_draw(_START, place) * (room + 1))
+    first = int(span * number) if start == "every" else int(Fraction(2 * number + 1, 2 * parts) * (room + 1))
+    if jitter:
+        first += int(_draw(_JITTER, place) * (2 * jitter + 1)) - jitter
+    return min(max(0, first), room)
 
 
-def _by_index(info: VideoInfo, clip: Clip, draw: Fraction) -> Wanted:
-    room = max(0, info.frames - 1 - (clip.frames - 1) * clip.stride)
-    first = int(draw * (room + 1))
+def _draw(purpose: int, place: tuple[int, int, int, int, int]) -> Fraction:
+    """A number in [0, 1)."""
+    return Fraction(int(key_of(purpose, *place)[0]), 1 << 64)
+
+
+def _by_index(info: VideoInfo, clip: Clip, first: int) -> Wanted:
     indices = np.minimum(first + np.arange(clip.frames) * clip.stride, info.frames - 1)
     return Wanted("index", tuple(indices.tolist()), _key_before(info, "index", first))
 
 
-def _by_time(info: VideoInfo, clip: Clip, fps: Fraction, draw: Fraction) -> Wanted:
+def _by_time(info: VideoInfo, clip: Clip, step: Fraction, first: int) -> Wanted:
     """Instants step by exact fractions of a second and are rounded down to the time base, which changes no frame."""
-    step = 1 / fps / info.time_base
-    room = max(0, int(info.duration_pts - (clip.frames - 1) * step) - 1)
-    first = info.start_pts + int(draw * (room + 1))
+    first += info.start_pts
     instants = tuple(first + int(number * step) for number in range(clip.frames))
     return Wanted("pts", instants, _key_before(info, "pts", first))
 

@@ -1,92 +1,147 @@
 """A loader's state: where it is, and the fingerprint of everything that decides what comes next.
 
 Purpose: resume exactly, on any number of ranks, from a few bytes.
-Invariants: a state is JSON of less than 200 bytes as long as nothing is quarantined; it is the same on every rank. The
-position counts global batches that the trainer received.
+Invariants: a state is JSON of less than 200 bytes, and about 50 more for each source of a mixture, as long as nothing is
+quarantined; it is the same on every rank, and has the same keys wherever a loader is. The position counts global
+batches that the trainer received.
 Failure behaviour: `MismatchError` names the field, what was saved and what is here; `UsageError` for what is no state at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dataio.core.errors import MismatchError, UsageError
-from loaders.clip import Clip
-from loaders.order import Order
 
 DIGEST_CHARACTERS = 16
+MAX_COUNT = 1 << 32
+"""Epochs, and batches in one; beyond, positions would not fit 64 bits."""
 _HINTS = {
     "global_batch": "keep batch_size times world size as it was",
     "version": "open the dataset with version=",
     "digest": "this is another dataset, or it was packed again",
-    "order": "the sample order of another release of Millrace: finish the run with that one",
+    "order": "another way of sampling, or the sample order of another release of Millrace: finish the run with that",
+    "weights": "weights may change from the step of the state on, not before it",
+    "buckets": "keep shapes, budget, patch and multiple as they were",
 }
+_FORCE = "load_state_dict(state, force=True) goes on and says what is lost"
+_POSITION = ("epoch", "batch", "quarantine")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which samples a source has; `taken` of them were delivered, where the source is one of a mixture."""
+
+    version: int
+    digest: str
+    taken: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What must be equal for a position to mean the same samples, and the same frames of them."""
+    """What must be equal for a position to mean the same samples, and the same frames of them.
 
-    version: int
-    digest: str
+    `sources` is the dataset's, or by name those of a mixture; `order` is the schedule's description, `clip` that of the
+    parts.
+    """
+
+    sources: Identity | Mapping[str, Identity]
     seed: int
-    global_batch: int
-    clip: tuple[Any, ...]
-    order: tuple[int, ...]
-    drop_last: bool
+    order: Mapping[str, Any]
+    clip: Any
 
-    @classmethod
-    def of(cls, version: int, digest: str, order: Order, clip: Clip, drop_last: bool) -> Fingerprint:
-        built = (order.chunk, order.lanes, order.window) if order.shuffle else ()
-        return cls(
-            version, digest[:DIGEST_CHARACTERS], order.seed, order.batch, dataclasses.astuple(clip), built, drop_last
-        )
+    def values(self) -> dict[str, Any]:
+        """As plain JSON types, in the order in which differences are looked for."""
+        clip = dataclasses.astuple(self.clip) if dataclasses.is_dataclass(self.clip) else self.clip  # type: ignore[arg-type]
+        return {**self._identity(), "seed": self.seed, "clip": plain(clip), **plain(dict(self.order))}
 
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise when `saved` describes another order."""
-        for field in dataclasses.fields(self):
-            here, there = _plain(getattr(self, field.name)), saved[field.name]
-            if here != there:
-                raise MismatchError(
-                    f"the loader's {field.name} was {there!r} when its state was saved, and is {here!r} now",
-                    hint=_HINTS.get(field.name, "make the loader with the same arguments"),
-                )
+    def _identity(self) -> dict[str, Any]:
+        if isinstance(self.sources, Identity):
+            return {"version": self.sources.version, "digest": self.sources.digest[:DIGEST_CHARACTERS]}
+        rows = {n: [s.version, s.digest[:DIGEST_CHARACTERS], s.taken] for n, s in self.sources.items()}
+        return {"sources": rows}
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Batches of `epoch` that were delivered; samples condemned so far."""
+    """Batches of `epoch` that were delivered; samples condemned so far, as (source, number)."""
 
     epoch: int
     batch: int
-    quarantine: tuple[int, ...] = ()
+    quarantine: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field that is not what it was; None where there is none."""
+
+    field: str
+    saved: Any
+    here: Any
+
+    def __str__(self) -> str:
+        return f"the loader's {self.field} was {self.saved!r} when its state was saved, and is {self.here!r} now"
 
 
 def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
     """The state as plain JSON types."""
-    state = {name: _plain(value) for name, value in dataclasses.asdict(fingerprint).items()}
-    state |= {"epoch": position.epoch, "batch": position.batch}
-    if position.quarantine:
-        state["quarantine"] = list(position.quarantine)
-    return state
+    mixture = not isinstance(fingerprint.sources, Identity)
+    condemned = [[source, number] if mixture else number for source, number in position.quarantine]
+    return fingerprint.values() | {"epoch": position.epoch, "batch": position.batch, "quarantine": condemned}
 
 
-def load(fingerprint: Fingerprint, state: Mapping[str, Any]) -> Position:
-    """The position in `state`, once its fingerprint was found to be this one."""
-    needed = {field.name for field in dataclasses.fields(fingerprint)} | {"epoch", "batch"}
-    if not isinstance(state, Mapping) or needed - set(state):
-        raise UsageError("this is not the state of a VideoLoader", hint="pass what state_dict() returned")
-    plain = {name: _plain(value) for name, value in state.items()}
-    fingerprint.check(plain)
-    epoch, batch, quarantine = plain["epoch"], plain["batch"], plain.get("quarantine", [])
-    if not all(isinstance(n, int) and n >= 0 for n in (epoch, batch, *quarantine)):
+def load(fingerprint: Callable[[int, int], Fingerprint], state: Mapping[str, Any]) -> Position:
+    """The position in `state`, once its fingerprint was found to be the one that is here at that position."""
+    saved, position = read(state)
+    for difference in differences(fingerprint(position.epoch, position.batch), saved):
+        hint = _HINTS.get(difference.field.rpartition(".")[2], "make the loader with the same arguments")
+        raise MismatchError(str(difference), hint=f"{hint}; {_FORCE}")
+    return position
+
+
+def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
+    """The saved fingerprint's fields, and the position."""
+    if (
+        not isinstance(state, Mapping)
+        or {"seed", "epoch", "batch"} - set(state)
+        or not {"digest", "sources"} & set(state)
+    ):
+        raise UsageError("this is not the state of a loader", hint="pass what state_dict() returned")
+    saved = plain(dict(state))
+    condemned = [one if isinstance(one, list) else [0, one] for one in saved.get("quarantine", [])]
+    numbers = [saved["epoch"], saved["batch"], *(number for pair in condemned for number in pair)]
+    if not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in numbers) or any(len(p) != 2 for p in condemned):
         raise UsageError("the loader's state holds an impossible position", hint="pass what state_dict() returned")
-    return Position(epoch, batch, tuple(quarantine))
+    position = Position(saved["epoch"], saved["batch"], tuple((source, number) for source, number in condemned))
+    return {name: value for name, value in saved.items() if name not in _POSITION}, position
 
 
-def _plain(value: Any) -> Any:
+def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[Difference]:
+    """The fields that are not what they were, the most telling first."""
+    here = fingerprint.values()
+    for field in [*here, *(name for name in saved if name not in here)]:
+        if field == "sources" and isinstance(saved.get(field), dict) and field in here:
+            yield from _of_sources(here[field], saved[field])
+        elif here.get(field) != saved.get(field):
+            yield Difference(field, saved.get(field), here.get(field))
+
+
+def _of_sources(here: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> Iterator[Difference]:
+    """Versions and digests; the counters follow from the rest."""
+    if sorted(here) != sorted(saved):
+        yield Difference("sources", sorted(saved), sorted(here))
+    for name in here:
+        old = saved.get(name, [None, None])
+        for number, field in enumerate(("version", "digest")):
+            if name in saved and old[number] != here[name][number]:
+                yield Difference(f"sources.{name}.{field}", old[number], here[name][number])
+
+
+def plain(value: Any) -> Any:
     """Tuples as lists, as they come back from JSON."""
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

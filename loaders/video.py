@@ -1,256 +1,154 @@
-"""`VideoLoader`: the public loop, one epoch of decoded batches per iteration.
+"""`VideoLoader`: batches of video clips, with the sound of the same window where it is wanted.
 
-Purpose: put order, bytes, decoders and threads together, and remember one position.
-
-Invariants: what the t-th global batch of an epoch holds depends on the dataset version, the seed, the epoch and the clip,
-never on the number of ranks, threads or restarts. `state_dict` is true for the batch that the trainer received last, not for
-what was prefetched. Threads start with the first batch and hold no reference to the loader: `close`, the end of a `with` block,
-the loader's deletion and the end of the process all end them.
-Failure behaviour: damaged samples are replaced and listed in `quarantine`; everything else that goes wrong is raised where the
-batch would have been, and leaves the position before that batch.
+Purpose: check what is asked for and put plan and work together; `loaders.engine` does the rest.
+Invariants: those of the engine.
+Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
+engine's.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-import numpy as np
-import pyarrow.compute as pc
+import torch
 
-from dataio.core import metrics
-from dataio.core.errors import UsageError
-from dataio.core.trace import span
+from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
-from dataio.sidecar.client import LoaderMeter, open_reader
-from loaders import arguments
-from loaders import state as states
-from loaders.ahead import Ahead, Plan
-from loaders.audio import AudioSpec
-from loaders.batch import Prefetcher
-from loaders.clip import Clip
-from loaders.clips import ClipMaker, Look
-from loaders.decode.choose import AutoDecoder
+from dataio.shards.media.container import IMAGE_EXTENSIONS
+from loaders import arguments, shapes
+from loaders.clip import Clip, counts
+from loaders.contract import Work
+from loaders.decode.choose import AutoDecoder, explain
+from loaders.decode.contract import Color
 from loaders.decode.dali import GPU_BATCH
-from loaders.order import Order
-from loaders.permutation import I64
-from loaders.quarantine import Quarantine, Refusal
-from loaders.source import Source
+from loaders.engine import DEFAULT_MEMORY, Loader
+from loaders.mixture import Mixture
+from loaders.order.buckets import Buckets
+from loaders.order.permutation import I64
+from loaders.plan import column, having
+from loaders.samples.maker import OnBad
+from loaders.sampling import planned
+from loaders.sound.decode import decode_audio
+from loaders.sound.spec import AudioSpec
+from loaders.works.added import Transform, wrapped
+from loaders.works.clips import ClipWork, Look
+from loaders.works.cut import Cut
+from loaders.works.sources import by_stream, sourced
 
 
-class VideoLoader:
-    """Batches of video clips from a dataset.
+class VideoLoader(Loader):
+    """Batches of video clips from a dataset; pictures are clips of one frame, and come where `clip.frames` is 1.
 
-    `url_or_dataset`: a dataset's URL (its newest `version`, or that one) or an open `Dataset`. `batch_size` is per rank. `size`
-    is (height, width): clips are scaled to cover it and cropped around the centre; None keeps the source's size, which all
-    clips of a batch must then share. `normalize=(mean, std)`, three numbers each for pixels in 0 … 1, gives float32 instead of
-    uint8. `audio=AudioSpec(...)` adds sound, `True` is `AudioSpec()`. `rotate` turns frames as their metadata says. `rank` and
-    `world_size` default to torch.distributed's. `sidecar`: "auto", a socket's path, or None. `threads` decode (default: this
-    rank's share of the machine's cores, at most 16), `prefetch` batches ahead. After `quarantine_limit` damaged samples it gives
-    up.
+    *What.* `url_or_dataset`: a dataset's URL (its newest `version`, or that number or tag), an open `Dataset`, or a `Mixture`
+    of them. `batch_size` is per rank. `clip` says which frames. `audio=AudioSpec(...)` adds sound, `True` is `AudioSpec()`.
+    `columns` of the index, or promoted fields of the samples' JSON, are listed in each batch.
 
-    Iterating yields the rest of the current epoch; iterating again, the next one. A batch is a dict: "video" (B, T, 3, H, W)
-    uint8 or float32, contiguous, on `device`, pinned when it is the CPU's and CUDA is there; "id" int64 (B,) numbers of the
-    samples; "key" and "text" lists; "clip" float64 (B,), seconds at which each clip begins; and with audio, "audio" float32
-    (B, C, S) and "audio_samples" int64 (B,), how many of S are real sound and not zeros after it.
+    *Pixels.* `size` is (height, width): clips are scaled to cover it (`antialias`) and cropped around the centre, or with
+    `crop="random"` somewhere; None keeps the source's size, which all clips of a batch must then share. `flip` is how
+    likely a clip is mirrored. `rotate` turns frames as their metadata says. `color`: "bt601" (every decoder alike, to
+    the bit on CPUs), "tagged" (as the file says) or "fast" (as the file says, by the quickest conversion). `dtype` is
+    "uint8", "float16", "bfloat16" or "float32"; floats are pixels in 0 … 1, from which `normalize=(mean, std)`, three
+    numbers each, takes the mean and divides by the deviation. `layout` orders a clip's axes: "TCHW", "CTHW" or "THWC".
+    `transform(tensors, generator)` is called for every sample, before pixels become floats, with a generator of its own
+    that a resumed run seeds alike; what it returns, a dict of the same names, is batched.
+
+    *Order.* `rank` and `world_size` default to torch.distributed's. `buckets` take the place of `batch_size` and `size`: each
+    batch is of one shape, within a budget. `evaluate` delivers every sample once, in order, without padding. Damaged samples
+    are replaced by neighbours, or with `on_bad="shorter"` left out of their batch; after `quarantine_limit` of them, a
+    number or a share of the samples below 1, it gives up.
+
+    *Delivery.* `device`: "cpu" (pinned where CUDA is), "pinned" (or an error), "cuda". `threads` decode (default: this rank's
+    share of the machine's cores, at most 16), `prefetch` batches ahead, `memory` bytes at most in flight. A batch keeps its
+    memory as long as anything refers to it; after that it is used again, unless `copy`. `sidecar`: "auto", a socket's path,
+    or None. `isolate` decodes (by PyAV) in processes of their own, which may crash, or hang for so many seconds (`True`: 60).
+
+    Iterating yields the rest of the current epoch; iterating again, the next one. A batch is a dict: "video" (B, T, 3, H, W),
+    contiguous, on `device`; "id" int64 (B,) numbers of the samples; "key" and "text" lists; "clip" float64 (B,), seconds at
+    which each clip begins; with audio, "audio" float32 (B, C, S) or "mel" float32 (B, C, bands, frames), and "audio_samples"
+    int64 (B,), how many of S are real sound and not zeros after it; and the columns. A mixture adds "source", the names of
+    the samples' sources; buckets add "bucket", the number of the batch's; an evaluation adds "sizes", how many samples each
+    rank got, and "dry", the ranks that got none.
 
     With `drop_last=False` the tail of an epoch is shared out as evenly as it goes: a rank may get one clip fewer than
     another, or a batch of none ("video" is then None), so that all ranks see equally many batches.
 
-    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `loaders.clips` says.
+    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `loaders.samples.maker` says.
     """
 
     def __init__(
         self,
-        url_or_dataset: str | os.PathLike[str] | Dataset,
-        batch_size: int,
+        url_or_dataset: str | os.PathLike[str] | Dataset | Mixture,
+        batch_size: int | None = None,
         *,
         clip: Clip | None = None,
         size: tuple[int, int] | None = None,
         audio: bool | AudioSpec = False,
+        columns: Sequence[str] = (),
         device: str = "cpu",
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
         drop_last: bool = True,
-        normalize: tuple[Sequence[float], Sequence[float]] | None = None,
+        buckets: Buckets | None = None,
+        evaluate: bool = False,
+        crop: Literal["center", "random"] = "center",
+        flip: float = 0.0,
+        antialias: bool = True,
         rotate: bool = False,
+        color: Color = "bt601",
+        normalize: tuple[Sequence[float], Sequence[float]] | None = None,
+        dtype: str | torch.dtype | None = None,
+        layout: str = "TCHW",
+        transform: Transform | None = None,
         sidecar: str | os.PathLike[str] | None = "auto",
         threads: int | None = None,
         prefetch: int = 2,
-        quarantine_limit: int = 100,
-        version: int | None = None,
+        memory: int = DEFAULT_MEMORY,
+        copy: bool = False,
+        quarantine_limit: float = 0.01,
+        on_bad: OnBad = "replace",
+        isolate: bool | float = False,
+        version: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         clip = clip or Clip()
         sound = AudioSpec() if audio is True else (audio or None)
-        self._look = Look(clip, arguments.checked_size(size), rotate, sound)
+        arguments.one_of("color", color, ("bt601", "tagged", "fast"))
+        look = Look(clip, arguments.checked_size(size), rotate, sound, Cut(crop, flip), antialias, color)
         if sound is not None:
             sound.samples(clip)
-        self._threads = arguments.checked(
-            "threads", arguments.cores() if threads is None else threads, arguments.MAX_THREADS
+        output = arguments.output(device, normalize, dtype, layout)
+        delivery = arguments.delivery(output, threads, prefetch, sidecar, memory, copy, group=GPU_BATCH)
+        how = arguments.sampling(
+            batch_size, rank, world_size, seed=seed, shuffle=shuffle, drop_last=drop_last, evaluate=evaluate
         )
-        self._prefetch = arguments.checked("prefetch", prefetch, arguments.MAX_PREFETCH)
-        self._output = arguments.output(device, normalize)
-        arguments.checked("batch_size", batch_size, arguments.MAX_BATCH)
-        self._dataset, self._owned = _open(url_or_dataset, version, storage_options)
-        self._drop_last, self._sidecar = drop_last, sidecar
-        try:
-            self._plan = self._make_plan(batch_size, clip, seed, shuffle, rank, world_size)
-        except BaseException:
-            self._close_dataset()
-            raise
-        self._quarantine = Quarantine(quarantine_limit)
-        self._epoch = self._batch = 0
-        self._ahead: Ahead | None = None
-        self._finalizer: weakref.finalize[[], VideoLoader] | None = None
-        self._meter = LoaderMeter()
-        self._closed = False
+        self._look = look
 
-    def _make_plan(
-        self, batch_size: int, clip: Clip, seed: int, shuffle: bool, rank: int | None, world_size: int | None
-    ) -> Plan:
-        rank, world_size = arguments.place_in_world(rank, world_size)
-        dataset, ids = self._dataset, _with_video(self._dataset)
-        order = Order.of(
-            len(ids),
-            batch_size * world_size,
-            sample_bytes=dataset.total_bytes / len(dataset),
-            seed=seed,
-            shuffle=shuffle,
-            clips=clip.per_video,
-        )
-        batches = order.full_batches + (not self._drop_last and order.tail > 0)
-        if not batches:
-            raise UsageError(
-                f"{dataset.url} has {order.samples} clips, fewer than one global batch of {order.batch}",
-                hint="use a smaller batch_size, more clips per video, or drop_last=False",
-            )
-        return Plan(dataset, ids, order, clip.per_video, rank, world_size, batches)
+        def find(dataset: Dataset) -> tuple[I64, Any]:
+            arguments.added(dataset, columns)
+            left_out = IMAGE_EXTENSIONS if clip.frames > 1 else ()
+            ids = having(dataset, "video_ext", "video", without=left_out)
+            parts: Any = clip.per_video
+            if clip.start == "every":
+                parts = counts(clip, column(dataset, "frames", ids), column(dataset, "duration", ids))
+            return ids, parts
 
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return self._plan.batches
+        def work() -> Work:
+            apart = arguments.isolated(isolate, delivery.threads)
+            decoder = apart or AutoDecoder(output.device.type, output.device.index or 0)
+            hear = apart.hear if apart else decode_audio
+            works = [ClipWork(one, decoder, hear) for one in shapes.looks(look, buckets, made.buckets)]
+            return sourced(wrapped(by_stream(works), columns, transform), made.names)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The batches of the current epoch that are still to come."""
-        while (batch := self._next()) is not None:
-            yield batch
+        made, owned = planned(
+            url_or_dataset, version, storage_options, find, clip, how, shapes.sorting(buckets, look)
+        )  # fmt: skip
+        super().__init__(made, work, delivery, quarantine_limit=quarantine_limit, on_bad=on_bad, owned=owned)
 
-    @property
-    def dataset(self) -> Dataset:
-        return self._dataset
-
-    @property
-    def order(self) -> Order:
-        """The order, whose positions are clips: number n of it is clip n % per_video of the n // per_video-th video."""
-        return self._plan.order
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch."""
-        return self._epoch
-
-    @property
-    def quarantine(self) -> tuple[Refusal, ...]:
-        """The samples that this loader refused, in the order in which their batches were delivered."""
-        return self._quarantine.refusals
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the trainer is: plain JSON types, equal on all ranks that received the same batches."""
-        return states.dump(self._fingerprint(), states.Position(self._epoch, self._batch, self._quarantine.state()))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go where `state` says, also in the middle of an iteration. Any world size will do, if the global batch is the same.
-
-        Raises `MismatchError` naming the first field that differs, and changes nothing then.
-        """
-        position = states.load(self._fingerprint(), state)
-        if position.batch > self._plan.batches:
-            raise UsageError(f"the loader's state is at batch {position.batch} of {self._plan.batches}")
-        self._stop()
-        self._epoch, self._batch = position.epoch, position.batch
-        self._quarantine.load(position.quarantine)
-
-    def close(self) -> None:
-        """End the threads and let go of the dataset. Closing twice is allowed."""
-        self._closed = True
-        self._stop()
-        self._close_dataset()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _next(self) -> dict[str, Any] | None:
-        """The next batch, or None once at the end of every epoch."""
-        if self._closed:
-            raise UsageError("the loader is closed")
-        if self._batch >= self._plan.batches:
-            self._epoch, self._batch = self._epoch + 1, 0
-            return None
-        self._meter.asked()
-        try:
-            with span("loader.wait", epoch=self._epoch, batch=self._batch):
-                self._ahead = self._ahead or self._start()
-                batch = self._ahead.next()
-            self._quarantine.deliver(refusal for clip in batch.clips if clip for refusal in clip.refusals)
-        except BaseException:  # also Ctrl-C: the position stays, the threads end
-            self._meter.got(0, steps=0)
-            self._stop()
-            raise
-        metrics.loader_wait_seconds.observe(self._meter.got(len(batch.clips)))
-        for clip in batch.clips:
-            metrics.loader_samples.labels("substituted" if clip and clip.refusals else "delivered").inc()
-        self._batch += 1
-        return batch.tensors()
-
-    def _start(self) -> Ahead:
-        store, device = self._dataset.store, self._output.device
-        source = Source(open_reader(store, self._sidecar, self._meter), store)
-        decoder = AutoDecoder(device.type, device.index or 0)
-        maker = ClipMaker(self.order, self._look, source, decoder, self._quarantine, self._plan.sample)
-        prefetcher = Prefetcher(maker.make, self._output, self._threads, GPU_BATCH if device.type == "cuda" else 1)
-        batches = self._plan.from_(self._epoch, self._batch)
-        ahead = Ahead(batches, self._look, source, decoder, prefetcher, self._prefetch)
-        self._finalizer = weakref.finalize(self, ahead.close)
-        return ahead
-
-    def _stop(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._ahead = self._finalizer = None
-
-    def _close_dataset(self) -> None:
-        if self._owned:
-            self._dataset.close()
-
-    def _fingerprint(self) -> states.Fingerprint:
-        dataset = self._dataset
-        return states.Fingerprint.of(
-            dataset.version, dataset.digest, self._plan.order, self._look.clip, self._drop_last
-        )
-
-
-def _open(
-    url_or_dataset: str | os.PathLike[str] | Dataset, version: int | None, options: Mapping[str, Any] | None
-) -> tuple[Dataset, bool]:
-    """The dataset, and whether it is closed with the loader."""
-    if not isinstance(url_or_dataset, Dataset):
-        return Dataset(os.fspath(url_or_dataset), version, **(options or {})), True
-    if version not in (None, url_or_dataset.version) or options:
-        raise UsageError("version and storage_options go with a URL, not with a dataset that is open already")
-    return url_or_dataset, False
-
-
-def _with_video(dataset: Dataset) -> I64:
-    """The numbers of the samples that hold video."""
-    ids: I64 = np.flatnonzero(pc.is_valid(dataset.columns(["video_codec"])["video_codec"]).to_numpy()).astype(np.int64)
-    if not len(ids):
-        raise UsageError(f"{dataset.url} holds no video")
-    return ids
+    def explain(self, sample: int | Sample = 0) -> str:
+        """What happens to a sample, and by which rules: its stream, its decoder, its colours, its size."""
+        one = self.dataset.sample(sample) if isinstance(sample, int) else sample
+        return explain(one, self._look.color, self._delivery.output.device.type)

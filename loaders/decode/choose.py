@@ -14,8 +14,9 @@ from typing import Literal
 
 from dataio.core.errors import MillraceError
 from dataio.core.log import get_logger
-from dataio.shards.contract import VideoInfo
-from loaders.decode.contract import Decoded, Decoder, Request
+from dataio.shards.contract import Sample, VideoInfo
+from dataio.shards.media.container import IMAGE_EXTENSIONS
+from loaders.decode.contract import Color, Decoded, Decoder, Request
 from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
 from loaders.decode.pyav import PyAVDecoder
 
@@ -30,19 +31,43 @@ RULE = (
     + "/".join(sorted(GPU_CODECS))
     + "; else DALI on the CPU for 8-bit "
     + "/".join(sorted(CPU_CODECS))
-    + "; else, and for whatever DALI refuses, PyAV"
+    + "; else, for color other than bt601, for pictures, and for whatever DALI refuses, PyAV"
 )
 
 _log = get_logger(__name__)
 
 
-def choose(info: VideoInfo, *, gpu: bool) -> Kind:
-    """The decoder for a stream, if it is there: a pure function of what the index says."""
+def choose(info: VideoInfo, *, gpu: bool, color: Color = "bt601") -> Kind:
+    """The decoder for a stream, if it is there: a pure function of what the index says and the colours that are wanted."""
+    if color != "bt601" or info.ext in IMAGE_EXTENSIONS:
+        return "pyav"
     if gpu and info.codec in GPU_CODECS and info.pixel_format in GPU_FORMATS and info.ext != "avi":
         return "dali_gpu"
     if info.codec in CPU_CODECS and info.pixel_format in CPU_FORMATS:
         return "dali_cpu"
     return "pyav"
+
+
+def explain(sample: Sample, color: Color, device: str) -> str:
+    """Which stream of a sample is decoded, by what and why, in a few lines of plain text."""
+    info = sample.video
+    if info is None:
+        return f"sample {sample.key!r} holds no video"
+    gpu = device == "cuda" and gpu_count() > 0
+    kind = choose(info, gpu=gpu, color=color)
+    if kind != "pyav" and not dali_installed():
+        kind = "pyav"
+    ends = " (a picture: one frame)" if info.ext in IMAGE_EXTENSIONS else ""
+    return "\n".join(
+        [
+            f"sample {sample.key!r}: stream {info.stream} of its .{info.ext}, {info.codec} {info.width}x{info.height} "
+            f"{info.pixel_format}{ends}",
+            "stream: the largest; of equal ones the one flagged as default, then the first",
+            f"decoder: {kind}",
+            f"by the rule: {RULE}",
+            f"colour: {color}; rotation in the file: {info.rotation} degrees",
+        ]
+    )
 
 
 class AutoDecoder:
@@ -60,7 +85,7 @@ class AutoDecoder:
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
         results: list[Decoded | MillraceError | None] = [None] * len(requests)
-        kinds = [self._kind(request.info) for request in requests]
+        kinds = [self._kind(request) for request in requests]
         for kind in sorted(set(kinds) - {"pyav"}):
             numbers = [number for number, other in enumerate(kinds) if other == kind]
             for number, result in zip(numbers, self._of(kind).decode([requests[n] for n in numbers]), strict=True):
@@ -71,8 +96,8 @@ class AutoDecoder:
         for decoder in self._dali.values():
             decoder.close()
 
-    def _kind(self, info: VideoInfo) -> Kind:
-        kind = choose(info, gpu=self._gpu)
+    def _kind(self, request: Request) -> Kind:
+        kind = choose(request.info, gpu=self._gpu, color=request.color)
         return kind if kind == "pyav" or dali_installed() else "pyav"
 
     def _of(self, kind: Kind) -> Decoder:

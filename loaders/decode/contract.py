@@ -4,8 +4,9 @@ Purpose: (compressed bytes, what the index says of them, which frames) -> pixels
 
 Invariants, for every back-end:
 
-* *Same pixels.* uint8 RGB, converted by BT.601 whatever the stream's tags say, full resolution, rotation metadata ignored
-  (`resize.rotate` turns the frames afterwards). CPU back-ends agree bit for bit; a GPU is expected within 1.
+* *Same pixels.* uint8 RGB, full resolution, rotation metadata ignored (`resize.rotate` turns the frames afterwards). With
+  `color="bt601"` converted by BT.601 whatever the stream's tags say: CPU back-ends agree bit for bit; a GPU is expected
+  within 1. "tagged" and "fast" follow the tags, which only PyAV can; "fast" takes libswscale's quickest way there.
 * *All or nothing.* A request gives exactly the frames it asked for, or an error: never zeros, stale frames of another
   request, or a neighbour in place of a frame that is missing.
 * *One by one.* A bad request never harms the others of the same call.
@@ -19,15 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dataio.core.errors import MillraceError
 from dataio.core.limits import GIB
 from dataio.shards.contract import VideoInfo
 from loaders.clip import Wanted
 
+if TYPE_CHECKING:  # a process that decodes for another needs no torch
+    import torch
+
+Color = Literal["bt601", "tagged", "fast"]
 MAX_CLIP_BYTES = 4 * GIB
 """The most that one decoded clip may take before it is resized."""
 
@@ -39,6 +42,7 @@ class Request:
     data: memoryview
     info: VideoInfo
     wanted: Wanted
+    color: Color = "bt601"
 
 
 @dataclass(frozen=True, slots=True)

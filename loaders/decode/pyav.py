@@ -1,8 +1,9 @@
 """Decoding with FFmpeg through PyAV: every codec, on the CPU, with DALI's pixels.
 
 Purpose: the back-end that is always there.
-Invariants: colour conversion is the filter graph that was found bit-exact with DALI's CPU decoder. A decoded frame is told by
-its time stamp, or by counting where stamps say nothing; each wanted frame must come out, undamaged and in order.
+Invariants: colour conversion by BT.601 is the filter graph that was found bit-exact with DALI's CPU decoder. A decoded
+frame is told by its time stamp, or by counting where stamps say nothing; each wanted frame must come out, undamaged and
+in order.
 Failure behaviour: as the contract says. One codec context a clip and one thread each: clips are what runs in parallel.
 """
 
@@ -13,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from av.filter import Graph
 from av.video.frame import VideoFrame
+from av.video.reformatter import VideoReformatter
 
 from dataio.core.errors import CorruptionError, MillraceError
-from loaders.decode.contract import Decoded, Request
+from dataio.shards.media import images
+from dataio.shards.media.container import IMAGE_EXTENSIONS
+from loaders.decode.contract import Color, Decoded, Request
 from loaders.decode.trim import Window, open_window
 
 _FLAGS = "bilinear+full_chroma_int+accurate_rnd"
@@ -32,25 +35,54 @@ class PyAVDecoder:
     name = "pyav"
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
-        return [self._decode(request) for request in requests]
+        return [_decoded(clip_of(request)) for request in requests]
 
     def close(self) -> None:
         pass
 
-    def _decode(self, request: Request) -> Decoded | MillraceError:
-        """From the key frame before the clip; where that fails, from the ones before: a key frame may be only a point from
-        which the picture recovers gradually."""
-        error: MillraceError | None = None
-        for earlier in _starts(request):
-            try:
-                with open_window(earlier) as window:
-                    return Decoded(_clip(window, earlier), window.pts)
-            except CorruptionError as reason:
-                error = error or reason
-            except MillraceError as reason:
-                return error or reason
-        assert error is not None
+
+Clip = tuple[np.ndarray, tuple[int, ...]]
+"""(T, H, W, 3) uint8 and the T time stamps."""
+
+
+def clip_of(request: Request) -> Clip | MillraceError:
+    """What `PyAVDecoder` gives, as an array: this needs no torch."""
+    try:
+        return _picture(request) if request.info.ext in IMAGE_EXTENSIONS else _from_keys(request)
+    except MillraceError as error:
         return error
+
+
+def _decoded(clip: Clip | MillraceError) -> Decoded | MillraceError:
+    if isinstance(clip, MillraceError):
+        return clip
+    import torch
+
+    return Decoded(torch.from_numpy(clip[0]), clip[1])
+
+
+def _picture(request: Request) -> Clip:
+    """A picture, as often as the clip has frames."""
+    frame = images.decode(request.data)
+    _check(frame, request)
+    times = len(request.wanted.values)
+    return np.repeat(_Converter(request.color)(frame)[None], times, 0), (0,) * times
+
+
+def _from_keys(request: Request) -> Clip:
+    """From the key frame before the clip; where that fails, from the ones before: a key frame may be only a point from
+    which the picture recovers gradually."""
+    first: CorruptionError | None = None
+    for earlier in _starts(request):
+        try:
+            with open_window(earlier) as window:
+                return _clip(window, earlier), window.pts
+        except CorruptionError as error:
+            first = first or error
+        except MillraceError as error:
+            raise first or error from error
+    assert first is not None
+    raise first
 
 
 def _starts(request: Request) -> Iterator[Request]:
@@ -61,10 +93,10 @@ def _starts(request: Request) -> Iterator[Request]:
         yield replace(request, wanted=replace(request.wanted, key=keys[number]))
 
 
-def _clip(window: Window, request: Request) -> torch.Tensor:
+def _clip(window: Window, request: Request) -> np.ndarray:
     """(T, H, W, 3) uint8: only wanted frames are converted, and a frame that is held is converted once."""
     clip = np.empty((len(window.picks), request.info.height, request.info.width, 3), np.uint8)
-    convert = _Converter()
+    convert = _Converter(request.color)
     filled = 0
     for rank, frame in _ranked(window):
         if window.picks[filled] < rank:
@@ -75,7 +107,7 @@ def _clip(window: Window, request: Request) -> torch.Tensor:
             clip[filled] = clip[filled - 1] if held else convert(frame)
             filled += 1
         if filled == len(clip):
-            return torch.from_numpy(clip)
+            return clip
     raise CorruptionError(f"only {filled} of the clip's {len(clip)} frames could be decoded")
 
 
@@ -116,27 +148,33 @@ def _check(frame: VideoFrame, request: Request) -> None:
 class _Converter:
     """Frames to RGB arrays by one filter graph, made anew when the kind of frames changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, color: Color) -> None:
+        self._color = color
         self._kind: tuple[object, ...] | None = None
         self._graph = Graph()
+        self._quick = VideoReformatter()
 
     def __call__(self, frame: VideoFrame) -> np.ndarray:
+        if self._color == "fast":
+            return self._quick.reformat(frame, format="rgb24", threads=1).to_ndarray()
         kind = (frame.width, frame.height, frame.format.name, frame.colorspace, frame.color_range)
         if kind != self._kind:
-            self._kind, self._graph = kind, _rgb_graph(frame)
+            self._kind, self._graph = kind, _rgb_graph(frame, self._color)
         frame.pts = None
         self._graph.vpush(frame)
         return self._graph.vpull().to_ndarray()
 
 
-def _rgb_graph(frame: VideoFrame) -> Graph:
+def _rgb_graph(frame: VideoFrame, color: Color) -> Graph:
     graph = Graph()
+    graph.threads = 1  # clips are what runs in parallel
     source = graph.add(
         "buffer",
         f"video_size={frame.width}x{frame.height}:pix_fmt={frame.format.name}:time_base=1/1"
         f":colorspace={int(frame.colorspace)}:range={int(frame.color_range)}",
     )
-    scale = graph.add("scale", f"flags={_FLAGS}:in_color_matrix=bt601")
+    matrix = ":in_color_matrix=bt601" if color == "bt601" else ""
+    scale = graph.add("scale", f"flags={_FLAGS}{matrix}")
     graph.link_nodes(source, scale, graph.add("format", "pix_fmts=rgb24"), graph.add("buffersink"))
     graph.configure()
     return graph

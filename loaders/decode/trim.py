@@ -29,9 +29,9 @@ from av.video.stream import VideoStream
 
 from dataio.core import limits
 from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
-from dataio.shards.container import check_complete
 from dataio.shards.contract import KeyFrame
-from dataio.shards.probe import is_shown
+from dataio.shards.media.container import check_complete
+from dataio.shards.media.probe import is_shown
 from loaders.clip import Wanted
 from loaders.decode.contract import MAX_CLIP_BYTES, Request
 

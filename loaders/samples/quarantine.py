@@ -12,62 +12,57 @@ logged once.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from dataio.core import metrics
-from dataio.core.errors import CorruptionError, MillraceError
+from dataio.core.errors import CorruptionError, MillraceError, UsageError
 from dataio.core.log import get_logger
+from loaders.contract import Place
+from loaders.refusals import Refusal
 
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """One refused sample: its number, its key, where its bytes lie, why. `code` is that of the error.
-
-    `for_good` tells wrong bytes from a clip that does not decode.
-    """
-
-    id: int
-    key: str
-    shard: str
-    offset: int
-    code: str
-    reason: str
-    for_good: bool
+def refusals_allowed(limit: float, samples: int) -> int:
+    """How many samples may be refused: `limit` itself, or, below 1, that share of the `samples` of an epoch, at least one."""
+    if isinstance(limit, bool) or not 0 <= limit < math.inf or (limit >= 1 and limit != int(limit)):
+        raise UsageError(f"quarantine_limit={limit!r} is neither a share nor a number", hint="use 0.01, or 100")
+    return math.ceil(limit * samples) if 0 < limit < 1 else int(limit)
 
 
 class Quarantine:
     """What one loader refused. Safe to share between threads."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, newly: Callable[[Refusal], None] = lambda _: None) -> None:
+        self._limit, self._newly = limit, newly
         self._lock = threading.Lock()
-        self._condemned: dict[int, MillraceError] = {}
-        self._delivered: dict[int, Refusal] = {}
-        self._loaded: frozenset[int] = frozenset()
+        self._condemned: dict[tuple[int, int], MillraceError] = {}
+        self._delivered: dict[tuple[int, int], Refusal] = {}
+        self._loaded: frozenset[tuple[int, int]] = frozenset()
 
-    def condemn(self, number: int, error: MillraceError) -> None:
-        """Never read this sample again. Known at once, listed when the batch is delivered."""
+    def condemn(self, place: Place, error: MillraceError) -> None:
+        """Never read this place's sample again. Known at once, listed when the batch is delivered."""
         with self._lock:
-            self._condemned.setdefault(number, error)
+            self._condemned.setdefault((place.source, place.sample.id), error)
 
-    def condemned(self, number: int) -> MillraceError | None:
-        """Why this sample is not read any more, or None."""
-        return self._condemned.get(number)
+    def condemned(self, place: Place) -> MillraceError | None:
+        """Why this place's sample is not read any more, or None."""
+        return self._condemned.get((place.source, place.sample.id))
 
     def deliver(self, refusals: Iterable[Refusal]) -> None:
-        """Take in what was refused for a batch that the trainer now gets."""
+        """Take in what was refused for a batch that the trainer now gets; `newly` is told of each sample once."""
         for refusal in refusals:
             metrics.quarantined_samples.labels(refusal.code).inc()
-            known = self._delivered.get(refusal.id)
+            which = (refusal.source, refusal.id)
+            known = self._delivered.get(which)
             if known is None:
                 where = f"{refusal.shard} at {refusal.offset}"
                 _log.warning("sample %s (%s) is left out: %s", refusal.key, where, refusal.reason)
+                self._newly(refusal)
             if known is None or (refusal.for_good and not known.for_good):
-                self._delivered[refusal.id] = refusal
+                self._delivered[which] = refusal
         if len(self._delivered) > self._limit:
             last = next(reversed(self._delivered.values()))
             raise CorruptionError(
@@ -80,11 +75,11 @@ class Quarantine:
         """Every sample refused since the loader was made or its state loaded, once, in the order of the batches."""
         return tuple(self._delivered.values())
 
-    def state(self) -> tuple[int, ...]:
-        """The numbers of samples that batches delivered so far condemned for good."""
-        return tuple(sorted(self._loaded | {number for number, r in self._delivered.items() if r.for_good}))
+    def state(self) -> tuple[tuple[int, int], ...]:
+        """Source and number of the samples that batches delivered so far condemned for good."""
+        return tuple(sorted(self._loaded | {which for which, r in self._delivered.items() if r.for_good}))
 
-    def load(self, condemned: Sequence[int]) -> None:
+    def load(self, condemned: Sequence[tuple[int, int]]) -> None:
         """Become what `state` returned."""
         reason = CorruptionError("its bytes were found to be wrong before this run was resumed")
         with self._lock:

@@ -27,7 +27,7 @@ import numpy as np
 
 from dataio.core.errors import UsageError
 from dataio.core.limits import MIB
-from loaders.permutation import I64, U64, key_of, permute, unpermute
+from loaders.order.permutation import I64, U64, key_of, permute, unpermute
 
 MAX_LANES = 240
 """More lanes than nodes is enough: 240 has the most divisors of the numbers near it."""

@@ -1,0 +1,70 @@
+"""`millrace quarantine`: which samples loaders on this machine left out, and why.
+
+Invariant: standard output holds results only, with `--json` JSON only. It starts without torch.
+Failure behaviour: errors are raised for `dataio.cli` to report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from dataio.core.errors import UsageError
+from loaders import refusals
+
+_ABOUT = "List the samples that loaders on this machine refused, with the reason, or forget them."
+_MORE = """\
+The list lies in $MILLRACE_QUARANTINE (`off`: none is kept), or in ~/.local/state/millrace/quarantine.
+Nothing reads it back into a run. To leave samples out for good, make a version without them:
+`millrace remove DATASET KEY ...`.
+
+exit codes: 0 none listed, or forgotten · 1 some are listed · 2 wrong use"""
+
+
+def quarantine(argv: list[str]) -> int:
+    """`millrace quarantine [DATASET]`"""
+    parser = argparse.ArgumentParser("millrace quarantine", description=_ABOUT, epilog=_MORE)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("dataset", nargs="?", help="a dataset's URL or directory (default: all)")
+    parser.add_argument("--clear", action="store_true", help="forget what is listed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    args = parser.parse_args(argv)
+    folder = refusals.directory()
+    if folder is None:
+        raise UsageError("MILLRACE_QUARANTINE=off: no list is kept", hint="unset it, or name a directory")
+    url = None if args.dataset is None else _url(args.dataset)
+    if args.clear:
+        return _clear(folder, url, as_json=args.json)
+    return _list(folder, url, as_json=args.json)
+
+
+def _url(named: str) -> str:
+    """As stores call themselves, which is how refusals are filed."""
+    return named if "://" in named else f"file://{Path(named).absolute()}"
+
+
+def _clear(folder: Path, url: str | None, *, as_json: bool) -> int:
+    gone = refusals.clear(folder, url)
+    print(json.dumps({"cleared": gone}) if as_json else f"forgot the refusals of {gone} dataset{'s' * (gone != 1)}")
+    return 0
+
+
+def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
+    records, unreadable = refusals.distinct(folder, url)
+    for record in records:
+        if as_json:
+            print(json.dumps({**asdict(record.refusal), "version": record.version}, ensure_ascii=False))
+        else:
+            print(_line(record))
+    if not as_json:
+        print(f"{len(records)} refused samples" + (f", {unreadable} unreadable lines" if unreadable else ""))
+    return 1 if records else 0
+
+
+def _line(record: refusals.Record) -> str:
+    one = record.refusal
+    kind = "wrong bytes" if one.for_good else "a clip"
+    where = f"{one.dataset} version {record.version}, {one.shard} at {one.offset}"
+    return "".join(c if c.isprintable() else "?" for c in f"{one.key}  {kind}: {one.reason}  [{where}]")

@@ -1,0 +1,133 @@
+"""What the parts of a loader hand to each other. Read this first.
+
+A `Plan` says which `Place`s a batch holds; for each place the bytes are read and checked (`Loaded`), a `Work` turns
+them into a `Finished` sample, and finished samples fill a batch.
+
+Invariants: a plan is a pure function of its description: which places batch t of an epoch holds depends on nothing that
+happened before. A work's result is a pure function of what it was given. Everything random about a sample is drawn from
+`Place.key`, so that a resumed run, another world size and a repeated epoch draw the same.
+Failure behaviour: a work returns, at the place of each bad sample, the error that names what is wrong with it; it raises only
+when it fails as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from dataio.core.errors import MillraceError
+from dataio.shards.contract import Sample
+from dataio.shards.dataset import Dataset
+from loaders.order.permutation import U64, key_of
+from loaders.refusals import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where a piece of a recording goes: `length` samples at the wanted rate from its `start`, to `at` in a row."""
+
+    row: int
+    at: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Part `number` (a clip, a window) of `sample`, a sample of the plan's dataset number `source`.
+
+    `virtual` is the place's number in the order, `attempt` counts the substitutes before it. `seed` and `epoch` are those of
+    the source, and enter what is drawn for the sample. `stream` is the plan's list of samples that the place is of: a
+    source, a bucket. `fit` is there where several places share a row of the batch.
+    """
+
+    epoch: int
+    virtual: int
+    sample: Sample
+    number: int = 0
+    attempt: int = 0
+    source: int = 0
+    seed: int = 0
+    stream: int = 0
+    fit: Fit | None = None
+
+    def key(self, purpose: int) -> U64:
+        """The key of everything that is drawn for this place and `purpose`."""
+        return key_of(purpose, self.seed, self.epoch, self.sample.id, self.number, self.attempt)
+
+
+class Plan(Protocol):
+    """One rank's share of an order."""
+
+    @property
+    def datasets(self) -> Sequence[Dataset]:
+        """What places read from, by `Place.source`."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """Batches in an epoch."""
+        ...
+
+    def places(self, epoch: int, batch: int) -> Sequence[Place]:
+        """This rank's part of a global batch; maybe empty."""
+        ...
+
+    def substitute(self, place: Place, attempt: int) -> Place | None:
+        """Who stands in for `place` when it and `attempt` substitutes are damaged; None when nobody is left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A place whose bytes were read and checked: `members` by extension."""
+
+    place: Place
+    members: Mapping[str, memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """`tensors` are stacked in the batch, `values` are listed there; `refusals` are the samples that this one stands in
+    for."""
+
+    sample: Sample
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a work's samples consist of, known before the first: names of `tensors`, and the dtype of each of `numbers`
+    (None: a list). With `capacity`, samples lie one after the other in rows of so many."""
+
+    tensors: tuple[str, ...]
+    numbers: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    capacity: int | None = None
+
+
+class Work(Protocol):
+    """What is done to the bytes of samples. Safe to share between threads."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def members(self, sample: Sample) -> list[str]:
+        """The extensions of the members that are needed."""
+        ...
+
+    def cost(self, sample: Sample) -> int:
+        """Bytes that a part of it takes while it is made, beside its compressed members."""
+        ...
+
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+        """The finished sample of each, or what is wrong with it, in the same order."""
+        ...
+
+    def close(self) -> None:
+        """Release what is held; the work is not used afterwards."""
+        ...

@@ -1,0 +1,78 @@
+"""Decoding in processes of its own, which may crash or hang.
+
+Purpose: survive what no check can foresee: a segmentation fault, or an endless loop, inside a codec.
+Invariants: the pixels and samples are those of `PyAVDecoder` and `decode_audio`, which the processes run. A process
+that crashed or took longer than `seconds` is gone, the sample it had in hand is damaged, and the next request gets a
+new process. How long a file takes depends on the machine, so `seconds` is far above what any whole sample needs.
+Failure behaviour: `CorruptionError` in the place of the culprit, naming the signal or the time; `UnsupportedError` when the
+processes do not even start. The cost is a copy of the compressed bytes and of the pixels through a pipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from dataio.core.errors import CorruptionError, DeadlineError, MillraceError, UsageError
+from dataio.shards.contract import AudioInfo
+from dataio.shards.workers.process import WorkerPool, run_module
+from loaders.decode import worker
+from loaders.decode.contract import MAX_CLIP_BYTES, Decoded, Request
+from loaders.sound.decode import F32
+from loaders.sound.spec import AudioSpec
+
+SECONDS = 60.0
+"""How long a process may take for one clip or window."""
+_HEADER = 1 << 20
+COMMAND = run_module("loaders.decode.worker")
+
+
+class IsolatedDecoder:
+    """A `Decoder` in at most `workers` processes; `hear` is `decode_audio` in them. They start when they are needed."""
+
+    name = "isolated"
+
+    def __init__(self, workers: int, seconds: float = SECONDS, command: Sequence[str] = COMMAND) -> None:
+        if not 0 < seconds <= 3600:
+            raise UsageError(f"isolate={seconds!r} is no time limit", hint="seconds, above 0 and up to 3600")
+        self._seconds = seconds
+        most = min(MAX_CLIP_BYTES + _HEADER, (1 << 32) - 1)
+        self._pool = WorkerPool(command, worker.HELLO, workers, answer_bytes=most)
+
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+        return [self._decode(request) for request in requests]
+
+    def hear(
+        self, data: memoryview, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool
+    ) -> tuple[F32, int]:
+        """As `decode_audio`."""
+        done = self._ask(worker.Listen(bytes(data), info, start, spec, samples, from_first))
+        sound = np.frombuffer(done.data, np.float32).reshape(done.shape).copy()
+        if sound.shape != (spec.channels, samples) or len(done.numbers) != 1:
+            raise CorruptionError("reading it made the decoder answer nonsense")
+        return sound, done.numbers[0]
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _decode(self, request: Request) -> Decoded | MillraceError:
+        try:
+            done = self._ask(worker.See(bytes(request.data), request.info, request.wanted, request.color))
+        except MillraceError as error:
+            return error
+        expected = (len(request.wanted.values), request.info.height, request.info.width, 3)
+        if done.shape != expected or len(done.data) != np.prod(expected) or len(done.numbers) != expected[0]:
+            return CorruptionError("reading it made the decoder answer nonsense")
+        return Decoded(torch.frombuffer(bytearray(done.data), dtype=torch.uint8).view(expected), done.numbers)
+
+    def _ask(self, task: worker.Task) -> worker.Done:
+        try:
+            answer: worker.Answer = self._pool.ask(worker.encode_task(task), self._seconds, worker.decode_answer)
+        except DeadlineError as error:  # nobody's network: this file
+            raise CorruptionError(f"decoding it takes longer than {self._seconds:g} s") from error
+        if isinstance(answer, worker.Failed):
+            raise worker.ERRORS.get(answer.code, CorruptionError)(answer.message, hint=answer.hint)
+        return answer

@@ -1,0 +1,112 @@
+"""What comes next, started ahead of the trainer and announced to the cache further ahead.
+
+Purpose: the running half of a loader, which can be thrown away and made again at any position.
+Invariants: batches follow each other over the ends of epochs without a pause; `prefetch` of them are in the making while the
+trainer works, and the bytes of `ANNOUNCED_BATCHES` more are named to the readers, soonest first. What batches hold is looked
+up in the index by a thread of its own, at most `prefetch` and `ANNOUNCED_BATCHES` ahead: the trainer waits for a look-up
+only when nothing else is in the making. Nothing here refers to the loader.
+Failure behaviour: what `next` raises makes the whole unusable; the loader closes it and makes another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from loaders.contract import Place, Plan, Work
+from loaders.delivery.batch import Batch
+from loaders.delivery.memory import Memory
+from loaders.delivery.prefetch import Prefetcher
+from loaders.samples.source import Source
+
+ANNOUNCED_BATCHES = 8
+_THREAD = "millrace-loader-plan"
+Places = Sequence[Place]
+
+
+def batches_from(plan: Plan, epoch: int, batch: int) -> Iterator[Sequence[Place]]:
+    """A rank's batches from a position on, without end."""
+    for later in itertools.count(epoch):
+        yield from (plan.places(later, number) for number in range(batch, plan.batches))
+        batch = 0
+
+
+class Ahead:
+    """Delivers a rank's batches from a position on. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        batches: Iterator[Sequence[Place]],
+        work: Work,
+        sources: Sequence[Source],
+        prefetcher: Prefetcher,
+        prefetch: int,
+        memory: Memory,
+    ) -> None:
+        self._batches, self._work, self._sources = batches, work, sources
+        self._prefetcher, self._prefetch, self._memory = prefetcher, prefetch, memory
+        self._batch_bytes = 0
+        self._planner = ThreadPoolExecutor(1, _THREAD)
+        self._planned: deque[Future[Places]] = deque()
+        self._announced: Future[None] | None = None
+
+    def next(self) -> Batch:
+        """The next batch, whole."""
+        self._plan(ANNOUNCED_BATCHES + self._room() + 1 - len(self._prefetcher))
+        while len(self._prefetcher) <= self._room() and (self._planned[0].done() or not len(self._prefetcher)):
+            self._prefetcher.start(self._planned.popleft().result())
+        self._announce()
+        batch = self._prefetcher.next()
+        self._batch_bytes = max(self._batch_bytes, batch.nbytes)
+        return batch
+
+    def close(self) -> None:
+        """End the threads; nothing is delivered afterwards."""
+        self._memory.close()
+        inside = threading.current_thread().name.startswith(_THREAD)  # a collected loader may be finalised there
+        self._planner.shutdown(wait=not inside, cancel_futures=True)
+        self._prefetcher.close()
+        self._work.close()
+        for source in self._sources:
+            source.close()
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Bytes of samples in the making and of batches ahead, the most of the former so far, and how often one waited."""
+        memory = self._memory
+        return {
+            "limit": memory.limit,
+            "samples": memory.used,
+            "samples_peak": memory.peak,
+            "waits": memory.waits,
+            "batches": self._prefetcher.nbytes,
+        }
+
+    def _room(self) -> int:
+        """How many batches may be in the making behind the next one: `prefetch`, or as many as the memory's limit holds."""
+        if not self._batch_bytes:
+            return self._prefetch
+        return max(0, min(self._prefetch, self._memory.limit // self._batch_bytes - 1))
+
+    def _plan(self, count: int) -> None:
+        """Have so many batches looked up."""
+        while len(self._planned) < count:
+            self._planned.append(self._planner.submit(next, self._batches))
+
+    def _announce(self) -> None:
+        """Have the batches that are planned announced, unless the last time is not over yet."""
+        if self._announced is None or self._announced.done():
+            if self._announced is not None:
+                self._announced.result()
+            self._announced = self._planner.submit(self._name, tuple(self._planned))
+
+    def _name(self, planned: Sequence[Future[Places]]) -> None:
+        """In the planner's thread, after these were looked up. What went wrong there is raised where the batch is due."""
+        done = [future.result() for future in planned if not future.exception()]
+        places = list(itertools.chain.from_iterable(done))
+        for number, source in enumerate(self._sources):
+            mine = [place.sample for place in places if place.source == number]
+            source.announce([(sample, self._work.members(sample)) for sample in mine])

@@ -1,0 +1,143 @@
+"""The tensors of one batch, filled in any order by any thread.
+
+Purpose: each thread writes its sample straight into the batch, converted on the way, so the trainer's thread copies nothing.
+Invariants: the first sample decides the shapes; a slot is written once. What was left out is closed up when the batch is
+delivered. Batches of no samples have None in place of every tensor.
+Failure behaviour: `UsageError` names the sample whose shape is another.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dataio.core.errors import UsageError
+from loaders.contract import Finished, Layout
+from loaders.delivery.buffers import Buffers
+
+AXES: dict[str, tuple[int, int, int, int]] = {"TCHW": (0, 1, 2, 3), "CTHW": (1, 0, 2, 3), "THWC": (0, 2, 3, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the tensors of a batch are like: where they are, and how pixels are written into "video".
+
+    `dtype=None` keeps uint8, and is float32 with `mean` and `std` (3 values each, for pixels in 0 … 1). Pixels of a floating
+    dtype are in 0 … 1 before they are normalised. `axes` are those of one clip, after the batch's.
+    """
+
+    device: torch.device
+    pinned: bool
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    dtype: torch.dtype | None = None
+    axes: str = "TCHW"
+
+    def dtype_of(self, video: torch.Tensor) -> torch.dtype:
+        """What clips like `video` become."""
+        return self.dtype or (torch.float32 if self.mean else video.dtype)
+
+
+class Batch:
+    """`size` samples of `layout`."""
+
+    def __init__(self, size: int, layout: Layout, output: Output, buffers: Buffers) -> None:
+        self._layout, self._output, self._buffers = layout, output, buffers
+        self._lock = threading.Lock()
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.samples: list[Finished | None] = [None] * size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, as far as they are known."""
+        return sum(tensor.nbytes for tensor in list(self._tensors.values()))
+
+    def put(self, slot: int, sample: Finished) -> None:
+        """Write `sample` into its place; its tensors are let go."""
+        for name, tensor in sample.tensors.items():
+            target = self._target(name, tensor)[slot]
+            if target.shape != _shape(name, tensor, self._output):
+                raise _other_shape(sample, name, tensor, target)
+            if name == "video" and tensor.ndim == 4:
+                write_pixels(target, tensor, self._output)
+            else:
+                target.copy_(tensor, non_blocking=True)
+        none = torch.empty(0)
+        left = dict.fromkeys(sample.tensors, none)
+        self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
+
+    def tensors(self) -> dict[str, Any]:
+        """The batch as the trainer sees it, on the current CUDA stream if it is on a GPU."""
+        self._hold()
+        whole = [slot for slot, sample in enumerate(self.samples) if sample and sample.tensors]
+        samples = [sample for sample in self.samples if sample and sample.tensors]
+        batch: dict[str, Any] = {name: self._close_up(name, whole) for name in self._layout.tensors}
+        batch["id"] = torch.tensor([one.sample.id for one in samples], dtype=torch.int64)
+        batch["key"] = [one.sample.key for one in samples]
+        batch["text"] = [one.sample.text for one in samples]
+        for name, dtype in self._layout.numbers.items():
+            values = [one.values[name] for one in samples]
+            batch[name] = values if dtype is None else torch.tensor(values, dtype=dtype)
+        return batch
+
+    def _hold(self) -> None:
+        """Device memory is not used again before the current stream is done with it."""
+        for tensor in self._tensors.values():
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            if name not in self._tensors:
+                dtype = self._output.dtype_of(like) if name == "video" else like.dtype
+                self._tensors[name] = self._prepared(self._buffers.empty(self._shape_of(name, like), dtype))
+            return self._tensors[name]
+
+    def _shape_of(self, name: str, like: torch.Tensor) -> tuple[int, ...]:
+        return (len(self.samples), *_shape(name, like, self._output))
+
+    def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _close_up(self, name: str, whole: list[int]) -> torch.Tensor | None:
+        tensor = self._tensors.get(name)
+        if tensor is None or len(whole) == len(self.samples):
+            return tensor
+        return tensor[torch.tensor(whole, dtype=torch.int64, device=tensor.device)]
+
+
+def _shape(name: str, tensor: torch.Tensor, output: Output) -> torch.Size:
+    if name != "video" or tensor.ndim != 4:
+        return tensor.shape
+    return torch.Size(tensor.shape[axis] for axis in AXES[output.axes])
+
+
+def _other_shape(sample: Finished, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
+    return UsageError(
+        f"sample {sample.sample.key!r} has {name} of {tuple(tensor.shape)}, others in its batch of {tuple(target.shape)}",
+        hint="give the loader a size=(height, width)",
+    )
+
+
+def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> None:
+    """(T, 3, H, W) into `target`, whose axes and dtype are those of `output`."""
+    axes = AXES[output.axes]
+    target = target.permute(*(axes.index(axis) for axis in range(4)))  # seen as (T, 3, H, W)
+    if not target.dtype.is_floating_point or video.dtype != torch.uint8:
+        if output.mean is not None:
+            raise UsageError(
+                f"normalize works on uint8 pixels, and the transform returned {video.dtype}",
+                hint="normalize in the transform, or return uint8 from it",
+            )
+        target.copy_(video, non_blocking=True)
+        return
+    mean, std = output.mean or (0.0, 0.0, 0.0), output.std or (1.0, 1.0, 1.0)
+    shift = torch.tensor(mean, device=video.device).view(3, 1, 1) * 255
+    scale = 1 / (torch.tensor(std, device=video.device).view(3, 1, 1) * 255)
+    if target.dtype == torch.float32 and target.device == video.device:  # computed in place, without a copy between
+        target.copy_(video).sub_(shift).mul_(scale)
+    else:
+        target.copy_(video.float().sub_(shift).mul_(scale), non_blocking=True)

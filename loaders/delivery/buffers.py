@@ -1,0 +1,74 @@
+"""The memory of batches, used again as soon as nobody holds it.
+
+Purpose: a batch of floats is tens of megabytes; fresh memory of that size costs a page fault for every 4 KiB of it.
+
+How. On the CPU a batch's memory is a block that is lent to the tensor. When the last tensor, view or array over it is
+gone, the block comes back, rests until `tick` was called twice, and is lent again. Pinned and device memory comes from
+torch's own caching allocators, which also wait for the copies that are under way.
+Invariants: memory that anything still refers to is never written again: whoever keeps a batch keeps it. Whoever reads
+it by its bare address may do so until the second batch after letting go. At most `spare` blocks wait to be used.
+Failure behaviour: none of its own; `MemoryError` and torch's errors pass.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_GRAIN = 1 << 16
+_HUGE = 4 << 20
+Block = mmap.mmap
+
+
+class Buffers:
+    """Lends tensors on `device`; `reuse=False` gives every tensor memory of its own. Safe to share between threads."""
+
+    def __init__(self, device: torch.device, *, pinned: bool = False, reuse: bool = True, spare: int = 4) -> None:
+        self._device, self._pinned, self._spare = device, pinned, spare
+        self._pooled = reuse and device.type == "cpu" and not pinned
+        self._lock = threading.Lock()
+        self._returned: deque[Block] = deque()  # appended to by finalisers, at any moment: without the lock
+        self._resting: list[Block] = []
+        self._free: list[Block] = []
+        self.lent = self.reused = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of undefined values."""
+        size = math.prod(shape) * dtype.itemsize
+        if not self._pooled or not size:
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device, pin_memory=self._pinned)
+        block = self._block(size)
+        loan = np.frombuffer(block, np.uint8, size)
+        weakref.finalize(loan, self._returned.append, block).atexit = False
+        return torch.from_numpy(loan).view(dtype).view(tuple(shape))
+
+    def tick(self) -> None:
+        """A batch was delivered: what came back before the last one may be used again."""
+        with self._lock:
+            self._free = (self._free + self._resting)[-self._spare :]
+            self._resting = [self._returned.popleft() for _ in range(len(self._returned))]
+
+    def clear(self) -> None:
+        """Let go of what is not lent."""
+        with self._lock:
+            self._free, self._resting = [], []
+            self._returned.clear()
+
+    def _block(self, size: int) -> Block:
+        with self._lock:
+            self.lent += 1
+            for number, block in enumerate(self._free):
+                if size <= len(block) <= 2 * size + _GRAIN:
+                    self.reused += 1
+                    return self._free.pop(number)
+        block = mmap.mmap(-1, -(-size // _GRAIN) * _GRAIN)
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return block

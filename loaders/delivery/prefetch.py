@@ -1,0 +1,135 @@
+"""Samples to batches, by threads, a bounded number of batches ahead, always in order.
+
+Purpose: keep the trainer from waiting without ever running away from it.
+
+Invariants: batches come out in the order they were asked for, whichever sample was finished first. A batch is started only by
+the one who asks for batches.
+Failure behaviour: the first error of a batch is raised where that batch would be delivered, and again if it is asked
+for again; a batch that nothing was finished of for `STALL_SECONDS` is a `DeadlineError`. `close` stops threads after
+the sample that each has in hand, from any state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from dataio.core.errors import DeadlineError
+from loaders.contract import Finished, Layout, Place
+from loaders.delivery.batch import Batch, Output
+from loaders.delivery.buffers import Buffers
+from loaders.delivery.memory import Closed
+from loaders.delivery.rows import RowBatch
+
+STALL_SECONDS = 600.0
+_THREADS = "millrace-loader"
+Make = Callable[[Sequence[Place]], list[Finished]]
+
+
+class _Threads:
+    """A pool whose threads leave torch's own threads to the trainer."""
+
+    def __init__(self, count: int) -> None:
+        self._torch_threads = torch.get_num_threads()
+        self._lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix=_THREADS, initializer=self._start)
+
+    def _start(self) -> None:
+        """Make torch use one thread in this thread only.
+
+        `set_num_threads` sets this thread's number and the one that threads yet to start will take; a helper thread
+        puts the latter back.
+        """
+        with self._lock:
+            torch.set_num_threads(1)
+            helper = threading.Thread(target=torch.set_num_threads, args=(self._torch_threads,))
+            helper.start()
+            helper.join()
+
+
+class Prefetcher:
+    """Makes batches ahead of the trainer; used by one thread at a time. `group` samples are made together.
+
+    `buffers` lend the batches their memory; by default, each gets its own.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        layout: Layout,
+        output: Output,
+        threads: int,
+        group: int = 1,
+        buffers: Buffers | None = None,
+    ) -> None:
+        self._make, self._layout, self._output, self._group = make, layout, output, group
+        self._buffers = buffers or Buffers(output.device, pinned=output.pinned, reuse=False)
+        self._pool = _Threads(threads).pool
+        self._stopped = threading.Event()
+        self._batches: list[tuple[Batch, list[Future[None]]]] = []
+        self._stream: Any = torch.cuda.Stream(output.device) if output.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        """Batches that were started and not delivered."""
+        return len(self._batches)
+
+    def start(self, places: Sequence[Place]) -> None:
+        """Begin the next batch."""
+        if self._layout.capacity is None:
+            batch = Batch(len(places), self._layout, self._output, self._buffers)
+        else:
+            batch = RowBatch(places, self._layout, self._output, self._buffers)
+        groups = [range(n, min(n + self._group, len(places))) for n in range(0, len(places), self._group)]
+        self._batches.append(
+            (batch, [self._pool.submit(self._fill, batch, group, [places[n] for n in group]) for group in groups])
+        )
+
+    def next(self) -> Batch:
+        """The oldest batch that was started, whole."""
+        batch, futures = self._batches[0]
+        while True:
+            done, waiting = wait(futures, STALL_SECONDS, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if not waiting:
+                break
+            if not done:
+                raise DeadlineError(f"no clip was finished for {STALL_SECONDS:.0f} s", hint="is the store reachable?")
+            futures = list(waiting)
+        del self._batches[0]
+        self._buffers.tick()
+        return batch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batches that were started and not delivered."""
+        return sum(batch.nbytes for batch, _ in self._batches)
+
+    def close(self) -> None:
+        """Drop what was started and end the threads."""
+        self._stopped.set()
+        inside = threading.current_thread().name.startswith(_THREADS)  # a collected loader may be finalised here
+        self._pool.shutdown(wait=not inside, cancel_futures=True)
+        self._batches.clear()
+        self._buffers.clear()
+
+    def _fill(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
+        if self._stopped.is_set():
+            return
+        if self._output.device.type != "cuda":
+            self._put(batch, slots, places)
+            return
+        with torch.cuda.stream(self._stream):
+            self._put(batch, slots, places)
+            self._stream.synchronize()  # what this stream wrote, every other may read from here on
+
+    def _put(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
+        try:
+            for slot, sample in zip(slots, self._make(places), strict=True):
+                batch.put(slot, sample)
+        except Closed:
+            return  # nobody asks for this batch any more

@@ -1,0 +1,65 @@
+"""A batch whose rows hold several samples each, one after the other.
+
+Purpose: what `loaders.delivery.batch.Batch` is for samples of one length, for pieces of recordings that were packed.
+Invariants: a row has `layout.capacity` samples of sound; what no piece covers is zero. Every list of the batch has one entry
+a row, with a value for each piece that is there, in the order in which they lie: "pieces" (int64, begin and end), "id",
+"key", "text", and whatever else the samples carry.
+Failure behaviour: a piece that was left out leaves silence, and is in no list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from loaders.contract import Finished, Layout, Place
+from loaders.delivery.batch import Batch, Output
+from loaders.delivery.buffers import Buffers
+
+
+class RowBatch(Batch):
+    """The pieces at `places`, which name their rows."""
+
+    def __init__(self, places: Sequence[Place], layout: Layout, output: Output, buffers: Buffers) -> None:
+        super().__init__(len(places), layout, output, buffers)
+        self._fits = [place.fit for place in places]
+        self._rows = 1 + max((fit.row for fit in self._fits if fit), default=-1)
+
+    def put(self, slot: int, sample: Finished) -> None:
+        """Write a piece into its stretch of its row; its tensor is let go."""
+        fit = self._fits[slot]
+        for name, tensor in sample.tensors.items():
+            assert fit is not None
+            self._target(name, tensor)[fit.row, :, fit.at : fit.at + fit.length].copy_(tensor, non_blocking=True)
+        left = dict.fromkeys(sample.tensors, torch.empty(0))
+        self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
+
+    def tensors(self) -> dict[str, Any]:
+        """The batch as the trainer sees it."""
+        self._hold()
+        rows: list[list[tuple[Any, Finished]]] = [[] for _ in range(self._rows)]
+        for fit, sample in zip(self._fits, self.samples, strict=True):
+            if fit and sample and sample.tensors:
+                rows[fit.row].append((fit, sample))
+        batch: dict[str, Any] = {name: self._tensors.get(name) for name in self._layout.tensors}
+        batch["pieces"] = [_int64([[fit.at, fit.at + fit.length] for fit, _ in row], 2) for row in rows]
+        batch["id"] = [_int64([one.sample.id for _, one in row]) for row in rows]
+        batch["key"] = [[one.sample.key for _, one in row] for row in rows]
+        batch["text"] = [[one.sample.text for _, one in row] for row in rows]
+        for name in self._layout.numbers:
+            batch[name] = [[one.values[name] for _, one in row] for row in rows]
+        return batch
+
+    def _shape_of(self, name: str, like: torch.Tensor) -> tuple[int, ...]:
+        assert self._layout.capacity is not None
+        return (self._rows, like.shape[0], self._layout.capacity)
+
+    def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.zero_()
+
+
+def _int64(values: Sequence[Any], columns: int = 0) -> torch.Tensor:
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor.view(-1, columns) if columns else tensor

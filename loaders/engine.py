@@ -1,0 +1,219 @@
+"""`Loader`: what every loader does, whatever its batches hold: one epoch of batches per iteration, and one position.
+
+Purpose: put plan, bytes, work and threads together, and remember where the trainer is.
+
+Invariants: what the t-th global batch of an epoch holds depends on the plan and the stored bytes, never on the number
+of ranks, threads or restarts. `state_dict` is true for the batch that the trainer received last, not for what was
+prefetched. Threads start with the first batch and hold no reference to the loader: `close`, the end of a `with` block,
+the loader's deletion and the end of the process all end them.
+Failure behaviour: damaged samples are replaced and listed in `quarantine`; everything else that goes wrong is raised
+where the batch would have been, and leaves the position before that batch.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dataio.core import metrics
+from dataio.core.errors import UsageError
+from dataio.core.limits import GIB
+from dataio.core.log import get_logger
+from dataio.core.trace import span
+from dataio.shards.dataset import Dataset
+from dataio.sidecar.client import LoaderMeter, open_reader
+from loaders import refusals
+from loaders import state as states
+from loaders.contract import Work
+from loaders.delivery.ahead import Ahead, batches_from
+from loaders.delivery.batch import Batch, Output
+from loaders.delivery.buffers import Buffers
+from loaders.delivery.memory import Memory
+from loaders.delivery.prefetch import Prefetcher
+from loaders.force import Loss, forced
+from loaders.order import Order
+from loaders.plan import OrderPlan
+from loaders.refusals import Refusal
+from loaders.samples.maker import Maker, OnBad
+from loaders.samples.quarantine import Quarantine, refusals_allowed
+from loaders.samples.source import Source
+
+DEFAULT_MEMORY = 4 * GIB
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How batches are made, which changes none of them: on what, by how many threads, how far ahead, through which daemon.
+
+    `memory` bytes at most are in flight, `copy` gives every batch memory of its own.
+    """
+
+    output: Output
+    threads: int
+    prefetch: int = 2
+    group: int = 1
+    sidecar: str | os.PathLike[str] | None = "auto"
+    memory: int = DEFAULT_MEMORY
+    copy: bool = False
+
+
+class Loader(IterableDataset[dict[str, Any]]):
+    """Batches of a plan, made by `start_work()`. Public loaders derive from it and say only what theirs hold.
+
+    `owned` datasets are closed with the loader.
+    """
+
+    def __init__(
+        self,
+        plan: OrderPlan,
+        start_work: Callable[[], Work],
+        delivery: Delivery,
+        *,
+        quarantine_limit: float = 0.01,
+        on_bad: OnBad = "replace",
+        owned: Sequence[Dataset] = (),
+    ) -> None:
+        self._plan, self._start_work, self._delivery = plan, start_work, delivery
+        folder = refusals.directory()
+        self._quarantine = Quarantine(
+            refusals_allowed(quarantine_limit, plan.samples),
+            lambda one: refusals.write(one, plan.datasets[one.source].version, folder),
+        )
+        self._on_bad, self._owned = on_bad, owned
+        self._epoch = self._batch = 0
+        self._ahead: Ahead | None = None
+        self._finalizer: weakref.finalize[[], Loader] | None = None
+        self._meter = LoaderMeter()
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return self._plan.batches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The batches of the current epoch that are still to come."""
+        if get_worker_info() is not None:
+            raise UsageError(
+                "a loader was copied into a DataLoader's worker, which would deliver every batch once more",
+                hint="use num_workers=0: it decodes in threads of its own",
+            )
+        while (batch := self._next()) is not None:
+            yield batch
+
+    @property
+    def dataset(self) -> Dataset:
+        return self._plan.datasets[0]
+
+    @property
+    def order(self) -> Order:
+        """The order, whose positions are parts (clips, windows) of samples."""
+        return self._plan.order
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._epoch
+
+    @property
+    def quarantine(self) -> tuple[Refusal, ...]:
+        """The samples that this loader refused, in the order in which their batches were delivered."""
+        return self._quarantine.refusals
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes in flight now: `Ahead.in_flight`; zeros before the first batch."""
+        if self._ahead is None:
+            return {"limit": self._delivery.memory, "samples": 0, "samples_peak": 0, "waits": 0, "batches": 0}
+        return self._ahead.in_flight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the trainer is: plain JSON types, equal on all ranks that received the same batches."""
+        position = states.Position(self._epoch, self._batch, self._quarantine.state())
+        return states.dump(self._plan.fingerprint(self._epoch, self._batch), position)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> Loss | None:
+        """Go where `state` says, also in the middle of an iteration. Any world size will do, if the global batch is the same.
+
+        Raises `MismatchError` naming the first field that differs, and changes nothing then. With `force` it goes on
+        nevertheless, and returns and logs what is lost.
+        """
+        loss = None
+        if force:
+            position, loss = forced(self._plan, *states.read(state))
+            if loss:
+                _log.warning("a state that does not fit was forced: %s", loss)
+        else:
+            position = states.load(self._plan.fingerprint, state)
+        if position.batch > self._plan.batches:
+            raise UsageError(f"the loader's state is at batch {position.batch} of {self._plan.batches}")
+        self._stop()
+        self._epoch, self._batch = position.epoch, position.batch
+        self._quarantine.load(position.quarantine)
+        return loss
+
+    def close(self) -> None:
+        """End the threads and let go of the dataset. Closing twice is allowed."""
+        self._closed = True
+        self._stop()
+        for dataset in self._owned:
+            dataset.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next(self) -> dict[str, Any] | None:
+        """The next batch, or None once at the end of every epoch."""
+        if self._closed:
+            raise UsageError("the loader is closed")
+        if self._batch >= self._plan.batches:
+            self._epoch, self._batch = self._epoch + 1, 0
+            return None
+        batch = self._wait()
+        for sample in batch.samples:
+            metrics.loader_samples.labels("substituted" if sample and sample.refusals else "delivered").inc()
+        about = self._plan.about(self._epoch, self._batch)
+        self._batch += 1
+        return batch.tensors() | about
+
+    def _wait(self) -> Batch:
+        self._meter.asked()
+        try:
+            with span("loader.wait", epoch=self._epoch, batch=self._batch):
+                self._ahead = self._ahead or self._start()
+                batch = self._ahead.next()
+            self._quarantine.deliver(refusal for sample in batch.samples if sample for refusal in sample.refusals)
+        except BaseException:  # also Ctrl-C: the position stays, the threads end
+            self._meter.got(0, steps=0)
+            self._stop()
+            raise
+        metrics.loader_wait_seconds.observe(self._meter.got(len(batch.samples)))
+        return batch
+
+    def _start(self) -> Ahead:
+        how, plan = self._delivery, self._plan
+        sources = [Source(open_reader(one.store, how.sidecar, self._meter), one.store) for one in plan.datasets]
+        work = self._start_work()
+        memory = Memory(how.memory)
+        maker = Maker(plan, work, sources, self._quarantine, memory, self._on_bad)
+        output = how.output
+        buffers = Buffers(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch + 3)
+        prefetcher = Prefetcher(maker.make, work.layout, output, how.threads, how.group, buffers)
+        batches = batches_from(plan, self._epoch, self._batch)
+        ahead = Ahead(batches, work, sources, prefetcher, how.prefetch, memory)
+        self._finalizer = weakref.finalize(self, ahead.close)
+        return ahead
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._ahead = self._finalizer = None

@@ -1,0 +1,173 @@
+"""`millrace order`: how well a dataset would be shuffled, and what that costs in reads; of several, how evenly they are mixed.
+
+Invariant: reads the index and no media. Standard output holds results only.
+Failure behaviour: errors are raised for `dataio.cli` to report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataio.core.errors import UsageError
+from loaders.order.schedule import Population
+
+if TYPE_CHECKING:
+    from dataio.shards.dataset import Dataset
+    from loaders.order.quality import Balance, Quality
+
+_SHADES = " ░▒▓█"
+
+
+def order(argv: list[str]) -> int:
+    """`millrace order DATASET...`"""
+    args = _parser().parse_args(argv)
+    from dataio.shards.dataset import Dataset
+
+    found: list[Quality] = []
+    sizes = dict[str, Population]()
+    for url in args.datasets:
+        with Dataset(url, args.version) as dataset:
+            chosen = dataset if args.where is None else dataset.where(args.where)
+            found.append(_measure(chosen, args))
+            sizes[url] = Population(len(chosen), chosen.total_bytes / len(chosen))
+    mixed = _mix(sizes, args) if len(args.datasets) > 1 else None
+    if args.json:
+        print(json.dumps(_json(found, mixed)))
+        return 0
+    for url, one in zip(args.datasets, found, strict=True):
+        print(f"{url}: ", end="")
+        _print(one)
+    if mixed is not None:
+        _print_mix(mixed)
+    return 0
+
+
+def _json(found: Sequence[Quality], mixed: Balance | None) -> dict[str, Any]:
+    if mixed is None:
+        return dataclasses.asdict(found[0])
+    return {"datasets": [dataclasses.asdict(one) for one in found], "mixture": dataclasses.asdict(mixed)}
+
+
+def _mix(sizes: Mapping[str, Population], args: argparse.Namespace) -> Balance:
+    from loaders.order.mixture import Mixed
+    from loaders.order.quality import balance
+
+    if len(sizes) < len(args.datasets):
+        raise UsageError("a dataset was named twice", hint="mix it with another one")
+    if args.weights is not None and len(args.weights) != len(sizes):
+        raise UsageError(f"{len(args.weights)} weights were given for {len(sizes)} datasets")
+    weights = None if args.weights is None else dict(zip(sizes, args.weights, strict=True))
+    mixed = Mixed.of(
+        sizes,
+        args.batch,
+        weights=weights,
+        temperature=args.temperature,
+        seed=args.seed,
+        shuffle=not args.no_shuffle,
+    )
+    return balance(mixed, batches=args.batches)
+
+
+def _measure(dataset: Dataset, args: argparse.Namespace) -> Quality:
+    import pyarrow.compute as pc
+
+    from loaders.order.lanes import Order
+    from loaders.order.quality import quality
+
+    shards = pc.dictionary_encode(dataset.columns(["shard"])["shard"]).combine_chunks()
+    made = Order.of(
+        len(dataset),
+        args.batch,
+        sample_bytes=dataset.total_bytes / len(dataset),
+        seed=args.seed,
+        shuffle=not args.no_shuffle,
+    )
+    return quality(made, shards.indices.to_numpy(), epoch=args.epoch, batches=args.batches, nodes=args.nodes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="millrace order",
+        description="Measure the order in which a loader would take a dataset's samples, beside a full shuffle.",
+        epilog="exit codes: see millrace --help",
+    )
+    parser.add_argument(
+        "datasets",
+        metavar="DATASET",
+        nargs="+",
+        help="a folder or s3://bucket/prefix; several are also measured as a mixture",
+    )
+    parser.add_argument("--version", metavar="N", type=_version, help="a version or tag (default: the newest)")
+    parser.add_argument("--where", metavar="CONDITION", help="only these samples (millrace filter --help)")
+    parser.add_argument(
+        "--batch", metavar="N", type=_positive, default=64, help="size of the global batch (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the loader's seed (default: %(default)s)")
+    parser.add_argument("--epoch", type=int, default=0, help="which epoch (default: %(default)s)")
+    parser.add_argument("--no-shuffle", action="store_true", help="the order of a loader with shuffle=False")
+    parser.add_argument(
+        "--batches", type=_positive, default=256, help="how many batches to look at (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--nodes", metavar="N,N", type=_counts, default=(1, 2, 4, 8), help="numbers of nodes (default: 1,2,4,8)"
+    )
+    parser.add_argument("--weights", metavar="W,W", type=_weights, help="of a mixture (default: the datasets' sizes)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of a mixture (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _print(found: Quality) -> None:
+    print(
+        f"{found.samples} samples in {found.groups} shards, global batches of {found.batch}; {found.batches} looked at\n"
+    )
+    print(f"{'':34}{'this order':>12}{'full shuffle':>14}")
+    for name, what in (
+        ("distance", "moved, share of the epoch"),
+        ("spread", "apart in a batch, share of all"),
+        ("neighbours", "next one in the same batch"),
+        ("entropy", "bits of shards in a batch"),
+    ):
+        print(f"{what:34}{getattr(found.order, name):12.4f}{getattr(found.full, name):14.4f}")
+    for nodes, reads in found.reads.items():
+        print(f"{f'chunks read by {nodes} nodes, of all':34}{reads:12.3f}{found.full_reads[nodes]:14.3f}")
+    print("\nsample number (down) by time in the epoch (across):")
+    most = max(map(max, found.picture)) or 1
+    for row in found.picture:
+        print("".join(_SHADES[-(-count * (len(_SHADES) - 1) // most)] for count in row))
+
+
+def _print_mix(found: Balance) -> None:
+    print(f"\nmixed, in batches of {found.batch}: {'this order':>26}{'drawn':>14}")
+    print(f"{'bits of sources in a batch':34}{found.entropy:12.4f}{found.drawn_entropy:14.4f}")
+    print(f"{'samples off the share, at worst':34}{found.away:12.1f}{found.drawn_away:14.1f}")
+    for name, share in found.shares.items():
+        print(f"{share:7.2%}  {name}")
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
+
+
+def _version(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(_positive(part) for part in text.split(","))
+    if max(counts) > 4096:
+        raise argparse.ArgumentTypeError("at most 4096 nodes")
+    return counts

@@ -1,0 +1,228 @@
+"""Several sources in one stream, by weights that may change with the step.
+
+Purpose: say which sample of which source stands in any slot of any step, exactly and at once, although each source has its
+own size and its own epochs.
+
+How. The stream has K lanes, as `lanes` has them; slot s of a global batch of G belongs to lane floor(s * K / G), and every
+source of enough chunks is cut into the same lanes, so a node reads the same chunks of it in every epoch. In each lane
+`Interleave` picks the source of each place by the weights and counts how often it was picked before: its y-th pick in lane k
+is place y * K + k of the source's own stream, which is its epoch 0, 1, 2, … in a row. Lanes start their circles far apart,
+so that every batch and every rank's part of it hold about the right numbers. A change of weights begins a segment, in which
+counting goes on from where the last one ended.
+
+Invariants, for any weights and changes: no place of a source is skipped or comes twice, so between its epochs e and e+1
+every sample comes once (samples near the seam may come a few places early or late, since lanes are not in step). Of any S
+steps' samples, each source has its share give or take a few for each lane. The position is one number, the step; the world
+size is no parameter.
+
+The epoch of a mixture, which is infinite, is by definition as many batches as all sources' samples fill once, or
+`epoch_batches`: with weights in proportion to sizes that is one epoch of each. Steps count on over the ends of epochs, for
+changes of weights too.
+Failure behaviour: `UsageError` for weights that cannot be, naming the source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dataio.core.errors import UsageError
+from loaders.order.interleave import Interleave
+from loaders.order.lanes import Order, lanes_for
+from loaders.order.permutation import I64, key_of
+from loaders.order.schedule import Population, Share, part, sizes
+
+MAX_SOURCES = 1024
+MAX_SEGMENTS = 64
+RESOLUTION = 832_040
+"""Weights are multiples of one in so many; a Fibonacci number, see `Interleave`."""
+_LANE_STEP = math.sqrt(2) - 1
+_SOURCE, _START = 6, 7  # keep the keys apart from those of `lanes` and of clips
+
+Weights = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From global step `step` on, sources are taken by `quotas`, in the order of the sources' names, `RESOLUTION` in sum."""
+
+    step: int
+    quotas: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A `Schedule` over `names`. Every order's batch is `lanes`; `batch` is the global one. Make one with `Mixed.of`."""
+
+    names: tuple[str, ...]
+    orders: tuple[Order, ...]
+    batch: int
+    lanes: int
+    segments: tuple[Segment, ...]
+    batches: int
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        sources: Mapping[str, Population],
+        batch: int,
+        *,
+        weights: Weights | Sequence[tuple[int, Weights]] | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+        shuffle: bool = True,
+        epoch_batches: int | None = None,
+    ) -> Mixed:
+        """Sources by name, in global batches of `batch`.
+
+        `weights` default to the numbers of clips; a list of (step, weights) changes them at those steps, the first of which
+        is 0. A source's share is proportional to weight ** (1 / temperature).
+        """
+        names = tuple(sources)
+        if not 1 <= len(names) <= MAX_SOURCES:
+            raise UsageError(f"a mixture has 1 to {MAX_SOURCES} sources, not {len(names)}")
+        wanted = [population.order(batch, 0, False) for population in sources.values()]
+        lanes = lanes_for(batch, max(-(-order.samples // order.chunk) for order in wanted))
+        orders = tuple(
+            population.order(lanes, int(key_of(_SOURCE, seed, *name.encode())[0]), shuffle)
+            for name, population in sources.items()
+        )
+        counts = {name: population.virtual for name, population in sources.items()}
+        segments = segments_of(names, counts if weights is None else weights, temperature)
+        if epoch_batches is not None and epoch_batches < 1:
+            raise UsageError(f"epoch_batches is at least 1, not {epoch_batches}")
+        length = epoch_batches or max(1, sum(counts.values()) // batch)
+        return cls(names, orders, batch, lanes, segments, length, seed)
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        """The part of `rank` in batch `number` of the mixture's `epoch`; `Share.epoch` holds the sources' own."""
+        if not 0 <= number < self.batches:
+            raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
+        slots = np.asarray(part(self.batch, rank, world_size), np.int64)
+        each = self.batch // self.lanes
+        step = epoch * self.batches + number
+        segment = self._segment(step)
+        lane, place = slots // each, (step - self.segments[segment].step) * each + slots % each
+        interleave, offsets = self._interleaves[segment], self._offsets[lane]
+        stream = interleave.stream(place, offsets)
+        pick = self._bases[segment][lane, stream] + interleave.before(stream, place, offsets)
+        own_epoch, virtual = self._of_sources(stream, pick, lane)
+        return Share(stream, own_epoch, virtual, sizes(self.batch, world_size))
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        """How many samples each source gave before batch `number` of `epoch`."""
+        step = epoch * self.batches + number
+        segment = self._segment(step)
+        counts = self._bases[segment] + self._counts(segment, step)
+        return dict(zip(self.names, counts.sum(axis=0).tolist(), strict=True))
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        step = epoch * self.batches + number
+        used = [s for s in self.segments if s.step < step]  # weights of the future may still be changed
+        digest = int(key_of(*(n for s in used for n in (s.step, *s.quotas)))[0]) if used else 0
+        order = key_of(*(n for o in self.orders for n in (o.chunk, o.lanes, o.window, o.shuffle)))
+        return {
+            "global_batch": self.batch,
+            "order": [self.lanes, self.batches, f"{int(order[0]):016x}"],
+            "weights": f"{digest:016x}",
+        }
+
+    # -- inside
+
+    def _segment(self, step: int) -> int:
+        return int(np.searchsorted(self._starts, step, side="right")) - 1
+
+    def _of_sources(self, stream: I64, pick: I64, lane: I64) -> tuple[I64, I64]:
+        """Epoch and virtual sample of the `pick`-th place that `lane` takes of each `stream`."""
+        epochs, virtual = np.empty_like(stream), np.empty_like(stream)
+        for source in np.unique(stream).tolist():
+            at = stream == source
+            epochs[at], virtual[at] = _endless(self.orders[source], pick[at] * self.lanes + lane[at])
+        return epochs, virtual
+
+    @cached_property
+    def _starts(self) -> I64:
+        return np.array([segment.step for segment in self.segments], np.int64)
+
+    @cached_property
+    def _interleaves(self) -> list[Interleave]:
+        return [Interleave(segment.quotas) for segment in self.segments]
+
+    @cached_property
+    def _offsets(self) -> I64:
+        """Where each lane's circle starts."""
+        turns = np.arange(self.lanes) * _LANE_STEP + int(key_of(_START, self.seed)[0]) / 2**64
+        return (turns % 1.0 * RESOLUTION).astype(np.int64)
+
+    @cached_property
+    def _bases(self) -> list[I64]:
+        """For each segment, (lanes, sources): the picks before it."""
+        bases = [np.zeros((self.lanes, len(self.names)), np.int64)]
+        for number, segment in enumerate(self.segments[1:]):
+            bases.append(bases[-1] + self._counts(number, segment.step))
+        return bases
+
+    def _counts(self, segment: int, step: int) -> I64:
+        """(lanes, sources): the picks from the begin of `segment` up to `step`."""
+        places = (step - self.segments[segment].step) * (self.batch // self.lanes)
+        every = np.arange(len(self.names))
+        return self._interleaves[segment].before(every[None, :], np.array([[places]]), self._offsets[:, None])
+
+
+def _endless(order: Order, places: I64) -> tuple[I64, I64]:
+    """Epoch and sample at `places` of all epochs in a row, lanes turned so that place i is one of lane i mod batch."""
+    epochs, positions = places // order.samples, places % order.samples
+    turned = positions // order.batch * order.batch + places % order.batch
+    positions = np.where(positions < order.full_batches * order.batch, turned, positions)
+    samples = np.empty_like(places)
+    for epoch in np.unique(epochs).tolist():
+        at = epochs == epoch
+        samples[at] = order.take(epoch, positions[at])
+    return epochs, samples
+
+
+def segments_of(
+    names: Sequence[str], weights: Weights | Sequence[tuple[int, Weights]], temperature: float
+) -> tuple[Segment, ...]:
+    """The segments that `weights` mean."""
+    if not temperature > 0:
+        raise UsageError(f"temperature is a positive number, not {temperature!r}")
+    changes = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
+    if not 1 <= len(changes) <= MAX_SEGMENTS:
+        raise UsageError(f"weights change {len(changes)} times", hint=f"1 to {MAX_SEGMENTS} segments can be")
+    steps = [step for step, _ in changes]
+    if steps[0] != 0 or any(later <= step for step, later in pairwise(steps)):
+        raise UsageError(f"weights begin at the steps {steps}", hint="the first is 0, and they grow")
+    return tuple(Segment(step, quotas(names, values, temperature)) for step, values in changes)
+
+
+def quotas(names: Sequence[str], weights: Weights, temperature: float = 1.0) -> tuple[int, ...]:
+    """weight ** (1 / temperature) of each source as whole numbers, `RESOLUTION` in sum, by the largest remainders."""
+    for name in (*weights, *names):
+        if name not in names or name not in weights:
+            raise UsageError(
+                f"the weights and the sources differ in {name!r}", hint=f"give a weight for each of {', '.join(names)}"
+            )
+        if not (math.isfinite(weights[name]) and weights[name] >= 0):
+            raise UsageError(f"the weight of {name!r} is {weights[name]!r}", hint="weights are numbers from 0 on")
+    most = max(weights.values())
+    if most <= 0:
+        raise UsageError("all weights are 0")
+    shares = np.array([(weights[name] / most) ** (1 / temperature) if weights[name] else 0.0 for name in names])
+    exact = shares / shares.sum() * RESOLUTION
+    whole = np.floor(exact).astype(np.int64)
+    for source in np.argsort(whole - exact, kind="stable")[: RESOLUTION - int(whole.sum())]:
+        whole[source] += 1
+    for name, quota in zip(names, whole.tolist(), strict=True):
+        if weights[name] and not quota:
+            raise UsageError(
+                f"the weight of {name!r} is below one in {RESOLUTION} of all", hint="leave it out, or raise it"
+            )
+    return tuple(whole.tolist())

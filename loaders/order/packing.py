@@ -1,0 +1,137 @@
+"""Several recordings in one sequence of fixed length, so that little of it is padding.
+
+Purpose: decide, from lengths alone, which recordings share a sequence. A sequence then takes the place of a sample in the
+order: it is shuffled, shared among ranks and resumed like one.
+
+How. Recordings longer than `capacity` are cut into pieces of that length and a rest (or left out). Consecutive pieces,
+`lookahead` of them at a time, are packed best fit decreasing (Johnson 1973): the longest first, each into the fullest
+sequence that still takes it. Within a window nothing depends on what comes before or after, so the packing is a pure
+function of the lengths, and a sequence's pieces lie near each other in their shard.
+
+Invariants: every piece is in exactly one sequence; no sequence is longer than `capacity`; the pieces of a sequence are in
+the order of their numbers; at most `lookahead` pieces are considered at a time. The same recordings share a sequence in
+every epoch; which sequences share a batch changes.
+Cost: about 1 µs a piece, once, when a loader is opened.
+Failure behaviour: `UsageError` for a capacity or lookahead that cannot be, and where nothing is left to pack.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from dataio.core.errors import UsageError
+from loaders.order.permutation import I64
+
+MAX_LOOKAHEAD = 65_536
+MAX_CAPACITY = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Sequences of `capacity` units (samples of sound, or tokens). `long` says what becomes of recordings beyond it."""
+
+    capacity: int
+    lookahead: int = 256
+    long: Literal["split", "drop"] = "split"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.capacity <= MAX_CAPACITY or not 1 <= self.lookahead <= MAX_LOOKAHEAD:
+            raise UsageError(
+                f"{self} is not possible", hint=f"capacity is at least 1, lookahead from 1 to {MAX_LOOKAHEAD}"
+            )
+        if self.long not in ("split", "drop"):
+            raise UsageError(f"long={self.long!r} is not known", hint="use 'split' or 'drop'")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` units from `start` of recording `sample`."""
+
+    sample: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The sequences: piece i of sequence s is row `ends[s-1] + i` of the three columns, int64."""
+
+    packing: Packing
+    samples: I64
+    starts: I64
+    lengths: I64
+    ends: I64
+    dropped: int
+    """Recordings left out: longer than the capacity (with `long="drop"`) or empty."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def sequence(self, number: int) -> tuple[Piece, ...]:
+        """The pieces of one sequence."""
+        if not 0 <= number < len(self):
+            raise UsageError(f"there is no sequence {number}", hint=f"they are numbered 0 to {len(self) - 1}")
+        first, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
+        columns = (column[first:end].tolist() for column in (self.samples, self.starts, self.lengths))
+        return tuple(Piece(*values) for values in zip(*columns, strict=True))
+
+    @cached_property
+    def waste(self) -> float:
+        """The share of all sequences that is padding, 0 … 1."""
+        return 1.0 - int(self.lengths.sum()) / (len(self) * self.packing.capacity)
+
+    @property
+    def waste_alone(self) -> float:
+        """What it would be if every piece had a sequence of its own."""
+        return 1.0 - int(self.lengths.sum()) / (len(self.lengths) * self.packing.capacity)
+
+
+def pack(lengths: Sequence[int] | I64, packing: Packing) -> Packed:
+    """The sequences of recordings 0 … N-1 of these lengths."""
+    counts = np.asarray(lengths, np.int64)
+    if counts.size and counts.min() < 0:
+        raise UsageError("a recording has a negative length")
+    usable = counts > 0 if packing.long == "split" else (counts > 0) & (counts <= packing.capacity)
+    samples, starts, sizes = _pieces(np.flatnonzero(usable), counts[usable], packing.capacity)
+    if not len(samples):
+        raise UsageError("there is no recording to pack", hint="are all of them longer than the capacity?")
+    chosen, ends = list[int](), list[int]()
+    for first in range(0, len(samples), packing.lookahead):
+        for bin_ in _best_fit(sizes[first : first + packing.lookahead].tolist(), packing.capacity):
+            chosen.extend(first + piece for piece in sorted(bin_))
+            ends.append(len(chosen))
+    rows = np.array(chosen, np.int64)
+    left_out = int(len(counts) - usable.sum())
+    return Packed(packing, samples[rows], starts[rows], sizes[rows], np.array(ends, np.int64), left_out)
+
+
+def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:
+    """Recordings cut into pieces: their samples, starts and lengths."""
+    each = -(-lengths // capacity)
+    owners = np.repeat(np.arange(len(samples)), each)
+    nth = np.arange(len(owners)) - np.repeat(np.cumsum(each) - each, each)
+    starts = nth * capacity
+    return samples[owners], starts, np.minimum(capacity, lengths[owners] - starts)
+
+
+def _best_fit(sizes: list[int], capacity: int) -> Iterator[list[int]]:
+    """Bins of the numbers of `sizes`, in the order of their first number."""
+    bins = list[list[int]]()
+    room = list[tuple[int, int]]()  # (room left, bin), sorted: the fullest bins first
+    for piece in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        at = bisect_left(room, (sizes[piece], -1))
+        if at < len(room):
+            left, number = room.pop(at)
+        else:
+            left, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(piece)
+        if left > sizes[piece]:
+            insort(room, (left - sizes[piece], number))
+    return iter(sorted(bins, key=min))

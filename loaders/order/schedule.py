@@ -1,0 +1,139 @@
+"""What every way of ordering samples answers: who gets what in global batch t.
+
+Purpose: the one seam between the arithmetic of this room and the loader that reads, decodes and delivers. A loader has one or
+more *streams* (a dataset, a source of a mixture, a bucket), each a list of samples with an `Order` of its own; a `Schedule`
+says which place of which stream each slot of a batch is.
+
+Invariants of every schedule: `share` is pure; the shares of ranks 0 … W-1 put together are the global batch, the same for
+every W; the ranks' shares differ by one clip at most, and are equal where W divides the batch.
+Failure behaviour: `UsageError` for a rank or a batch out of range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from dataio.core.errors import UsageError
+from loaders.order.lanes import Order
+from loaders.order.permutation import I64
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a global batch, slot by slot: the stream, the stream's own epoch, and the virtual sample there.
+
+    Three int64 arrays of one length. `bucket` is the batch's, where batches have one. `sizes` are the lengths of all ranks'
+    shares.
+    """
+
+    stream: I64
+    epoch: I64
+    virtual: I64
+    sizes: tuple[int, ...]
+    bucket: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.virtual)
+
+
+class Schedule(Protocol):
+    """An epoch of `batches` global batches, for each of the epochs 0, 1, …"""
+
+    @property
+    def batches(self) -> int: ...
+
+    @property
+    def orders(self) -> Sequence[Order]:
+        """The streams' own orders; `substitute` and the seed of clips are theirs."""
+        ...
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        """The part of `rank` in global batch `number` of `epoch`."""
+        ...
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        """What decides the order up to batch `number` of `epoch`, beside the samples and the seed, in plain JSON types.
+
+        Short, and equal only if the order is.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """What a stream is made of: samples of `sample_bytes` bytes on average, about `clips` clips of each, `total` in all.
+
+    `total` is samples * clips unless it is given.
+    """
+
+    samples: int
+    sample_bytes: float = 0.0
+    clips: int = 1
+    total: int | None = None
+
+    @property
+    def virtual(self) -> int:
+        """The number of clips, which is that of the stream's virtual samples."""
+        return self.samples * self.clips if self.total is None else self.total
+
+    def order(self, batch: int, seed: int, shuffle: bool) -> Order:
+        """The order of this population in batches of `batch`."""
+        made = Order.of(
+            self.samples, batch, sample_bytes=self.sample_bytes, seed=seed, shuffle=shuffle, clips=self.clips
+        )
+        return replace(made, samples=self.virtual)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One dataset: its order, with or without the tail of the epoch."""
+
+    order: Order
+    drop_last: bool = True
+
+    @property
+    def batches(self) -> int:
+        return self.order.full_batches + (not self.drop_last and self.order.tail > 0)
+
+    @property
+    def orders(self) -> Sequence[Order]:
+        return (self.order,)
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        return ordered_share(self.order, 0, epoch, number, rank, world_size)
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        order = self.order
+        return {
+            "global_batch": order.batch,
+            "order": [order.chunk, order.lanes, order.window] if order.shuffle else [],
+            "drop_last": self.drop_last,
+        }
+
+
+def ordered_share(order: Order, stream: int, epoch: int, number: int, rank: int, world_size: int) -> Share:
+    """A share of a batch all of which comes from one stream."""
+    virtual = order.batch_of(epoch, number, rank, world_size)
+    size = order.batch if number < order.full_batches else order.tail
+    return Share(
+        np.full(len(virtual), stream, np.int64),
+        np.full(len(virtual), epoch, np.int64),
+        virtual,
+        sizes(size, world_size),
+    )
+
+
+def part(size: int, rank: int, world_size: int) -> range:
+    """The slots of `rank` in a batch of `size`: contiguous, and as even as it goes."""
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is outside a world of {world_size}")
+    return range(size * rank // world_size, size * (rank + 1) // world_size)
+
+
+def sizes(size: int, world_size: int) -> tuple[int, ...]:
+    """How many of a batch of `size` each rank gets."""
+    return tuple(len(part(size, rank, world_size)) for rank in range(world_size))

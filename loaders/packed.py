@@ -1,0 +1,93 @@
+"""Plans whose places are pieces of recordings, several of which share a row of a batch.
+
+Purpose: the join between `loaders.order.packing`, which packs lengths, and datasets. What the order permutes is sequences.
+Invariants: those of `loaders.plan`; the pieces of a row come one after the other, in the order of the recordings' numbers.
+Failure behaviour: nobody stands in for a damaged piece, since no other has its length: its stretch stays silent and is not
+listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from loaders.contract import Fit, Place
+from loaders.order.packing import Packed, Piece
+from loaders.order.schedule import Population
+from loaders.plan import OrderPlan, Stream
+
+Pack = Callable[[Stream], Packed]
+
+
+@dataclass(frozen=True)
+class PackedStream(Stream):
+    """A stream whose recordings are packed: piece `sample` numbers are places in `ids`."""
+
+    packed: Packed | None = None
+
+    @classmethod
+    def from_(cls, stream: Stream, pack: Pack) -> PackedStream:
+        return cls(stream.dataset, stream.ids, stream.parts, stream.source, pack(stream))
+
+    @property
+    def sequences(self) -> Packed:
+        assert self.packed is not None
+        return self.packed
+
+    @property
+    def population(self) -> Population:
+        """Sequences in place of samples."""
+        share = len(self.ids) / max(1, len(self.dataset))
+        return Population(len(self.sequences), self.dataset.total_bytes * share / len(self.sequences))
+
+
+@dataclass(frozen=True)
+class PackedPlan(OrderPlan):
+    """An `OrderPlan` over packed streams: `places` are the pieces of its rows, row after row."""
+
+    def places(self, epoch: int, batch: int) -> list[Place]:
+        share = self.schedule.share(epoch, batch, self.rank, self.world_size)
+        rows = list(zip(share.stream.tolist(), share.epoch.tolist(), share.virtual.tolist(), strict=True))
+        places = dict[int, list[Place]]()
+        for number in np.unique(share.stream).tolist():
+            mine = [(row, own_epoch, v) for row, (stream, own_epoch, v) in enumerate(rows) if stream == number]
+            places.update(self._pieces(number, mine))
+        return [place for row in range(len(rows)) for place in places[row]]
+
+    def substitute(self, place: Place, attempt: int) -> Place | None:
+        return None
+
+    def _pieces(self, number: int, rows: list[tuple[int, int, int]]) -> dict[int, list[Place]]:
+        """The pieces of these (row, epoch, sequence)s of a stream, whose samples are looked up together."""
+        stream, seed = self.streams[number], self.schedule.orders[number].seed
+        assert isinstance(stream, PackedStream)
+        sequences = [stream.sequences.sequence(virtual) for _, _, virtual in rows]
+        wanted = sorted({int(stream.ids[piece.sample]) for sequence in sequences for piece in sequence})
+        samples = dict(zip(wanted, stream.dataset.samples(wanted), strict=True))
+        found = dict[int, list[Place]]()
+        for (row, epoch, virtual), sequence in zip(rows, sequences, strict=True):
+            found[row] = [
+                Place(
+                    epoch,
+                    virtual,
+                    samples[int(stream.ids[piece.sample])],
+                    piece.start // stream.sequences.packing.capacity,
+                    source=stream.source,
+                    seed=seed,
+                    stream=number,
+                    fit=fit,
+                )
+                for piece, fit in _fits(row, sequence)
+            ]
+        return found
+
+
+def _fits(row: int, sequence: tuple[Piece, ...]) -> list[tuple[Piece, Fit]]:
+    """Where each piece lies in its row."""
+    ends = np.cumsum([piece.length for piece in sequence]).tolist()
+    return [
+        (piece, Fit(row, end - piece.length, piece.start, piece.length))
+        for piece, end in zip(sequence, ends, strict=True)
+    ]

@@ -1,0 +1,116 @@
+"""One place of the order to one finished sample: read, check, work, and stand in for what is damaged.
+
+Purpose: everything that happens to a single sample, as one function that any thread may run.
+
+Invariants: the result is a pure function of (plan, place, stored bytes). A damaged sample is replaced by its neighbours in the
+plan's order; nothing else of the batch or of the order changes.
+Failure behaviour: only damage (corrupt, unsupported or oversize) is replaced; when `MAX_SUBSTITUTES` neighbours, or all
+there are, are damaged as well, `CorruptionError` names the first. An unreachable store, wrong credentials and the like
+are nobody's damage and are raised, so that a bad network never changes what is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
+from dataio.core.trace import span
+from dataio.shards.contract import Sample
+from loaders.contract import Finished, Loaded, Place, Plan, Work
+from loaders.delivery.memory import Memory
+from loaders.refusals import Refusal
+from loaders.samples.quarantine import Quarantine
+from loaders.samples.source import Source
+
+MAX_SUBSTITUTES = 16
+DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
+OnBad = Literal["replace", "shorter"]
+
+
+class Maker:
+    """Makes samples. `sources` read the plan's datasets. Safe to share between threads.
+
+    `on_bad="replace"` lets neighbours stand in for what is damaged; "shorter" leaves it out, and delivers its refusals alone.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        work: Work,
+        sources: Sequence[Source],
+        quarantine: Quarantine,
+        memory: Memory,
+        on_bad: OnBad = "replace",
+    ) -> None:
+        self._plan, self._work, self._sources = plan, work, sources
+        self._quarantine, self._memory, self._on_bad = quarantine, memory, on_bad
+
+    def make(self, places: Sequence[Place]) -> list[Finished]:
+        """The samples of `places`, worked on together where the work can. Left out is what has no tensors."""
+        outcomes = self._try(places)
+        return [
+            self._instead(place, outcome) if isinstance(outcome, MillraceError) else outcome
+            for place, outcome in zip(places, outcomes, strict=True)
+        ]
+
+    def _try(self, places: Sequence[Place]) -> list[Finished | MillraceError]:
+        with self._memory.admitted(sum(self._cost(place.sample) for place in places)):
+            loaded = [self._load(place) for place in places]
+            with span("decode", clips=len(places)):
+                done = iter(self._work.do([one for one in loaded if isinstance(one, Loaded)]))
+            return [next(done) if isinstance(one, Loaded) else one for one in loaded]
+
+    def _cost(self, sample: Sample) -> int:
+        exts = self._work.members(sample)
+        return sum(member.length for member in sample.members if member.ext in exts) + self._work.cost(sample)
+
+    def _load(self, place: Place) -> Loaded | MillraceError:
+        """Read and check the bytes."""
+        known = self._quarantine.condemned(place)
+        if known:
+            return known
+        try:
+            return Loaded(place, self._sources[place.source].fetch(place.sample, self._work.members(place.sample)))
+        except CorruptionError as error:
+            self._quarantine.condemn(place, error)
+            return error
+
+    def _instead(self, place: Place, error: MillraceError) -> Finished:
+        if self._on_bad == "replace" or not isinstance(error, DAMAGE):
+            return self._substitute(place, error)
+        return Finished(place.sample, {}, refusals=(self._refusal(place, error),))
+
+    def _substitute(self, place: Place, error: MillraceError) -> Finished:
+        """The first neighbour that is whole."""
+        refusals: list[Refusal] = []
+        refused, first = place, error
+        for attempt in range(MAX_SUBSTITUTES):
+            if not isinstance(error, DAMAGE):
+                raise error
+            refusals.append(self._refusal(refused, error))
+            other = self._plan.substitute(place, attempt)
+            if other is None:
+                break
+            refused = other
+            outcome = self._try([refused])[0]
+            if not isinstance(outcome, MillraceError):
+                return replace(outcome, refusals=tuple(refusals))
+            error = outcome
+        raise CorruptionError(
+            f"sample {place.sample.key!r} is damaged ({first.message}), and so is every sample that could stand in for it",
+            hint="check the dataset with `millrace verify`",
+        ) from first
+
+    def _refusal(self, place: Place, error: MillraceError) -> Refusal:
+        sample = place.sample
+        for_good = self._quarantine.condemned(place) is not None
+        url = self._plan.datasets[place.source].url
+        offset = _offset(sample, self._work.members(sample))
+        return Refusal(sample.id, sample.key, sample.shard, offset, error.code, str(error), for_good, url, place.source)
+
+
+def _offset(sample: Sample, exts: Sequence[str]) -> int:
+    """Where the first of these members begins in its shard."""
+    return next((member.offset for ext in exts for member in sample.members if member.ext == ext), 0)

@@ -1,0 +1,1 @@
+"""Sound: windows of it, decoded and resampled to the sample, and what is computed from them."""

@@ -1,0 +1,122 @@
+"""Wrappers that add to any work: columns of the index, and the trainer's own transform.
+
+Purpose: behaviour that every loader can have, written once.
+Invariants: what a wrapper adds is a pure function of the sample and its place. The transform gets a generator that is
+seeded from the place, so a resumed run and any other world size repeat what it draws.
+Failure behaviour: an error of the trainer's own transform is raised as it is, with a note that names the sample; it is
+nobody's damage. `UsageError` for a column that is not there, naming those that are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dataio.core.errors import MillraceError, UsageError
+from dataio.shards.contract import Sample
+from dataio.shards.index import rows
+from loaders.contract import Finished, Layout, Loaded, Place, Work
+
+_TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn
+_OURS = frozenset(["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"])
+Tensors = Mapping[str, torch.Tensor]
+Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
+
+
+class _Around:
+    """A work that does what another does, and more."""
+
+    def __init__(self, inner: Work) -> None:
+        self._inner = inner
+
+    @property
+    def layout(self) -> Layout:
+        return self._inner.layout
+
+    def members(self, sample: Sample) -> list[str]:
+        return self._inner.members(sample)
+
+    def cost(self, sample: Sample) -> int:
+        return self._inner.cost(sample)
+
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+        done = self._inner.do(loaded)
+        return [
+            result if isinstance(result, MillraceError) else self._more(one.place, result)
+            for one, result in zip(loaded, done, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _more(self, place: Place, finished: Finished) -> Finished:
+        raise NotImplementedError
+
+
+class WithColumns(_Around):
+    """Lists these columns of the index, or promoted fields of the samples' JSON, in every batch; None where a sample
+    has none."""
+
+    def __init__(self, inner: Work, columns: Sequence[str]) -> None:
+        super().__init__(inner)
+        self._columns = tuple(columns)
+
+    @property
+    def layout(self) -> Layout:
+        inner = self._inner.layout
+        return replace(inner, numbers={**inner.numbers, **dict.fromkeys(self._columns)})
+
+    def _more(self, place: Place, finished: Finished) -> Finished:
+        row = rows.to_row(finished.sample)
+        fields = finished.sample.fields
+        more = {name: row[name] if name in row else fields.get(name) for name in self._columns}
+        return replace(finished, values={**finished.values, **more})
+
+
+def check_columns(columns: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """`columns`, if each is there and none hides what a batch holds anyway."""
+    for name in columns:
+        if name in _OURS:
+            raise UsageError(f"columns cannot hold {name!r}: batches have something of that name")
+        if name not in known:
+            raise UsageError(f"there is no column {name!r}", hint=f"there are {', '.join(sorted(known))}")
+    return tuple(dict.fromkeys(columns))
+
+
+class Transformed(_Around):
+    """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it; what it returns is batched."""
+
+    def __init__(self, inner: Work, transform: Transform) -> None:
+        super().__init__(inner)
+        self._transform = transform
+
+    def _more(self, place: Place, finished: Finished) -> Finished:
+        generator = torch.Generator().manual_seed(int(place.key(_TRANSFORM)[0]) >> 1)
+        try:
+            tensors = dict(self._transform(dict(finished.tensors), generator))
+        except Exception as error:
+            error.add_note(f"in the loader's transform, for sample {finished.sample.key!r}")
+            raise
+        self._check(tensors)
+        return replace(finished, tensors=tensors)
+
+    def _check(self, tensors: Mapping[str, Any]) -> None:
+        missing = [name for name in self.layout.tensors if not isinstance(tensors.get(name), torch.Tensor)]
+        if missing or len(tensors) != len(self.layout.tensors):
+            names = ", ".join(map(repr, self.layout.tensors))
+            raise UsageError(f"the loader's transform must return a dict of the tensors {names}, no more and no less")
+
+
+def known_columns(fields: Mapping[str, object]) -> list[str]:
+    """The names that `columns` may hold: those of the index and the promoted `fields` of a sample."""
+    return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
+
+
+def wrapped(work: Work, columns: Sequence[str], transform: Transform | None) -> Work:
+    """`work` with what was asked for around it."""
+    if transform is not None:
+        work = Transformed(work, transform)
+    return WithColumns(work, columns) if columns else work

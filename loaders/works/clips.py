@@ -1,0 +1,120 @@
+"""Video: choose the clip's frames, decode them, cut them to the wanted size, and add the sound of the same window.
+
+Purpose: the `Work` behind `VideoLoader`; a picture is a clip of one frame.
+Invariants: those of `loaders.contract`; the frames are those that `loaders.clip.choose` names, and the sound begins at the
+instant of the first of them.
+Failure behaviour: damage of one sample is returned in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from dataio.shards.contract import Sample
+from loaders.clip import Clip, choose
+from loaders.contract import Finished, Layout, Loaded
+from loaders.decode import resize
+from loaders.decode.contract import Color, Decoded, Decoder, Request
+from loaders.samples.maker import DAMAGE
+from loaders.sound.decode import Hear, decode_audio
+from loaders.sound.spec import AudioSpec
+from loaders.works.cut import Cut
+from loaders.works.windows import finished_sound, silence
+
+_WHOLE = Cut()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a finished clip is like."""
+
+    clip: Clip
+    size: tuple[int, int] | None = None
+    rotate: bool = False
+    audio: AudioSpec | None = None
+    cut: Cut = _WHOLE
+    antialias: bool = True
+    color: Color = "bt601"
+
+
+class ClipWork:
+    """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S) or
+    "mel", of which "audio_samples" are real."""
+
+    def __init__(self, look: Look, decoder: Decoder, hear: Hear = decode_audio) -> None:
+        self._look, self._decoder, self._hear = look, decoder, hear
+
+    @property
+    def layout(self) -> Layout:
+        if self._look.audio is None:
+            return Layout(("video",), {"clip": torch.float64})
+        return Layout(("video", self._look.audio.name), {"clip": torch.float64, "audio_samples": torch.int64})
+
+    def members(self, sample: Sample) -> list[str]:
+        infos = (sample.video, sample.audio if self._look.audio else None)
+        return list(dict.fromkeys(info.ext for info in infos if info is not None))
+
+    def cost(self, sample: Sample) -> int:
+        video = sample.video
+        return 0 if video is None else video.width * video.height * 3 * self._look.clip.frames
+
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+        requests = [self._request(one) for one in loaded]
+        decoded = iter(self._decoder.decode([r for r in requests if isinstance(r, Request)]))
+        return [
+            self._finish(one, request, next(decoded)) if isinstance(request, Request) else request
+            for one, request in zip(loaded, requests, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def _request(self, loaded: Loaded) -> Request | MillraceError:
+        place = loaded.place
+        video = place.sample.video
+        if video is None:
+            return UnsupportedError("the sample holds no video")
+        try:
+            wanted = choose(
+                video, self._look.clip, place.seed, place.epoch, place.sample.id, place.number, place.attempt
+            )
+        except CorruptionError as error:
+            return error
+        return Request(loaded.members[video.ext], video, wanted, self._look.color)
+
+    def _finish(self, loaded: Loaded, request: Request, decoded: Decoded | MillraceError) -> Finished | MillraceError:
+        if isinstance(decoded, MillraceError):
+            return decoded
+        if len(decoded.pts) != len(request.wanted.values) or len(decoded.frames) != len(decoded.pts):
+            return CorruptionError(f"{len(decoded.frames)} frames came out for the {len(request.wanted.values)} wanted")
+        start = decoded.pts[0] * request.info.time_base
+        values: dict[str, float] = {"clip": float(start)}
+        tensors = {"video": self._fit(loaded, request, decoded.frames)}
+        if self._look.audio is not None:
+            try:
+                sound, values["audio_samples"] = self._sound(loaded, request, start, self._look.audio)
+            except DAMAGE as error:
+                return error
+            tensors[self._look.audio.name] = sound
+        return Finished(loaded.place.sample, tensors, values)
+
+    def _fit(self, loaded: Loaded, request: Request, frames: torch.Tensor) -> torch.Tensor:
+        look = self._look
+        if look.rotate:
+            frames = resize.rotate(frames, request.info.rotation)
+        at, mirror = look.cut.at(loaded.place), look.cut.mirrored(loaded.place)
+        return resize.fit(frames, look.size, antialias=look.antialias, at=at, mirror=mirror)
+
+    def _sound(self, loaded: Loaded, request: Request, start: Fraction, spec: AudioSpec) -> tuple[torch.Tensor, int]:
+        info, video = loaded.place.sample.audio, request.info
+        samples = spec.samples(self._look.clip)
+        if info is None:
+            return silence(spec, samples), 0
+        if info.ext != video.ext:  # a file of its own: it begins when the video does
+            start -= video.start_pts * video.time_base
+        return finished_sound(self._hear, loaded, info, start, spec, samples)

@@ -1,0 +1,69 @@
+"""Works that look at where a sample comes from: its source's name, its bucket's shape.
+
+Purpose: what mixtures and buckets add to any work, by wrapping it.
+Invariants: those of `loaders.contract`.
+Failure behaviour: that of the works inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dataio.core.errors import MillraceError
+from dataio.shards.contract import Sample
+from loaders.contract import Finished, Layout, Loaded, Place, Work
+from loaders.works.added import _Around
+
+
+class Named(_Around):
+    """Lists the name of each sample's source as "source"."""
+
+    def __init__(self, inner: Work, names: Sequence[str]) -> None:
+        super().__init__(inner)
+        self._names = tuple(names)
+
+    @property
+    def layout(self) -> Layout:
+        inner = self._inner.layout
+        return replace(inner, numbers={**inner.numbers, "source": None})
+
+    def _more(self, place: Place, finished: Finished) -> Finished:
+        return replace(finished, values={**finished.values, "source": self._names[place.source]})
+
+
+class ByStream:
+    """One work for each of the plan's streams. They share what `close` closes: the first one's is called."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = tuple(works)
+
+    @property
+    def layout(self) -> Layout:
+        return self._works[0].layout
+
+    def members(self, sample: Sample) -> list[str]:
+        return self._works[0].members(sample)
+
+    def cost(self, sample: Sample) -> int:
+        return max(work.cost(sample) for work in self._works)
+
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+        done = dict[int, Finished | MillraceError]()
+        for stream in sorted({one.place.stream for one in loaded}):
+            slots = [slot for slot, one in enumerate(loaded) if one.place.stream == stream]
+            done.update(zip(slots, self._works[stream].do([loaded[slot] for slot in slots]), strict=True))
+        return [done[slot] for slot in range(len(loaded))]
+
+    def close(self) -> None:
+        self._works[0].close()
+
+
+def by_stream(works: Sequence[Work]) -> Work:
+    """One work, or one for each stream."""
+    return works[0] if len(works) == 1 else ByStream(works)
+
+
+def sourced(work: Work, names: Sequence[str]) -> Work:
+    """`work` with the names of a mixture's sources, if there are any."""
+    return Named(work, names) if names else work

@@ -1,0 +1,88 @@
+"""Sound alone: choose the window, decode it, resample it, and compute its features.
+
+Purpose: the `Work` behind `AudioLoader`, and `finished_sound`, by which clips get theirs.
+Invariants: those of `loaders.contract`; the first sample of a window is the one that `loaders.sound.window.begin` names.
+Failure behaviour: damage of one sample is returned in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+
+from dataio.core.errors import MillraceError, UnsupportedError
+from dataio.shards.contract import AudioInfo, Sample
+from loaders.contract import Finished, Layout, Loaded
+from loaders.decode.isolated import IsolatedDecoder
+from loaders.samples.maker import DAMAGE
+from loaders.sound.decode import Hear, decode_audio
+from loaders.sound.features import LogMel
+from loaders.sound.mel import log_mel
+from loaders.sound.spec import AudioSpec
+from loaders.sound.window import Window, begin
+
+
+class WindowWork:
+    """Makes windows: "audio" float32 (C, S) or "mel" (C, bands, frames), "start" their beginning in seconds after the sound's
+    own, and "audio_samples", how many samples are real sound."""
+
+    def __init__(self, window: Window, spec: AudioSpec, apart: IsolatedDecoder | None = None) -> None:
+        self._window, self._spec, self._apart = window, spec, apart
+        self._hear: Hear = decode_audio if apart is None else apart.hear
+
+    @property
+    def layout(self) -> Layout:
+        return Layout((self._spec.name,), {"start": torch.float64, "audio_samples": torch.int64})
+
+    def members(self, sample: Sample) -> list[str]:
+        return [] if sample.audio is None else [sample.audio.ext]
+
+    def cost(self, sample: Sample) -> int:
+        audio = sample.audio
+        return 0 if audio is None else round(audio.sample_rate * self._window.seconds) * audio.channels * 4
+
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+        return [self._one(one) for one in loaded]
+
+    def close(self) -> None:
+        if self._apart is not None:
+            self._apart.close()
+
+    def _one(self, loaded: Loaded) -> Finished | MillraceError:
+        info = loaded.place.sample.audio
+        if info is None:
+            return UnsupportedError("the sample holds no sound")
+        start = begin(info, self._window, loaded.place)
+        try:
+            sound, real = finished_sound(
+                self._hear, loaded, info, start, self._spec, self._spec.samples(), from_first=True
+            )
+        except DAMAGE as error:
+            return error
+        return Finished(loaded.place.sample, {self._spec.name: sound}, {"start": float(start), "audio_samples": real})
+
+
+def finished_sound(
+    hear: Hear,
+    loaded: Loaded,
+    info: AudioInfo,
+    start: Fraction,
+    spec: AudioSpec,
+    samples: int,
+    *,
+    from_first: bool = False,
+) -> tuple[torch.Tensor, int]:
+    """The tensor of `samples` samples from `start`, as `spec` wants it, and how many of them are real sound."""
+    sound, real = hear(loaded.members[info.ext], info, start, spec, samples, from_first)
+    tensor = torch.from_numpy(sound)
+    if isinstance(spec.features, LogMel):
+        tensor = log_mel(tensor, spec.sample_rate, spec.features)
+    return tensor, real
+
+
+def silence(spec: AudioSpec, samples: int) -> torch.Tensor:
+    """What stands for sound that is not there."""
+    tensor = torch.zeros(spec.channels, samples)
+    return log_mel(tensor, spec.sample_rate, spec.features) if isinstance(spec.features, LogMel) else tensor
