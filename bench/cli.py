@@ -1,150 +1,58 @@
-"""`millrace bench`: ours beside the peers, in one run, alternating, with medians and spread.
+"""`millrace bench`: finds the benchmark and runs it.
 
-Invariant: prints no figure that was not measured in this run; the raw samples and the environment go into the JSON file.
-Failure behaviour: a candidate that fails is listed with its last words, and the exit code is 1.
+Invariant: nothing of a benchmark is imported before it is chosen, so `millrace bench --help` answers at once. Every
+benchmark writes the same results document (`bench/core/results.py`), with raw samples, and prints no figure that was not
+measured in its run. Failure behaviour: an unknown name is wrong use, exit code 2.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
 
-from bench.measure import Candidate, Samples, alternate, environment, table
+COMMANDS: dict[str, tuple[str, str]] = {
+    "all": ("bench.all:main", "a short version of everything in five minutes, with a report"),
+    "store": ("bench.store.cli:main", "a bucket or directory by operation, size and concurrency, beside other clients"),
+    "pack": ("bench.pack:main", "packing beside tar + ffprobe and webdataset's writer"),
+    "loader": ("bench.loader:main", "batches of clips beside other loaders"),
+    "resume": ("bench.resume:main", "resuming in the middle of an epoch beside other loaders"),
+    "checkpoint": ("bench.checkpoint:main", "saves and restores beside torch.save and torch.distributed.checkpoint"),
+    "sidecar": ("bench.sidecar:main", "the figures of the node's daemon"),
+    "tier": ("bench.tier:main", "restoring from the node's tier, the buddy and a store with limited bandwidth"),
+    "train": (
+        "bench.mlperf.train:main",
+        "emulated accelerators: utilisation for unet3d, resnet50, cosmoflow and video (unofficial)",
+    ),
+    "llm-checkpoint": ("bench.mlperf.states:main", "checkpoints of 8B, 70B, 405B and 1T models, scaled (unofficial)"),
+    "simulate": ("bench.simulate.cli:main", "8 to 16,384 GPUs on paper: reading, checkpoints, goodput"),
+    "report": ("bench.report.cli:report", "one page, or Markdown, of results files"),
+    "compare": ("bench.report.cli:compare_", "what changed between two results files beyond noise"),
+}
+"""Benchmark → (module:function, one line of help). The function takes the remaining arguments and returns an exit code."""
 
-_LOADER = {
-    "samples_per_s": "samples/s",
-    "cpu_s_per_1k": "CPU s per 1k",
-    "first_batch_s": "first batch s",
-    "peak_mib": "peak MiB",
-}
-_PACK = {
-    "mb_per_s": "MB/s",
-    "files_per_s": "files/s",
-    "mb_per_core_s": "MB/s a core",
-    "files_per_core_s": "files/s a core",
-    "cpu_s_per_1k": "CPU s per 1k files",
-    "peak_mib": "peak MiB",
-}
-_CHECKPOINT = {
-    "first_stall_s": "stall s",
-    "first_durable_s": "durable s",
-    "first_mib": "written MiB",
-    "again_stall_s": "10 % changed: stall s",
-    "again_durable_s": "durable s",
-    "again_mib": "written MiB",
-    "restore_s": "restore s",
-    "cpu_s": "CPU s",
-    "peak_mib": "peak MiB",
-}
+_EXIT_CODES = """\
+Each has --rounds, --directory, -o FILE (raw samples and environment as JSON), --json, and options of its own: see its --help.
+
+exit codes: 0 all candidates ran · 1 one failed and is named · 130 interrupted · others as in millrace --help"""
 
 
 def bench(argv: list[str]) -> int:
-    """Run the benchmarks; see `millrace bench --help`."""
-    if argv[:1] == ["store"]:
-        from bench.store import main
-
-        return main(argv[1:])
-    if argv[:1] == ["sidecar"]:
-        from bench.sidecar import main as sidecar
-
-        return sidecar(argv[1:])
-    parser = argparse.ArgumentParser(
-        prog="millrace bench",
-        description="Measure packing, loaders and checkpoints beside their peers on this machine.",
-        epilog="`millrace bench store [URL]` measures a bucket, `millrace bench sidecar` the node's daemon; they have "
-        "options of their own. "
-        "exit codes: 0 all candidates ran; 1 one failed and is named; others as in millrace --help",
-    )
-    parser.add_argument("what", nargs="?", choices=("pack", "loader", "checkpoint", "all"), default="all")
-    parser.add_argument("--rounds", type=int, default=3, help="times that every candidate runs (default: %(default)s)")
-    parser.add_argument("--clips", type=int, default=96, help="clips of the loader's dataset (default: %(default)s)")
-    parser.add_argument("--files", type=int, default=160, help="files to pack (default: %(default)s)")
-    parser.add_argument("--directory", type=Path, help="where to write; a temporary folder by default")
-    parser.add_argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file")
-    parser.add_argument("--json", action="store_true", help="print that JSON instead of tables")
-    args = parser.parse_args(argv)
-    report: dict[str, object] = {"environment": environment(), "rounds": args.rounds}
-    failed = False
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=args.directory) as scratch:
-        for what, run in (("pack", _pack), ("loader", _loader), ("checkpoint", _checkpoint)):
-            if args.what in (what, "all"):
-                samples = run(args, Path(scratch))
-                report[what] = {name: asdict(found) for name, found in samples.items()}
-                failed = failed or any(found.errors for found in samples.values())
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1))
-    if args.json:
-        print(json.dumps(report))
-    return 1 if failed else 0
+    """Run one benchmark; see `millrace bench --help`."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"millrace bench: error: no benchmark {argv[0]!r}; see millrace bench --help", file=sys.stderr)
+        return 2
+    module, _, function = COMMANDS[argv[0]][0].partition(":")
+    chosen: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return chosen(argv[1:])
 
 
-def _pack(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:
-    tell = _progress()
-    from bench.demo.media import REAL_CLIPS
-    from bench.pack import CANDIDATES, FFPROBE, candidates, make_files
-
-    directory = scratch / "pack"
-    size = make_files(directory / "clips", args.files, tell, REAL_CLIPS)
-    names = candidates()
-    if FFPROBE not in names:
-        print(f"{FFPROBE} is left out: there is no ffprobe on the PATH", file=sys.stderr if args.json else sys.stdout)
-    found = alternate([Candidate(name, "bench.pack", (name, str(directory))) for name in names], args.rounds, tell)
-    if not args.json:
-        real = "made and real" if REAL_CLIPS.is_dir() else "made"
-        head = f"Pack: {args.files} files, {size / 1e6:.0f} MB, copies of {real} clips, local disk"
-        print(f"\n## {head}\n\n{table(found, _PACK, CANDIDATES[-1])}")
-    return found
-
-
-def _loader(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:
-    tell = _progress()
-    from bench.demo.media import make_clip
-    from bench.loader import CANDIDATES
-    from dataio import pack
-
-    clips = scratch / "clips"
-    clips.mkdir()
-    for number in range(args.clips):
-        tell("making clips", number / args.clips)
-        make_clip(clips, number * 4, seconds=4, width=320, height=240)
-    dataset = str(scratch / "dataset")
-    pack([str(clips)], dataset, shard_bytes=4 << 20)
-    found = alternate([Candidate(name, "bench.loader", (name, dataset)) for name in CANDIDATES], args.rounds, tell)
-    if not args.json:
-        print(
-            f"\n## Loader: {args.clips} H.264 clips of 4 s, 320x240, local disk\n\n{table(found, _LOADER, CANDIDATES[1])}"
-        )
-    return found
-
-
-def _checkpoint(args: argparse.Namespace, scratch: Path) -> Mapping[str, Samples]:
-    tell = _progress()
-    from bench.checkpoint import CANDIDATES
-
-    directory = str(scratch / "checkpoints")
-    found = alternate(
-        [Candidate(name, "bench.checkpoint", (name, directory)) for name in CANDIDATES], args.rounds, tell
-    )
-    if not args.json:
-        print(f"\n## Checkpoint: 192 MiB of float32 on local disk\n\n{table(found, _CHECKPOINT, 'dcp.async_save')}")
-    return found
-
-
-def _progress() -> Callable[[str, float], None]:
-    """One line that is written over on a terminal; elsewhere a line for every new name."""
-    last = ""
-
-    def tell(name: str, share: float) -> None:
-        nonlocal last
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{share:4.0%} {name}", end="", file=sys.stderr, flush=True)
-        elif name != last:
-            print(name, file=sys.stderr, flush=True)
-        last = name
-
-    return tell
+def usage() -> str:
+    """The text of `millrace bench --help`."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items())
+    head = "usage: millrace bench WHAT [OPTION ...]\n\nmeasure Millrace beside its peers on this machine"
+    return f"{head}\n\n{rows}\n\n{_EXIT_CODES}"

@@ -22,9 +22,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bench.measure import environment
+from bench.core.environment import environment
 from dataio import Dataset, open_store
-from dataio.shards import index, parts, versions
+from dataio.shards.index import rows as index
+from dataio.shards.query import parts
+from dataio.shards.versions import documents as versions
 
 WHERE = "duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"
 _SQL = "duration between 2 and 20 and height >= 720 and text ilike '%dog%'"  # the same, in the index's own names

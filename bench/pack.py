@@ -4,11 +4,12 @@ Purpose: `python -m bench.pack CANDIDATE DIRECTORY` packs `DIRECTORY/clips` into
 Imports of the measured process are left out, as they cost the same for 100 files as for 10^6; processes that it starts count.
 Invariant: every candidate makes tar shards of about `SHARD_BYTES` on local disk, all of it fsynced inside the measured time, and
 with the same members: their number and their contents are compared with the folder afterwards, by digest.
-Failure behaviour: other members than the folder has, or an exception, end the process; `bench.measure` reports it.
+Failure behaviour: other members than the folder has, or an exception, end the process; `bench.core.measure` reports it.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import io
@@ -19,16 +20,51 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Meter
+from bench.core import command
+from bench.core.measure import Candidate, Meter, Tell, alternate
+from bench.core.results import Metric, Part
 
 SHARD_BYTES = 16 << 20
 FFPROBE = "tar + ffprobe"
 CANDIDATES = ("millrace", FFPROBE, "ShardWriter, no index", "ShardWriter + PyAV")
 _MADE = 8
+METRICS = {
+    "mb_per_s": Metric("MB/s", "MB/s", "higher"),
+    "files_per_s": Metric("files/s", "1/s", "higher"),
+    "mb_per_core_s": Metric("MB/s a core", "MB/s", "higher"),
+    "files_per_core_s": Metric("files/s a core", "1/s", "higher"),
+    "cpu_s_per_1k": Metric("CPU s per 1k files", "s"),
+    "peak_mib": Metric("peak MiB", "MiB"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """`millrace bench pack`."""
+    about = "Packing into tar shards beside tar + ffprobe and webdataset's ShardWriter, on local disk."
+    return command.run(argv, "pack", about, fill, _options)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--files", type=int, default=160, help="files to pack (default: %(default)s)")
+
+
+def fill(job: command.Job, part: Part) -> None:
+    """Every candidate packs the same copies of made clips, and of the real ones where there are any."""
+    from bench.demo.media import REAL_CLIPS
+
+    size = make_files(job.scratch / "clips", job.args.files, job.tell, REAL_CLIPS)
+    names = candidates()
+    real = "made and real" if REAL_CLIPS.is_dir() else "made"
+    part.title = f"Pack: {job.args.files} files, {size / 1e6:.0f} MB, copies of {real} clips, local disk"
+    part.notes = [] if FFPROBE in names else [f"{FFPROBE} is left out: there is no ffprobe on the PATH"]
+    part.settings = {"files": job.args.files, "bytes": size, "shard_bytes": SHARD_BYTES}
+    part.metrics, part.against = METRICS, CANDIDATES[-1]
+    wanted = [Candidate(name, "bench.pack", (name, str(job.scratch))) for name in names]
+    alternate(wanted, job.rounds, job.tell, part.candidates)
 
 
 def candidates() -> tuple[str, ...]:
@@ -36,7 +72,7 @@ def candidates() -> tuple[str, ...]:
     return tuple(name for name in CANDIDATES if name != FFPROBE or shutil.which("ffprobe"))
 
 
-def make_files(folder: Path, count: int, tell: Callable[[str, float], None], media: Path | None = None) -> int:
+def make_files(folder: Path, count: int, tell: Tell, media: Path | None = None) -> int:
     """Fill `folder` with `count` files: copies, in turn, of made clips and of those in `media` that can be probed; bytes."""
     from bench.demo.media import make_clip
 
@@ -55,7 +91,7 @@ def make_files(folder: Path, count: int, tell: Callable[[str, float], None], med
 def _usable(media: Path) -> list[Path]:
     """Without the files that are damaged on purpose: Millrace would skip them, and `tar` would not."""
     from dataio.core.errors import MillraceError
-    from dataio.shards.probe import probe
+    from dataio.shards.media.probe import probe
 
     found = []
     for path in sorted(media.iterdir()):
@@ -190,7 +226,7 @@ def _facts(content: bytes) -> dict[str, Any]:
 
 
 _IMPORTS = {
-    "millrace": ("dataio.shards.pack",),
+    "millrace": ("dataio.shards.ingest.pack",),
     "ShardWriter, no index": ("webdataset",),
     "ShardWriter + PyAV": ("webdataset", "av"),
 }

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.sidecar_rank import Job, Shape
@@ -44,6 +44,11 @@ class DaemonProcess:
     def rss_mib(self) -> float:
         fields = Path(f"/proc/{self._process.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+    def peak_mib(self) -> float:
+        """The most that `rss_mib` has been."""
+        text = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(text.partition("VmHWM:")[2].split()[0]) / 1024
 
     def connect(self) -> Sidecar:
         found = Sidecar.find(self.socket)
@@ -114,8 +119,10 @@ def server(root: Path, rate: float = 0.0) -> Iterator[Server]:
             process.stdout.close()
 
 
-def run_ranks(jobs: Sequence[Job], environ: Mapping[str, str] | None = None) -> tuple[float, list[dict[str, float]]]:
-    """Start all, let them go together; (wall seconds until the last is done, figures of each)."""
+def run_ranks(
+    jobs: Sequence[Job], environ: Mapping[str, str] | None = None, before: Callable[[], None] = lambda: None
+) -> tuple[float, list[dict[str, float]]]:
+    """Start all, call `before` and let them go together; (wall seconds until the last is done, figures of each)."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "bench.sidecar_rank", job.text()],
@@ -131,6 +138,7 @@ def run_ranks(jobs: Sequence[Job], environ: Mapping[str, str] | None = None) -> 
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()
+        before()
         began = time.perf_counter()
         for process in processes:
             assert process.stdin is not None

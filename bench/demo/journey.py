@@ -122,7 +122,7 @@ def _sidecar(scratch: Path, environment: Mapping[str, str]) -> Iterator[Path]:
     socket = scratch / "sidecar" / "sidecar.sock"
     socket.parent.mkdir(mode=0o700)
     command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", str(socket)]
-    command += ["--cache-dir", str(scratch / "cache"), "--http-port", "off"]
+    command += ["--cache-dir", str(scratch / "cache"), "--tier-dir", str(scratch / "tier"), "--http-port", "off"]
     with (scratch / "sidecar.log").open("wb") as log:
         process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=log, start_new_session=True)
     try:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.demo.model import MaskedClipModel
-from checkpoint import RNG, Checkpointer
+from checkpoint import RNG, Checkpointer, Keep
 from dataio.core.errors import MillraceError
 from loaders import Clip, VideoLoader
 
@@ -81,7 +81,7 @@ def train(args: argparse.Namespace, emit: Emit) -> None:
     per_rank = args.batch_size // world_size
     with (
         VideoLoader(args.data, batch_size=per_rank, clip=clip, size=(64, 64), device=device, seed=args.seed) as loader,
-        Checkpointer(args.checkpoints, run=args.name) as checkpointer,
+        Checkpointer(args.checkpoints, run=args.name, staging="lazy", keep=Keep(last=3)) as checkpointer,
     ):
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "rng": RNG()}
         restoring = time.perf_counter()

@@ -1,0 +1,154 @@
+"""`millrace bench all`, which is `make bench`: a short version of every benchmark, one after the other, and the report.
+
+Purpose: five minutes on two cores that show everything, and all that failed. Each benchmark is a process of its own and
+gets its share of the time that is left; at its end it is interrupted, and what it had measured stays.
+Invariant: every benchmark that was asked for is in `OUT/bench.json` and in `OUT/report.html`, which are written anew
+after each, with what became of it: done, failed, interrupted or skipped. Failure behaviour: exit code 1 when one is not
+done, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.core.command import exit_code
+from bench.core.environment import environment
+from bench.core.results import Part, Run, read, write
+from bench.report.page import page
+from dataio.core.errors import MillraceError, UsageError
+
+BY_USER = "interrupted by the user"
+GRACE_SECONDS = 20.0
+"""What a benchmark gets to write its results after it was interrupted."""
+
+
+@dataclass(frozen=True)
+class Short:
+    """A benchmark, its options for a short run, and its share of the time. `name` tells apart two runs of one benchmark."""
+
+    name: str
+    command: tuple[str, ...]
+    share: float
+
+
+_STORE = ("--sizes", "256KiB,8MiB", "--threads", "1,8", "--seconds", "0.15", "--rounds", "2", "--bytes", "32MiB")
+_CLIENTS = ("--clients", "millrace;s3fs;obstore", "--operations", "get,range,small,put,list")
+PLAN = (
+    Short("store", ("store", *_STORE, *_CLIENTS), 18),
+    Short("directory", ("store", "{scratch}", *_STORE), 8),
+    Short("pack", ("pack", "--files", "24", "--rounds", "2"), 10),
+    Short("loader", ("loader", "--clips", "24", "--rounds", "2"), 20),
+    Short("resume", ("resume", "--rounds", "1"), 12),
+    Short("checkpoint", ("checkpoint", "--rounds", "2"), 20),
+    Short("sidecar", ("sidecar", "--rounds", "1", "--shards", "2"), 14),
+    Short("tier", ("tier", "--rounds", "1", "--mib", "64"), 8),
+    Short("train", ("train", "--batches", "4", "--accelerators", "1", "--rounds", "2"), 9),
+    Short("llm-checkpoint", ("llm-checkpoint", "--fraction", "0.005", "--rounds", "2"), 10),
+    Short("simulate", ("simulate", "--rounds", "2"), 5),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the plan, or some of it."""
+    parser = argparse.ArgumentParser(
+        prog="millrace bench all",
+        description="A short version of every benchmark, and one report of all.",
+        epilog="exit codes: 0 all done; 1 one is not, and is named; 130 interrupted",
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="for all together (default: %(default)s)")
+    parser.add_argument("--only", help=f"of {', '.join(short.name for short in PLAN)}; separated by commas")
+    parser.add_argument("-o", "--output", type=Path, default=Path("bench-out"), help="folder (default: %(default)s)")
+    args = parser.parse_args(argv)
+    plan = _chosen(args.only)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    args.output.mkdir(parents=True, exist_ok=True)
+    found = Run(["millrace", "bench", "all", *argv], started, environment(args.output))
+    found.parts = run(plan, args.output, 60 * args.minutes, found)
+    for part in found.parts:
+        print(
+            f"{part.name:15} {'in part' if part.status == 'done' and part.failed else part.status:12} {part.why[:200]}"
+        )
+    print(f"wrote {args.output / 'bench.json'} and {args.output / 'report.html'}")
+    user = any(part.why == BY_USER for part in found.parts)
+    return 130 if user else min(1, exit_code(found))
+
+
+def _chosen(only: str | None) -> list[Short]:
+    names = only.split(",") if only else [short.name for short in PLAN]
+    known = {short.name: short for short in PLAN}
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"no benchmark {unknown[0]!r} in the plan", hint=f"there are {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def run(plan: Sequence[Short], folder: Path, seconds: float, document: Run) -> list[Part]:
+    """One after the other; the document is written after each."""
+    until, interrupted = time.monotonic() + seconds, False
+    parts = [Part(short.name, status="skipped", why="not begun") for short in plan]
+    for place, short in enumerate(plan):
+        left = until - time.monotonic()
+        share = left * short.share / sum(later.share for later in plan[place:])
+        if interrupted:
+            parts[place].why = "interrupted before it began"
+        elif share < 1:
+            parts[place].why = "no time was left; --minutes gives more"
+        else:
+            print(f"{short.name} (at most {share:.0f} s) …", file=sys.stderr, flush=True)
+            parts[place], interrupted = _one(short, folder, share)
+        document.parts = parts
+        write(document, folder / "bench.json")
+        (folder / "report.html").write_text(page([("bench.json", document)]))
+    return parts
+
+
+def _one(short: Short, folder: Path, seconds: float) -> tuple[Part, bool]:
+    """What became of it, and whether the user interrupted."""
+    path, log, scratch = folder / f"{short.name}.json", folder / f"{short.name}.log", folder / "scratch"
+    path.unlink(missing_ok=True)
+    scratch.mkdir(exist_ok=True)
+    options = [text.format(scratch=scratch) for text in short.command]
+    command = [sys.executable, "-m", "dataio.cli", "bench", *options, "-o", str(path)]
+    began, interrupted, cut = time.monotonic(), False, False
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            cut = True
+        except KeyboardInterrupt:
+            interrupted = True
+        if process.poll() is None:
+            _stop(process)
+    part = _result(short, path, log, process.returncode)
+    part.name, part.seconds = short.name, round(time.monotonic() - began, 1)
+    if cut and part.status != "done":
+        part.status, part.why = "interrupted", f"cut off after its {seconds:.0f} s; --minutes gives more"
+    elif interrupted:
+        part.status, part.why = "interrupted", BY_USER
+    return part, interrupted
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt it, as Ctrl-C does; kill what is still there later."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _result(short: Short, path: Path, log: Path, code: int) -> Part:
+    try:
+        return read(path).parts[0]
+    except (MillraceError, IndexError):
+        last = " / ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
+        return Part(short.name, status="failed", why=f"exit status {code}: {last[:1500]}")

@@ -1,0 +1,1 @@
+"""What all benchmarks share: the results document, side-by-side measurement, statistics, the shell around a benchmark."""

@@ -1,0 +1,106 @@
+"""Side-by-side measurement: candidates in turn, each in a process of its own, raw samples kept.
+
+Invariant: every figure of a report comes from one run on one machine in which the candidates alternated (A B C, then B C
+A, …), so that drift of the machine and the order itself hit all alike; a candidate's process measures itself and prints
+one JSON object. Failure behaviour: a candidate that fails is reported with its last words and has no figures; the others
+go on. An interrupt ends the measurement; what was measured until then is in `samples`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.core.results import Samples
+
+CANDIDATE_SECONDS = 300.0
+Tell = Callable[[str, float], None]
+"""Hears the name of what is running and the share of the work done."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of doing the job: `python -m <module> <arguments…>` prints a JSON object of metric → number as its last line.
+
+    The object may have a key `histograms`: name → pairs of (upper edge in seconds, how many); those of all rounds are
+    added up.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+
+
+def alternate(
+    candidates: Sequence[Candidate],
+    rounds: int,
+    tell: Tell,
+    samples: dict[str, Samples] | None = None,
+    *,
+    seconds: float = CANDIDATE_SECONDS,
+) -> dict[str, Samples]:
+    """Run every candidate once a round, each round beginning with another one; a process gets at most `seconds`.
+
+    What is found goes into `samples` as it comes, so an interrupt loses nothing.
+    """
+    samples = {} if samples is None else samples
+    samples |= {candidate.name: Samples() for candidate in candidates}
+    for number in range(rounds):
+        first = number % max(1, len(candidates))
+        for place, candidate in enumerate((*candidates[first:], *candidates[:first])):
+            tell(candidate.name, (number * len(candidates) + place) / (rounds * len(candidates)))
+            _once(candidate, samples[candidate.name], seconds)
+    return samples
+
+
+def _once(candidate: Candidate, samples: Samples, seconds: float) -> None:
+    command = [sys.executable, "-m", candidate.module, *candidate.arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        samples.errors.append(f"took longer than {seconds:g} s")
+        return
+    if done.returncode != 0:
+        samples.errors.append(" / ".join(done.stderr.strip().splitlines()[-3:]) or f"exit status {done.returncode}")
+        return
+    try:
+        printed = json.loads(done.stdout.strip().splitlines()[-1])
+        histograms = {name: dict(pairs) for name, pairs in printed.pop("histograms", {}).items()}
+        errors = [str(message) for message in printed.pop("errors", [])]
+        figures = {name: float(value) for name, value in printed.items()}
+    except (ValueError, IndexError, AttributeError, TypeError):
+        samples.errors.append(f"printed no figures but {done.stdout[-200:]!r}")
+        return
+    samples.errors += errors
+    for name, counts in histograms.items():
+        known = dict(samples.histograms.get(name, ()))
+        samples.histograms[name] = sorted((edge, counts.get(edge, 0) + known.get(edge, 0)) for edge in counts | known)
+    for metric, value in figures.items():
+        samples.metrics.setdefault(metric, []).append(value)
+
+
+class Meter:
+    """Measures the process it lives in: wall seconds, CPU seconds of it and its ended children, peak resident memory."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), cpu_seconds()
+
+    def read(self) -> dict[str, float]:
+        """`wall_s` and `cpu_s` since the meter was made, `peak_mib` of the process and of its largest ended child."""
+        peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return {
+            "wall_s": time.perf_counter() - self._wall,
+            "cpu_s": cpu_seconds() - self._cpu,
+            "peak_mib": peak / 1024,
+        }
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and its ended children."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)

@@ -1,0 +1,137 @@
+"""What a benchmark leaves behind: one JSON document per run, the same for all benchmarks.
+
+A `Run` has the machine, the command line and its `Part`s; a part (one benchmark) has `Metric`s (what is measured, in
+which unit, which way is better, what physics allows) and `Samples` by candidate: every raw sample, round by round, and
+the errors.
+
+Invariant: samples are kept as they were measured, medians are never stored; a part that failed, was interrupted or was
+left out is in the document with its `status` and `why`, so nothing is missing silently. Documents of a newer format are
+refused. Failure behaviour: what is no such document is a `UsageError` that names the file and the field.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from dataio.core.errors import UsageError
+from dataio.core.limits import MIB, format_bytes
+
+FORMAT = "millrace-bench"
+VERSION = 1
+MAX_BYTES = 64 * MIB
+
+Status = Literal["done", "failed", "interrupted", "skipped"]
+Better = Literal["higher", "lower"]
+
+
+class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is measured. `title` heads a column; `unit` is that of the samples.
+
+    `limit` is what the hardware allows (`limit_why` says how it was found: measured in the same run, or a data sheet),
+    `goal` what we want of it. `axes` places the metric in a sweep (`{"operation": "get", "size": 262144, "concurrency":
+    4}`), so that a report can draw metrics of equal `quantity` as one curve.
+    """
+
+    title: str
+    unit: str
+    better: Better = "lower"
+    goal: float | None = None
+    limit: float | None = None
+    limit_why: str = ""
+    quantity: str = ""
+    axes: dict[str, str | float] = {}
+
+
+class Samples(msgspec.Struct, omit_defaults=True):
+    """All raw samples of one candidate, metric by metric, and the errors of the rounds that failed.
+
+    `histograms` are latency distributions over all rounds, by name: pairs of (upper edge of a bucket in seconds, how many).
+    """
+
+    metrics: dict[str, list[float]] = {}
+    errors: list[str] = []
+    histograms: dict[str, list[tuple[float, int]]] = {}
+
+
+class Part(msgspec.Struct, omit_defaults=True):
+    """One benchmark of a run. The first candidate is ours; `against` names the one that ratios are taken to."""
+
+    name: str
+    title: str = ""
+    status: Status = "done"
+    why: str = ""
+    seconds: float = 0.0
+    settings: dict[str, Any] = {}
+    metrics: dict[str, Metric] = {}
+    candidates: dict[str, Samples] = {}
+    against: str = ""
+    notes: list[str] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether the part or one of its candidates did not end as it should."""
+        return self.status in ("failed", "interrupted") or any(found.errors for found in self.candidates.values())
+
+
+class Run(msgspec.Struct, omit_defaults=True):
+    """One start of `millrace bench`. `started` is UTC, ISO 8601."""
+
+    command: list[str]
+    started: str
+    environment: dict[str, Any]
+    parts: list[Part] = []
+    format: str = FORMAT
+    version: int = VERSION
+
+
+class _Head(msgspec.Struct):
+    format: str = ""
+    version: int = 0
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode(run: Run) -> str:
+    """The document as text, indented by one space, with the format's name in it."""
+    known = msgspec.to_builtins(run) | {"format": run.format, "version": run.version}
+    return msgspec.json.format(_ENCODER.encode(known), indent=1).decode()
+
+
+def write(run: Run, path: Path) -> None:
+    """Write the document to `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(encode(run) + "\n")
+    partial.replace(path)
+
+
+def read(path: Path) -> Run:
+    """The document in `path`; `UsageError` when it is none, too large, or of a newer format."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise UsageError(f"{path} has {format_bytes(size)}, results have at most {format_bytes(MAX_BYTES)}")
+        return decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def decode(data: bytes, name: str) -> Run:
+    """The document in `data`; `name` is for errors."""
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+        if head.format != FORMAT:
+            raise UsageError(f"{name} holds no results of `millrace bench`", hint="give what its -o wrote")
+        if head.version > VERSION:
+            raise UsageError(
+                f"{name} has format {head.version}, this program knows up to {VERSION}", hint="update Millrace"
+            )
+        return msgspec.json.decode(data, type=Run)
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"{name} holds no results of `millrace bench`: {error}", hint="give what its -o wrote"
+        ) from None

@@ -1,0 +1,84 @@
+"""Markdown tables of a part: medians with their spread, and ratios to the peer.
+
+Invariant: a cell shows the median and, in brackets, the smallest and largest sample; what has no samples is a dash and
+every error is listed below the table. Failure behaviour: none.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from bench.core.results import Metric, Part, Samples
+
+
+def part_table(part: Part, metrics: Iterable[str] | None = None) -> str:
+    """The table of `part`, or of some of its metrics: candidates as rows, or metrics as rows where there is one candidate."""
+    names = [name for name in (metrics or part.metrics) if name in part.metrics]
+    shown = {name: part.metrics[name] for name in names}
+    if len(part.candidates) == 1:
+        (samples,) = part.candidates.values()
+        lines = _metric_rows(shown, samples)
+    else:
+        lines = _candidate_rows(shown, part.candidates, part.against)
+    lines += [f"\n{name} failed: {found.errors[0]}" for name, found in part.candidates.items() if found.errors]
+    if part.status != "done":
+        lines.append(f"\n**{part.status}**: {part.why}")
+    return "\n".join(lines)
+
+
+def _candidate_rows(metrics: Mapping[str, Metric], samples: Mapping[str, Samples], against: str) -> list[str]:
+    titles = [f"{metric.title}" for metric in metrics.values()]
+    lines = ["| | " + " | ".join(titles) + " |", "|---|" + "---|" * len(metrics)]
+    for name, found in samples.items():
+        lines.append(f"| {name} | " + " | ".join(cell(found.metrics.get(metric)) for metric in metrics) + " |")
+    if against in samples and len(samples) > 1:
+        first = next(iter(samples))
+        ratios = [ratio(samples[first].metrics.get(m), samples[against].metrics.get(m)) for m in metrics]
+        lines.append(f"| {first} ÷ {against} | " + " | ".join(ratios) + " |")
+    return lines
+
+
+def _metric_rows(metrics: Mapping[str, Metric], samples: Samples) -> list[str]:
+    """Goal and limit get a column only where there is one."""
+    wanted = [
+        name for name in ("goal", "limit") if any(getattr(metric, name) is not None for metric in metrics.values())
+    ]
+    lines = ["| | " + " | ".join((*wanted, "median (min–max)")) + " |", "|---|" + "---|" * (len(wanted) + 1)]
+    for name, metric in metrics.items():
+        values = samples.metrics.get(name)
+        bounds = [_bound(metric, getattr(metric, which)) for which in wanted]
+        lines.append("| " + " | ".join((metric.title, *bounds, cell(values) + _met(metric, values))) + " |")
+    return lines
+
+
+def _bound(metric: Metric, value: float | None) -> str:
+    return "" if value is None else f"{'≥' if metric.better == 'higher' else '≤'} {value:g}"
+
+
+def _met(metric: Metric, values: Sequence[float] | None) -> str:
+    if metric.goal is None or not values:
+        return ""
+    middle = statistics.median(values)
+    return " ✓" if (middle >= metric.goal if metric.better == "higher" else middle <= metric.goal) else " ✗"
+
+
+def cell(values: Sequence[float] | None) -> str:
+    """Median (smallest–largest), or a dash."""
+    if not values:
+        return "–"
+    if len(values) == 1:
+        return short(values[0])
+    return f"{short(statistics.median(values))} ({short(min(values))}–{short(max(values))})"
+
+
+def short(value: float) -> str:
+    """Three digits, or whole from a hundred."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def ratio(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> str:
+    """Median over median, or a dash."""
+    if not ours or not theirs or not statistics.median(theirs):
+        return "–"
+    return f"{statistics.median(ours) / statistics.median(theirs):.2f}"

@@ -1,0 +1,137 @@
+"""The loader into the device beside a real training step: batches a second, and how long the device idles for data.
+
+How: the step alone on a batch that stays on the device is what the device needs; the loop with the loader takes what it
+takes; idle is the share of the loop that is neither. With a GPU the loader decodes and copies behind the step (side
+stream).
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.drill.result import PartResult
+
+LINE = "loader to device tensors with H2D overlap under a real training step: batches/s, idle share"
+
+
+def run(gpu: bool) -> PartResult:
+    """The step alone, the loader alone, both."""
+    import torch
+
+    part = PartResult("feed", "Loader into the device, under a training step")
+    part.metric("rate", "batches/s", "1/s", "higher")
+    part.metric("idle", "device idle", "%", goal=5)
+    part.metric("peak", "device memory at most", "MiB")
+    steps, clips = (120, 256) if gpu else (6, 8)
+    part.settings = {
+        "steps": steps,
+        "clips": clips,
+        "batch": 8,
+        "frames": 16,
+        "size": 112,
+        "device": "cuda" if gpu else "cpu",
+    }
+    with tempfile.TemporaryDirectory(prefix="mrb-") as scratch:
+        url = _dataset(Path(scratch), clips)
+        model = _Model(gpu)
+        alone = model.alone(steps)
+        part.add("step alone", "rate", *(1 / seconds for seconds in alone))
+        loader, loop = _loop(url, None, steps, gpu), _loop(url, model, steps, gpu)
+        part.add("loader alone", "rate", steps / loader)
+        part.add("loader and step", "rate", steps / loop)
+        part.add("loader and step", "idle", 100 * max(0.0, 1 - statistics.median(alone) * steps / loop))
+    if gpu:
+        part.add("loader and step", "peak", torch.cuda.max_memory_allocated() / 2**20)
+    else:
+        part.notes.append("no GPU: decoding and step share the cores, so idle says nothing of a GPU")
+    return part
+
+
+def _dataset(scratch: Path, clips: int) -> str:
+    from bench.demo.media import make_clip
+    from dataio import pack
+
+    (scratch / "clips").mkdir()
+    for number in range(min(clips, 16)):
+        make_clip(scratch / "clips", number, seconds=3, width=320, height=240)
+    made = sorted((scratch / "clips").iterdir())
+    for number in range(len(made), clips):
+        original = made[number % len(made)]
+        (scratch / "clips" / f"copy{number:04d}{original.suffix}").write_bytes(original.read_bytes())
+    pack([str(scratch / "clips")], str(scratch / "dataset")).close()
+    return str(scratch / "dataset")
+
+
+class _Model:
+    """A small 3-D network over clips, in bf16, with AdamW."""
+
+    def __init__(self, gpu: bool) -> None:
+        import torch
+
+        self._torch, self.device = torch, torch.device("cuda" if gpu else "cpu")
+        wide = 64 if gpu else 4
+        self._net = torch.nn.Sequential(
+            torch.nn.Conv3d(3, wide, 5, stride=2),
+            torch.nn.GELU(),
+            torch.nn.Conv3d(wide, 2 * wide, 3, stride=2),
+            torch.nn.GELU(),
+            torch.nn.AdaptiveAvgPool3d(1),
+            torch.nn.Flatten(),
+            torch.nn.Linear(2 * wide, 10),
+        ).to(self.device)
+        self._optimizer = torch.optim.AdamW(self._net.parameters())
+
+    def step(self, video: Any) -> None:
+        torch = self._torch
+        clip = video.to(self.device).transpose(1, 2).to(torch.bfloat16) / 255
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self._net(clip).float().square().mean()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._optimizer.step()
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            self._torch.cuda.synchronize()
+
+    def alone(self, steps: int) -> list[float]:
+        video = self._torch.zeros(8, 16, 3, 112, 112, dtype=self._torch.uint8, device=self.device)
+        for _ in range(3):
+            self.step(video)
+        self.sync()
+        found = []
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(max(1, steps // 5)):
+                self.step(video)
+            self.sync()
+            found.append((time.perf_counter() - began) / max(1, steps // 5))
+        return found
+
+
+def _loop(url: str, model: _Model | None, steps: int, gpu: bool) -> float:
+    """Seconds of `steps` batches after two that do not count."""
+    from loaders import Clip, VideoLoader
+
+    device = "cuda" if gpu else "cpu"
+    done, began = -2, 0.0
+    clip = Clip(frames=16, stride=2)
+    with VideoLoader(
+        url, batch_size=8, clip=clip, size=(112, 112), device=device, sidecar=None, drop_last=False
+    ) as loader:
+        while done < steps:
+            for batch in loader:
+                done += 1
+                if done == 0:
+                    began = time.perf_counter()
+                if model:
+                    model.step(batch["video"])
+                if done >= steps:
+                    break
+    if model:
+        model.sync()
+    return time.perf_counter() - began

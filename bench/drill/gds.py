@@ -1,0 +1,99 @@
+"""GPUDirect Storage: what the probe says, and GB/s of cuFile writes and reads beside copies through host memory.
+
+torch's own binding is used (`torch.cuda.gds.GdsFile`). Where the kernel module is absent cuFile may work in compatibility
+mode, which goes through host memory behind the scenes: the library is told to allow it, and the figures then say what
+that costs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.drill.result import PartResult, timed
+
+LINE = "GDS/cuFile: probe, compatibility mode, save and restore GB/s beside copies through host memory"
+
+
+def run(gpu: bool) -> PartResult:
+    """The probe everywhere; the rates with a GPU."""
+    part = PartResult("gds", "GPUDirect Storage", against="through host memory")
+    part.metric("write", "write, GB/s", "GB/s", "higher")
+    part.metric("read", "read, GB/s", "GB/s", "higher")
+    part.settings = {"nvidia_fs": Path("/proc/driver/nvidia-fs/version").exists(), "probe": _probe()}
+    if not gpu:
+        part.notes.append("no GPU: only the probe ran")
+        return part
+    with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
+        os.environ["CUFILE_ENV_PATH_JSON"] = str(_compatible(Path(folder)))
+        size = 1 << 30
+        part.settings["bytes"] = size
+        _through_host(part, Path(folder) / "host", size)
+        try:
+            _direct(part, Path(folder) / "direct", size)
+        except Exception as error:
+            part.fail("cuFile", f"{type(error).__name__}: {error}")
+    return part
+
+
+def _probe() -> str:
+    """What the checkpoints' own probe says, in its words."""
+    try:
+        gds: Any = importlib.import_module("checkpoint.gds")
+        return str(gds.probe())
+    except (ImportError, AttributeError) as error:
+        return f"checkpoints have no probe here ({error})"
+
+
+def _compatible(folder: Path) -> Path:
+    path = folder / "cufile.json"
+    path.write_text(json.dumps({"properties": {"allow_compat_mode": True}, "logging": {"level": "ERROR"}}))
+    return path
+
+
+def _through_host(part: PartResult, path: Path, size: int) -> None:
+    import torch
+
+    device = torch.full((size,), 3, dtype=torch.uint8, device="cuda")
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    array: Any = host.numpy()
+    view = memoryview(array)
+
+    def write() -> None:
+        host.copy_(device)
+        with path.open("wb", buffering=0) as file:
+            file.write(view)
+            os.fsync(file.fileno())
+
+    def read() -> None:
+        with path.open("rb", buffering=0) as file:
+            file.readinto(view)
+        device.copy_(host)
+
+    for name, action in (("write", write), ("read", read)):
+        part.add(
+            "through host memory", name, *(size / taken / 1e9 for taken in timed(action, 3, torch.cuda.synchronize))
+        )
+
+
+def _direct(part: PartResult, path: Path, size: int) -> None:
+    import torch
+
+    gds: Any = torch.cuda.gds
+    storage = torch.full((size,), 3, dtype=torch.uint8, device="cuda").untyped_storage()
+    file = gds.GdsFile(str(path), os.O_CREAT | os.O_RDWR)
+    gds.gds_register_buffer(storage)
+
+    def write() -> None:
+        file.save_storage(storage)
+        os.fsync(file.fd)
+
+    try:
+        for name, action in (("write", write), ("read", lambda: file.load_storage(storage))):
+            part.add("cuFile", name, *(size / taken / 1e9 for taken in timed(action, 3, torch.cuda.synchronize)))
+    finally:
+        gds.gds_deregister_buffer(storage)

@@ -1,0 +1,127 @@
+"""NVDEC through DALI `mixed`: do its pixels equal the CPU's, and how many frames a second, by codec and size.
+
+How: clips are made here (libx264, libx265, libvpx-vp9, libsvtav1), packed, and decoded by the loader's own back-ends from
+the same bytes. Difference is over all frames of a clip; rates are of several threads at once, as the loader uses them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from bench.drill.dmon import Dmon
+from bench.drill.result import PartResult, timed
+
+LINE = "NVDEC by DALI for h264, hevc, vp9, av1: pixels beside the CPU's, frames/s, decoder utilisation"
+_CODECS = {
+    "h264": ("libx264", "mp4"),
+    "hevc": ("libx265", "mp4"),
+    "vp9": ("libvpx-vp9", "webm"),
+    "av1": ("libsvtav1", "mkv"),
+}
+_FRAMES, _CLIPS = 48, 32
+
+
+def run(gpu: bool) -> PartResult:
+    """All codecs at 360p, and at 1080p with a GPU."""
+    part = PartResult("nvdec", "Decoding: NVDEC beside the CPU", against="PyAV")
+    sizes = ((640, 360), (1920, 1080)) if gpu else ((640, 360),)
+    part.settings = {"frames": _FRAMES, "clips_at_once": _CLIPS if gpu else 4, "sizes": [f"{w}x{h}" for w, h in sizes]}
+    with tempfile.TemporaryDirectory(prefix="mrb-") as scratch:
+        for codec, (encoder, suffix) in _CODECS.items():
+            for width, height in sizes:
+                path = Path(scratch) / f"{codec}-{height}.{suffix}"
+                try:
+                    _make(path, encoder, width, height)
+                    _measure(part, codec, height, path, gpu)
+                except Exception as error:
+                    part.fail("DALI, GPU" if gpu else "PyAV", f"{codec} {height}p: {type(error).__name__}: {error}")
+    if not gpu:
+        part.notes.append("no GPU: only the CPU's rates; DALI on the CPU decodes VP9 of these codecs")
+    return part
+
+
+def _make(path: Path, encoder: str, width: int, height: int) -> None:
+    import av
+    import numpy as np
+
+    row, column = np.mgrid[0:height, 0:width]
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream(encoder, rate=Fraction(25))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        if encoder == "libx265":
+            stream.options = {"x265-params": "log-level=error"}
+        for number in range(_FRAMES):
+            planes = [(row + column * 2 + number * 5) % 256, (column + number * 3) % 256, (row * 2 - number * 4) % 256]
+            frame = av.VideoFrame.from_ndarray(np.stack(planes, -1).astype(np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+def _request(path: Path) -> Any:
+    from dataio.shards.media.probe import probe
+    from loaders.clip import Wanted
+    from loaders.decode.contract import Request
+
+    info: Any = probe(path).video
+    wanted = Wanted("index", tuple(range(min(_FRAMES, info.frames))), info.key_frames[0])
+    return Request(memoryview(path.read_bytes()), info, wanted)
+
+
+def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
+    from loaders.decode.dali import DaliDecoder
+    from loaders.decode.pyav import PyAVDecoder
+
+    if gpu:
+        yield "DALI, GPU", DaliDecoder(0)
+    elif codec == "vp9":
+        yield "DALI, CPU", DaliDecoder()
+    yield "PyAV", PyAVDecoder()
+
+
+def _measure(part: PartResult, codec: str, height: int, path: Path, gpu: bool) -> None:
+    name, request = f"{codec}_{height}", _request(path)
+    part.metric(f"{name}_rate", f"{codec} {height}p, frames/s", "1/s", "higher")
+    part.metric(f"{name}_off", f"{codec} {height}p, largest difference of a pixel to PyAV", "1", goal=1)
+    part.metric(f"{name}_mean", f"{codec} {height}p, mean difference of a pixel to PyAV", "1")
+    part.metric(f"{name}_dec", f"{codec} {height}p, decoder engines in use", "%", "higher")
+    at_once = _CLIPS if gpu else 4
+    reference: Any = None
+    for decoder_name, decoder in reversed(list(_decoders(codec, gpu))):
+        frames = _one(decoder, request)
+        reference = frames if reference is None else reference
+        difference = (frames.int() - reference.int()).abs()
+        part.add(decoder_name, f"{name}_off", float(difference.max()))
+        part.add(decoder_name, f"{name}_mean", float(difference.float().mean()))
+        with Dmon() as watch:
+            seconds = timed(lambda decoder=decoder: _many(decoder, request, at_once), 3)  # type: ignore[misc]
+        part.add(decoder_name, f"{name}_rate", *(at_once * len(frames) / taken for taken in seconds))
+        if decoder_name == "DALI, GPU" and watch.samples.get("dec"):
+            part.add(decoder_name, f"{name}_dec", *watch.samples["dec"])
+        decoder.close()
+
+
+def _one(decoder: Any, request: Any) -> Any:
+    found = decoder.decode([request])[0]
+    if isinstance(found, Exception):
+        raise found
+    return found.frames.cpu()
+
+
+def _many(decoder: Any, request: Any, count: int) -> None:
+    import torch
+
+    def some(share: list[Any]) -> None:
+        for found in decoder.decode(share):
+            if isinstance(found, Exception):
+                raise found
+
+    requests = [request] * count
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(some, (requests[at::4] for at in range(4))))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,39 @@
+"""The test suite's GPU part: `pytest -m gpu`; without a GPU it is collected, so that it cannot rot."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.drill.result import PartResult
+
+LINE = "pytest -m gpu (collected only, without a GPU)"
+_ROOT = Path(__file__).resolve().parents[2]
+_SECONDS = 500
+
+
+def run(gpu: bool) -> PartResult:
+    """Counts of the run's last line; failures by name."""
+    part = PartResult("tests", "The test suite with -m gpu")
+    part.metric("passed", "passed", "1", "higher")
+    part.metric("failed", "failed", "1", goal=0)
+    part.metric("collected", "collected", "1", "higher")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(
+        command if gpu else [*command, "--collect-only"], cwd=_ROOT, capture_output=True, text=True, timeout=_SECONDS
+    )
+    out = done.stdout
+    if not gpu:
+        found = re.search(r"(\d+)/\d+ tests collected|(\d+) tests? collected", out)
+        if found is None:
+            raise RuntimeError(f"pytest collected nothing: {(out + done.stderr)[-400:]}")
+        part.add("pytest -m gpu", "collected", int(found[1] or found[2]))
+        return part
+    for name in ("passed", "failed"):
+        match = re.search(rf"(\d+) {name}", out)
+        part.add("pytest -m gpu", name, int(match[1]) if match else 0)
+    if done.returncode not in (0, 5):
+        part.fail("pytest -m gpu", "\n".join(re.findall(r"^(?:FAILED|ERROR).*", out, re.M))[:400] or out[-400:])
+    return part

@@ -1,0 +1,184 @@
+"""Wheels for a machine without a network: fetched, split into pieces, carried, put together again and installed.
+
+Standard library only, as it runs before anything is installed.
+Invariant: a wheel is used only when its SHA-256 is the one of the manifest; pieces are at most `PIECE_BYTES`. File names
+come from the manifest and are checked: no folder, nothing but wheels. Failure behaviour: `DrillError` that names the file
+and what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PIECE_BYTES = 60 << 20
+MANIFEST = "manifest.json"
+NEEDED = (
+    *("nvidia-dali-cuda130", "av", "blake3", "zstandard", "msgspec", "obstore", "s3fs", "duckdb", "pyarrow", "xxhash"),
+    *("prometheus-client", "rich", "numpy", "fsspec", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
+)
+"""What Millrace imports on a GPU machine beside torch, which is there; dependencies follow."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,180}\.whl")
+_PIECE = re.compile(r"[0-9]{4}\.piece")
+_GLIBC = (17, 24, 26, 27, 28, 31, 34, 35)
+
+
+class DrillError(Exception):
+    """Something that the one who runs the drill must put right; says what."""
+
+
+def fetch(folder: Path, constraints: Path, python: str = "3.12", needed: Sequence[str] = NEEDED) -> list[Path]:
+    """Download wheels for CPython `python` on manylinux x86-64, dependencies too, without torch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in _GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
+    command += ["--python-version", python, "--implementation", "cp", "--constraint", str(constraints)]
+    command += [part for name in platforms for part in ("--platform", name)]
+    done = subprocess.run([*command, *needed], capture_output=True, text=True)
+    if done.returncode:
+        raise DrillError(f"pip could not fetch the wheels: {done.stderr.strip()[-800:]}")
+    return sorted(folder.glob("*.whl"))
+
+
+def split(wheels: Sequence[Path], pieces: Path, most: int = PIECE_BYTES) -> dict[str, Any]:
+    """Lay all wheels end to end and cut that into pieces of `most` bytes; the manifest."""
+    pieces.mkdir(parents=True, exist_ok=True)
+    for old in pieces.glob("*.piece"):
+        old.unlink()
+    table: list[dict[str, Any]] = []
+    digests: list[dict[str, Any]] = []
+    writer = _Pieces(pieces, most, digests)
+    for wheel in wheels:
+        digest, size = hashlib.sha256(), 0
+        with wheel.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+                size += len(block)
+                writer.write(block)
+        table.append({"name": wheel.name, "bytes": size, "sha256": digest.hexdigest()})
+    writer.close()
+    manifest = {"wheels": table, "pieces": digests}
+    (pieces / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    return manifest
+
+
+class _Pieces:
+    """Writes a stream into files of at most `most` bytes."""
+
+    def __init__(self, folder: Path, most: int, table: list[dict[str, Any]]) -> None:
+        self._folder, self._most, self._table = folder, most, table
+        self._held = bytearray()
+
+    def write(self, block: bytes) -> None:
+        self._held += block
+        while len(self._held) >= self._most:
+            self._out(self._most)
+
+    def close(self) -> None:
+        if self._held:
+            self._out(len(self._held))
+
+    def _out(self, size: int) -> None:
+        name, data = f"{len(self._table):04d}.piece", bytes(self._held[:size])
+        (self._folder / name).write_bytes(data)
+        self._table.append({"name": name, "bytes": size, "sha256": hashlib.sha256(data).hexdigest()})
+        del self._held[:size]
+
+
+def missing(pieces: Path) -> list[str]:
+    """The pieces that have not arrived, or not whole."""
+    return [entry["name"] for entry in _manifest(pieces)["pieces"] if not _arrived(pieces, entry)]
+
+
+def _arrived(pieces: Path, entry: dict[str, Any]) -> bool:
+    path, digest = pieces / entry["name"], str(entry["sha256"])
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    return hashlib.sha256(path.read_bytes()).hexdigest() == digest
+
+
+def join(pieces: Path, folder: Path) -> list[Path]:
+    """The wheels of all pieces, in `folder`, every digest checked."""
+    manifest = _manifest(pieces)
+    if lacking := [entry["name"] for entry in manifest["pieces"] if not _arrived(pieces, entry)]:
+        raise DrillError(f"pieces missing or damaged in {pieces}: {', '.join(lacking)}; carry them again")
+    folder.mkdir(parents=True, exist_ok=True)
+    source = _Stream([pieces / entry["name"] for entry in manifest["pieces"]])
+    return [_one(source, entry, folder) for entry in manifest["wheels"]]
+
+
+def _one(source: _Stream, entry: dict[str, Any], folder: Path) -> Path:
+    path, digest, left = folder / str(entry["name"]), hashlib.sha256(), int(entry["bytes"])
+    with path.open("wb") as file:
+        while left:
+            block = source.read(min(left, 1 << 20))
+            digest.update(block)
+            file.write(block)
+            left -= len(block)
+    if digest.hexdigest() != entry["sha256"]:
+        path.unlink()
+        raise DrillError(f"{entry['name']} was not put together as it was cut: fetch and split again")
+    return path
+
+
+class _Stream:
+    """Reads files one after the other."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths, self._held = list(paths), b""
+
+    def read(self, size: int) -> bytes:
+        if not self._held:
+            if not self._paths:
+                raise DrillError("the pieces hold less than the manifest says: fetch and split again")
+            self._held = self._paths.pop(0).read_bytes()
+        out, self._held = self._held[:size], self._held[size:]
+        return out
+
+
+def _manifest(pieces: Path) -> dict[str, Any]:
+    """The manifest, with names that are plain file names and sizes that are sizes."""
+    try:
+        found: dict[str, Any] = json.loads((pieces / MANIFEST).read_text())
+        entries = [(entry, _NAME) for entry in found["wheels"]] + [(entry, _PIECE) for entry in found["pieces"]]
+        for entry, pattern in entries:
+            if (
+                not pattern.fullmatch(entry["name"])
+                or not 0 <= int(entry["bytes"]) < 1 << 33
+                or len(entry["sha256"]) != 64
+            ):
+                raise DrillError(
+                    f"{pieces / MANIFEST} names {str(entry['name'])[:80]!r}, which is no wheel and no piece"
+                )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DrillError(
+            f"{pieces / MANIFEST} cannot be used ({error}): run `gpu_drill.py fetch` where there is a network"
+        ) from None
+    return found
+
+
+def install(wheels: Sequence[Path], site: Path) -> list[str]:
+    """Install into `site` what this Python lacks; the names. What the machine has (torch, numpy) stays what it is."""
+    wanted = [wheel for wheel in wheels if not _installed(wheel)]
+    if wanted:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        command += ["--no-cache-dir", "--upgrade", "--target", str(site), *map(str, wanted)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise DrillError(f"pip could not install the wheels: {done.stderr.strip()[-800:]}")
+    return [wheel.name for wheel in wanted]
+
+
+def _installed(wheel: Path) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return bool(version(wheel.name.split("-")[0].replace("_", "-")))
+    except PackageNotFoundError:
+        return False

@@ -1,0 +1,225 @@
+"""The GPU drill: all that only a GPU can show about Millrace, in one command, on a machine with a GPU and torch.
+
+    python bench/gpu_drill.py                    put the wheels together, install what is missing, run all parts
+    python bench/gpu_drill.py --dry-run          without a GPU: list all parts and run what of them needs none
+    python bench/gpu_drill.py --parts nvdec,lazy
+    python bench/gpu_drill.py fetch              where there is a network: fetch wheels for CPython 3.12, cut them into pieces
+
+It needs Python 3.11 or newer, torch with CUDA, no network, and the checkout it lies in. Pieces lie in `.drill/pieces` of the
+checkout, at most 60 MiB each, so that they can travel one by one; packages go to `.drill/site`, and the machine's own stay.
+Standard library only, so that it starts anywhere; each part runs in a process of its own for at most `--limit` seconds and
+leaves `OUT/parts/NAME.json`. A part that is done is not run again (`--again`): a drill cut short goes on where it stopped.
+Invariant: every part is in the results, also when it failed, was cut off or had no time; the card's settings are not touched.
+Failure behaviour: exit code 1 when a part failed; 2 for wrong use or missing pieces, with what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+PARTS = ("probe", "nvdec", "feed", "staging", "lazy", "restore", "gds", "tests")
+HOME = ROOT / ".drill"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the drill; the exit code."""
+    from bench.drill.wheels import DrillError
+
+    args = _parser().parse_args(argv)
+    try:
+        if args.command == "fetch":
+            return _fetch(args)
+        if args.one:
+            return _one(args.one, args.out, dry=args.dry_run)
+        return _drill(args)
+    except DrillError as error:
+        print(f"gpu_drill: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=("run", "fetch"), default="run")
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--dry-run", action="store_true", help="no GPU: list all parts, run what needs none")
+    parser.add_argument("--again", action="store_true", help="run parts that are done already")
+    parser.add_argument("--limit", type=float, default=540, help="seconds that a part gets (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=1700, help="seconds for all of them (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(os.environ.get("OUT", HOME / "out")), help="default: $OUT or .drill/out"
+    )
+    parser.add_argument("--pieces", type=Path, default=HOME / "pieces")
+    parser.add_argument("--site", type=Path, default=HOME / "site")
+    parser.add_argument("--python", default="3.12", help="fetch: for this CPython (default: %(default)s)")
+    parser.add_argument("--without", default="", help="fetch: distributions that the machine has, separated by commas")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from bench.drill import wheels
+
+    without = {name.strip().lower().replace("_", "-") for name in args.without.split(",")}
+    fetched = wheels.fetch(HOME / f"wheels-{args.python}", ROOT / "constraints.txt", args.python)
+    found = [path for path in fetched if path.name.split("-")[0].lower().replace("_", "-") not in without]
+    manifest = wheels.split(found, args.pieces)
+    size = sum(entry["bytes"] for entry in manifest["wheels"])
+    print(f"{len(found)} wheels, {size / 2**20:.0f} MiB, in {len(manifest['pieces'])} pieces in {args.pieces}")
+    return 0
+
+
+def _drill(args: argparse.Namespace) -> int:
+    names = [name for name in args.parts.split(",") if name]
+    if unknown := [name for name in names if name not in PARTS]:
+        print(f"gpu_drill: no part {unknown[0]!r}; there are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    for name in PARTS:
+        print(f"{'*' if name in names else ' '} {name:8} {_line(name)}", flush=True)
+    environ = _environ(args)
+    (args.out / "parts").mkdir(parents=True, exist_ok=True)
+    began, found = time.monotonic(), []
+    for name in names:
+        left = args.budget - (time.monotonic() - began)
+        found.append(_part(name, args, environ, min(args.limit, left)))
+        _leave(args.out, found, args.dry_run)
+    print(f"\nwrote {args.out / 'drill.json'} and {args.out / 'drill.md'}")
+    return 1 if any(part["status"] != "done" or _errors(part) for part in found) else 0
+
+
+def _line(name: str) -> str:
+    """What a part shows, read from its file: its imports may not be there yet."""
+    text = (ROOT / "bench" / "drill" / f"{name}.py").read_text()
+    return text.partition('\nLINE = "')[2].partition('"\n')[0]
+
+
+def _environ(args: argparse.Namespace) -> dict[str, str]:
+    """The variables for the parts: the wheels that were brought are installed and found, after the machine's own packages."""
+    from bench.drill import wheels
+
+    if (args.pieces / wheels.MANIFEST).exists():
+        installed = wheels.install(wheels.join(args.pieces, HOME / "wheels"), args.site)
+        print(f"installed {len(installed)} wheels into {args.site}", flush=True)
+    paths = [str(ROOT), *([str(args.site)] if args.site.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _part(name: str, args: argparse.Namespace, environ: dict[str, str], seconds: float) -> dict[str, Any]:
+    path = args.out / "parts" / f"{name}.json"
+    if path.exists() and not args.again:
+        known: dict[str, Any] = json.loads(path.read_text())
+        if known.get("status") == "done" and known.get("dry") == args.dry_run:
+            print(f"{name}: done before", flush=True)
+            return known
+    if seconds <= 5:
+        return {"name": name, "status": "skipped", "why": "the budget was spent; run the command again"}
+    path.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        name,
+        "--out",
+        str(args.out),
+        *(["--dry-run"] if args.dry_run else []),
+    ]
+    began = time.monotonic()
+    print(f"{name} …", flush=True)
+    try:
+        done = subprocess.run(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+        )
+        why = done.stdout[-2000:]
+        (args.out / "parts" / f"{name}.log").write_text(done.stdout[-200_000:])
+    except subprocess.TimeoutExpired as error:
+        why = f"cut off after {seconds:.0f} s: {(error.stdout or b'')[-500:]!r}"
+    found: dict[str, Any] = (
+        json.loads(path.read_text()) if path.exists() else {"name": name, "status": "failed", "why": why}
+    )
+    found |= {"seconds": round(time.monotonic() - began, 1), "dry": args.dry_run}
+    path.write_text(json.dumps(found, indent=1))
+    print(
+        f"{name}: {found['status']} in {found['seconds']} s {'; '.join(_errors(found)) or found.get('why', '')}"[:600],
+        flush=True,
+    )
+    return found
+
+
+def _errors(part: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}: {error}" for name, found in part.get("candidates", {}).items() for error in found.get("errors", [])
+    ]
+
+
+def _one(name: str, out: Path, *, dry: bool) -> int:
+    """In the part's own process."""
+    gpu = not dry and _gpu()
+    if not gpu and not dry:
+        raise SystemExit("torch sees no GPU here; --dry-run runs what needs none")
+    module: Any = importlib.import_module(f"bench.drill.{name}")
+    part = module.run(gpu)
+    (out / "parts" / f"{name}.json").write_text(json.dumps(part.data(), indent=1))
+    return 0
+
+
+def _gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _leave(out: Path, parts: list[dict[str, Any]], dry: bool) -> None:
+    """The results document and its Markdown, after every part."""
+    machine = {"python": platform.python_version(), "kernel": platform.release(), "cpus": len(os.sched_getaffinity(0))}
+    for part in parts:
+        if part["name"] == "probe":
+            machine |= {
+                "gpu": part.get("settings", {}).get("name", "none"),
+                "packages": {"torch": part.get("settings", {}).get("torch")},
+            }
+    known = [{key: value for key, value in part.items() if key != "dry"} for part in parts]
+    command = ["python", "bench/gpu_drill.py", *(["--dry-run"] if dry else [])]
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    run = {
+        "command": command,
+        "started": started,
+        "environment": machine,
+        "parts": known,
+        "format": "millrace-bench",
+        "version": 1,
+    }
+    (out / "drill.json").write_text(json.dumps(run, indent=1))
+    (out / "drill.md").write_text("\n\n".join(_markdown(part) for part in parts) + "\n")
+
+
+def _markdown(part: dict[str, Any]) -> str:
+    head = f"## {part.get('title') or part['name']}: {part['status']}\n\n{part.get('why', '')}".strip()
+    rows = []
+    for name, samples in part.get("candidates", {}).items():
+        for key, values in samples["metrics"].items():
+            about, ordered = part["metrics"][key], sorted(values)
+            middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+            rows.append(
+                f"| {name} | {about['title']} | {middle:.4g} ({ordered[0]:.4g}–{ordered[-1]:.4g}) {about['unit']} |"
+            )
+    table = "\n\n| | | median (min–max) |\n|---|---|---|\n" + "\n".join(rows) if rows else ""
+    troubles = "".join(f"\n\n**{error}**" for error in _errors(part))
+    facts = ", ".join(f"{key} {value}" for key, value in part.get("settings", {}).items())
+    notes = "".join(f"\n\n{note}" for note in part.get("notes", []))
+    return f"{head}\n\n{facts}{table}{troubles}{notes}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

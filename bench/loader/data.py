@@ -1,0 +1,102 @@
+"""The clips that every loader reads: short ones, and long ones with few key frames, in tars and in litdata's own form.
+
+Invariant: clips are a pure function of their number; all candidates of a run read the same bytes.
+Failure behaviour: none of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+FPS = 25
+DISTINCT = 24
+"""So many clips are encoded; a dataset repeats them under other names."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """H.264 clips of `seconds`, a key frame every `gop` frames; what a candidate delivers of them is `size` x `size`."""
+
+    name: str
+    seconds: int
+    width: int
+    height: int
+    gop: int
+    size: int
+
+
+KINDS = {kind.name: kind for kind in (Kind("short", 4, 320, 240, 12, 112), Kind("long", 10, 640, 360, 60, 224))}
+
+
+def make(kind: Kind, folder: Path, count: int, tell: Any) -> None:
+    """Write `count` clips, and a dataset of them in `folder`/dataset."""
+    from dataio import pack
+
+    clips = folder / "clips"
+    clips.mkdir(parents=True)
+    for number in range(count):
+        path = clips / f"{number:05}.mp4"
+        if number < DISTINCT:
+            tell(f"making {kind.name} clips", number / DISTINCT)
+            encode(path, kind, number)
+        else:
+            os.link(clips / f"{number % DISTINCT:05}.mp4", path)
+    pack([str(clips)], str(folder / "dataset"), shard_bytes=16 << 20).close()
+
+
+def encode(path: Path, kind: Kind, number: int) -> None:
+    """One clip: two patterns that move against each other, and a little noise."""
+    options = {"g": str(kind.gop), "keyint_min": str(kind.gop), "sc_threshold": "0", "preset": "veryfast"}
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=FPS, options=options)
+        stream.width, stream.height, stream.pix_fmt = kind.width, kind.height, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, FPS)
+        for index in range(kind.seconds * FPS):
+            frame = av.VideoFrame.from_ndarray(_picture(kind, number, index), format="rgb24")
+            frame.pts = index
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+def _picture(kind: Kind, number: int, index: int) -> np.ndarray:
+    rng = np.random.default_rng(number * 1000 + index)
+    y, x = np.mgrid[: kind.height, : kind.width].astype(np.float32)
+    a, b = index / 7 + number, index / 11 - number
+    planes = [np.sin(x / 17 + a) + np.cos(y / 23 - b), np.sin((x + y) / 31 + b), np.cos(x / 41 - y / 13 + a)]
+    noise = rng.integers(-9, 10, (kind.height, kind.width, 1))
+    return np.clip(127 + 60 * np.stack(planes, axis=-1) + noise, 0, 255).astype(np.uint8)
+
+
+def to_litdata(folder: Path) -> None:
+    """The clips' bytes in litdata's chunks."""
+    litdata: Any = importlib.import_module("litdata")
+    paths = sorted(str(path) for path in (folder / "clips").iterdir())
+    litdata.optimize(_read, paths, str(folder / "litdata"), num_workers=1, chunk_bytes="16MB")
+
+
+def _read(path: str) -> dict[str, Any]:
+    return {"mp4": Path(path).read_bytes()}
+
+
+@functools.cache
+def ffmpeg_libraries(folder: Path) -> Path:
+    """A folder where torchcodec and SPDL find the FFmpeg that came with PyAV: the same build for all candidates."""
+    target = folder / "ffmpeg"
+    target.mkdir(exist_ok=True)
+    for library in (Path(av.__file__).parents[1] / "av.libs").iterdir():
+        plain = re.sub(r"-[0-9a-f]{8}(?=\.so)", "", library.name)
+        plain = re.sub(r"(\.so\.\d+)[.\d]*$", r"\1", plain)
+        for name in (library.name, plain):
+            if not (target / name).exists():
+                (target / name).symlink_to(library)
+    return target

@@ -1,0 +1,86 @@
+"""Millrace without decoding: the samples of a dataset as bytes in host memory, in the loaders' order, checked, ahead of time.
+
+Invariant: every sample of an epoch once over all ranks; bytes equal the index's digests. At most `depth` batches wait.
+Failure behaviour: an error of the source is raised at the batch it belongs to; leaving the loop early stops the thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+from dataio import Dataset
+from dataio.sidecar.client import open_reader
+from loaders.order import Order
+from loaders.samples.source import Source
+
+DEPTH = 4
+_END = None
+
+
+def batches(
+    url: str,
+    batch: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    epoch: int = 0,
+    seed: int = 0,
+    sidecar: str | None = None,
+    depth: int = DEPTH,
+) -> Iterator[list[bytearray]]:
+    """This rank's batches of `epoch`: `batch` samples each, the last one may be shorter."""
+    waiting: queue.Queue[list[bytearray] | BaseException | None] = queue.Queue(depth)
+    stop = threading.Event()
+    arguments = (url, batch, rank, ranks, epoch, seed, sidecar, waiting, stop)
+    thread = threading.Thread(target=_read, args=arguments, daemon=True)
+    thread.start()
+    try:
+        while (found := waiting.get()) is not _END:
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        stop.set()
+        while thread.is_alive():
+            while not waiting.empty():
+                waiting.get_nowait()
+            thread.join(0.01)
+
+
+def _read(
+    url: str,
+    batch: int,
+    rank: int,
+    ranks: int,
+    epoch: int,
+    seed: int,
+    sidecar: str | None,
+    waiting: queue.Queue[list[bytearray] | BaseException | None],
+    stop: threading.Event,
+) -> None:
+    try:
+        with Dataset(url) as dataset, closing(open_reader(dataset.store, sidecar)) as reader:
+            source = Source(reader, dataset.store)
+            order = Order.of(
+                len(dataset), batch * ranks, sample_bytes=dataset.total_bytes / max(1, len(dataset)), seed=seed
+            )
+            numbers = [order.batch_of(epoch, n, rank, ranks) for n in range(order.full_batches + bool(order.tail))]
+            for place, chosen in enumerate(numbers):
+                if stop.is_set():
+                    return
+                ahead = [dataset.sample(int(n)) for later in numbers[place : place + DEPTH] for n in later]
+                source.announce([(sample, [member.ext for member in sample.members]) for sample in ahead])
+                found = [bytearray(view) for n in chosen for view in _members(source, dataset, int(n))]
+                if found:
+                    waiting.put(found)
+        waiting.put(_END)
+    except BaseException as error:
+        waiting.put(error)
+
+
+def _members(source: Source, dataset: Dataset, number: int) -> list[memoryview]:
+    sample = dataset.sample(number)
+    return list(source.fetch(sample, [member.ext for member in sample.members]).values())

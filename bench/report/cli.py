@@ -1,0 +1,60 @@
+"""`millrace bench report` and `millrace bench compare`.
+
+Invariant: they measure nothing; they show what results files hold. Failure behaviour: a file that is none is a
+`UsageError` naming it; `compare` ends with 1 when something got worse beyond noise, so a script can use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.core.results import Run, read
+from bench.report.compare import as_text, compare
+from bench.report.markdown import markdown
+from bench.report.page import page
+
+
+def report(argv: Sequence[str]) -> int:
+    """`millrace bench report`."""
+    parser = argparse.ArgumentParser(
+        prog="millrace bench report",
+        description="Make one self-contained page (or Markdown tables) of what `millrace bench … -o FILE` wrote.",
+        epilog="exit codes: 0 written; 2 a file holds no results; others as in millrace --help",
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="results files")
+    parser.add_argument("-o", "--output", type=Path, help="HTML file to write")
+    parser.add_argument("--title", default="Millrace benchmarks")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    parser.add_argument("--part", action="append", default=[], help="only this part, for --markdown; may be repeated")
+    args = parser.parse_args(argv)
+    runs: list[tuple[str, Run]] = [(path.name, read(path)) for path in args.results]
+    if args.output:
+        args.output.write_text(page(runs, args.title))
+        print(f"wrote {args.output}")
+    if args.markdown or not args.output:
+        print(markdown(runs, args.part), end="")
+    return 0
+
+
+def compare_(argv: Sequence[str]) -> int:
+    """`millrace bench compare`."""
+    parser = argparse.ArgumentParser(
+        prog="millrace bench compare",
+        description="Say what changed from A to B beyond noise: exact Mann–Whitney test with a false discovery rate of 5 %,\n"
+        "changes of medians from 2 % on.",
+        epilog="exit codes: 0 nothing got worse; 1 something did; 2 not comparable; others as in millrace --help",
+    )
+    parser.add_argument("a", type=Path, help="results before")
+    parser.add_argument("b", type=Path, help="results after")
+    parser.add_argument(
+        "--different-machines", action="store_true", help="compare although the machines differ, and say so"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    args = parser.parse_args(argv)
+    found = compare(read(args.a), read(args.b), any_machine=args.different_machines)
+    print(msgspec.json.encode(found).decode() if args.json else as_text(found))
+    return 1 if any(change.verdict == "worse" for change in found.changes) else 0

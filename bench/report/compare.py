@@ -1,0 +1,156 @@
+"""What changed between two runs, beyond noise.
+
+Invariant: pure; only samples of one benchmark with equal settings, one candidate and one metric are compared, and only on
+one machine unless that is waived, which the result then says. What is in one run only is named. Failure behaviour: two
+machines without the waiver are a `MismatchError` that names the differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from bench.core.environment import differences
+from bench.core.results import Metric, Part, Run
+from bench.core.statistics import (
+    LEVEL,
+    Interval,
+    benjamini_hochberg,
+    mann_whitney,
+    ratio_of_medians,
+    smallest_p,
+)
+from dataio.core.errors import MismatchError
+
+LEAST_CHANGE = 0.02
+"""Changes of medians below two per cent are not reported, however certain."""
+
+Verdict = Literal["better", "worse", "changed little", "no change seen", "too few samples"]
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One metric of one candidate: B beside A. `ratio` is B's median over A's, with its 95 % interval."""
+
+    part: str
+    candidate: str
+    metric: str
+    title: str
+    unit: str
+    verdict: Verdict
+    p: float
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    samples: tuple[int, int] = (0, 0)
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All changes, and what a reader must know before believing them."""
+
+    changes: list[Change]
+    warnings: list[str]
+
+
+def compare(a: Run, b: Run, *, any_machine: bool = False) -> Comparison:
+    """B beside A."""
+    machines = differences(a.environment, b.environment)
+    if machines and not any_machine:
+        hint = "run both on one machine, or say --different-machines"
+        raise MismatchError(f"the runs come from different machines ({'; '.join(machines)})", hint=hint)
+    warnings = [f"DIFFERENT MACHINES: {text}" for text in machines]
+    warnings += [f"{name}: {a.environment.get(name)} / {b.environment.get(name)}" for name in _softer(a, b)]
+    pairs = list(_pairs(a, b, warnings))
+    return Comparison(_judged(pairs), warnings)
+
+
+def _softer(a: Run, b: Run) -> list[str]:
+    names = ("kernel", "python", "file_system", "commit", "packages")
+    return [name for name in names if a.environment.get(name) != b.environment.get(name)]
+
+
+def _pairs(a: Run, b: Run, warnings: list[str]) -> Iterator[tuple[Part, str, str, Metric, list[float], list[float]]]:
+    theirs = {part.name: part for part in a.parts}
+    for name in sorted(theirs.keys() ^ {part.name for part in b.parts}):
+        warnings.append(f"{name}: only in {'A' if name in theirs else 'B'}")
+    for part in b.parts:
+        before = theirs.get(part.name)
+        if before is None:
+            continue
+        if before.settings != part.settings:
+            changed = sorted(
+                k for k in before.settings | part.settings if before.settings.get(k) != part.settings.get(k)
+            )
+            warnings.append(f"{part.name}: not compared, as its settings differ ({', '.join(changed)})")
+            continue
+        for which, one in (("A", before), ("B", part)):
+            if one.failed:
+                errors = [error for found in one.candidates.values() for error in found.errors]
+                warnings.append(f"{one.name}: {one.status} in {which}, {one.why or '; '.join(errors)[:200]}")
+        for candidate in sorted(before.candidates.keys() ^ part.candidates.keys()):
+            warnings.append(f"{part.name}: {candidate} is only in {'A' if candidate in before.candidates else 'B'}")
+        for candidate in part.candidates.keys() & before.candidates.keys():
+            old, new = before.candidates[candidate].metrics, part.candidates[candidate].metrics
+            for metric, about in part.metrics.items():
+                if old.get(metric) and new.get(metric):
+                    yield part, candidate, metric, about, old[metric], new[metric]
+
+
+def _judged(pairs: list[tuple[Part, str, str, Metric, list[float], list[float]]]) -> list[Change]:
+    p_values = {
+        str(place): mann_whitney(new, old)
+        for place, (*_, old, new) in enumerate(pairs)
+        if smallest_p(len(old), len(new)) <= LEVEL
+    }
+    found = benjamini_hochberg(p_values)
+    changes = []
+    for place, (part, candidate, metric, about, old, new) in enumerate(pairs):
+        p = p_values.get(str(place))
+        interval = ratio_of_medians(new, old)
+        verdict = _verdict(about, interval, enough=p is not None, certain=str(place) in found)
+        change = Change(
+            part.name,
+            candidate,
+            metric,
+            about.title or metric,
+            about.unit,
+            verdict,
+            p if p is not None else 1.0,
+            interval.ratio if interval else None,
+            interval.low if interval else None,
+            interval.high if interval else None,
+            (len(old), len(new)),
+        )
+        changes.append(change)
+    return changes
+
+
+def _verdict(metric: Metric, interval: Interval | None, *, enough: bool, certain: bool) -> Verdict:
+    if not enough:
+        return "too few samples"
+    if not certain or interval is None:
+        return "no change seen"
+    if abs(interval.ratio - 1) < LEAST_CHANGE:
+        return "changed little"
+    return "better" if (interval.ratio > 1) == (metric.better == "higher") else "worse"
+
+
+def as_text(found: Comparison) -> str:
+    """Markdown: warnings, what changed, and how much did not."""
+    lines = [f"- {warning}" for warning in found.warnings]
+    changed = [change for change in found.changes if change.verdict in ("better", "worse")]
+    if changed:
+        lines += ["", "| | | B ÷ A (95 %) | p | |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {c.part} | {c.candidate}: {c.metric} | {c.ratio:.3g} ({c.low:.3g}–{c.high:.3g}) | {c.p:.2g} | {c.verdict} |"
+            for c in sorted(changed, key=lambda c: (c.verdict, c.part, c.candidate, c.metric))
+        ]
+    counts = {
+        name: sum(c.verdict == name for c in found.changes)
+        for name in ("no change seen", "changed little", "too few samples")
+    }
+    lines += ["", f"{len(changed)} changed; " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)]
+    if counts["too few samples"]:
+        lines.append("With 4 rounds or more on both sides, every metric can be judged.")
+    return "\n".join(lines).strip()

@@ -1,0 +1,244 @@
+"""Resuming a loader in the middle of an epoch, beside other loaders: how long, how exact, how large a state.
+
+Purpose: `millrace bench resume`. Every candidate reads the same 4,000 small clips in shuffled batches of 8; ours decodes
+them, the peers deliver bytes, which can only favour them.
+Invariant: a candidate walks an epoch once, keeping its state and the ids of the next batches at 50 % and at 99 %. Then, in
+the same process (imports do not count), a new loader over the data takes the state, as it comes back from JSON, and is timed
+from there to its first batch; it is exact if the next batches hold the same ids.
+Failure behaviour: an exception ends the candidate's process; `bench.core.measure` reports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.core import command
+from bench.core.measure import Candidate, alternate
+from bench.core.results import Metric, Part
+from dataio import Dataset, index
+
+CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
+OURS, TORCHDATA, LITDATA = "millrace", "torchdata StatefulDataLoader", "litdata"
+METRICS = {
+    "before_read_50_ms": Metric("to the first read, 50 %, ms", "ms"),
+    "before_read_99_ms": Metric("99 %, ms", "ms"),
+    "resume_50_ms": Metric("open, load, first batch, 50 %, ms", "ms"),
+    "resume_99_ms": Metric("99 %, ms", "ms"),
+    "state_bytes": Metric("state, bytes", "B"),
+    "exact": Metric("exact", "", "higher"),
+}
+
+
+class Loader(Protocol):
+    """What the candidates have in common."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def main(argv: Sequence[str]) -> int:
+    """`millrace bench resume`."""
+    return command.run(argv, "resume", "Resuming in the middle of an epoch, beside other loaders.", fill)
+
+
+def fill(job: command.Job, part: Part) -> None:
+    """One set of clips, in each candidate's form."""
+    job.tell("making clips", 0)
+    prepare(job.scratch)
+    names = [OURS, TORCHDATA, *([LITDATA] if importlib.util.find_spec("litdata") else [])]
+    part.title = f"Resume: {CLIPS} small clips, shuffled, batches of {BATCH}, local disk"
+    part.settings = {"clips": CLIPS, "batch": BATCH, "compared batches": AFTER}
+    part.metrics, part.against = METRICS, TORCHDATA
+    if LITDATA in names:
+        _to_litdata(job.scratch)
+    wanted = [Candidate(name, "bench.resume", (name, str(job.scratch))) for name in names]
+    alternate(wanted, job.rounds, job.tell, part.candidates)
+
+
+def prepare(folder: Path) -> None:
+    """Clips of two frames in four tars, indexed where they are."""
+    clips = [_clip(number) for number in range(DISTINCT)]
+    for shard in range(4):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number in range(CLIPS // 4):
+                header = tarfile.TarInfo(f"{shard}-{number:05}.avi")
+                header.size = len(clips[number % DISTINCT])
+                tar.addfile(header, io.BytesIO(clips[number % DISTINCT]))
+    index(f"{folder}/*.tar", folder / "ds").close()
+
+
+def measure(candidate: str, folder: Path) -> dict[str, float]:
+    """Figures of one candidate."""
+    make = {OURS: _millrace, TORCHDATA: _torchdata, LITDATA: _litdata}[candidate]
+    marks = {percent: CLIPS // BATCH * percent // 100 for percent in (50, 99)}
+    states, following = _walk(make(folder), set(marks.values()))
+    found: dict[str, float] = {"exact": 1.0, "state_bytes": max(map(len, states.values()))}
+    for percent, batch in marks.items():
+        begun = time.perf_counter()
+        loader = make(folder)
+        loader.load_state_dict(json.loads(states[batch]))
+        batches = iter(loader)
+        ids = [_ids(next(batches))]
+        found[f"resume_{percent}_ms"] = (time.perf_counter() - begun) * 1e3
+        if _READS:
+            found[f"before_read_{percent}_ms"] = (_READS[-1] - begun) * 1e3
+        ids += [_ids(next(batches)) for _ in range(AFTER - 1)]
+        found["exact"] = min(found["exact"], float(ids == following[batch]))
+    return found
+
+
+def _walk(loader: Loader, marks: set[int]) -> tuple[dict[int, str], dict[int, list[list[int]]]]:
+    """One epoch: the states after so many batches, and the ids of the batches that follow."""
+    states, ids = dict[int, str](), list[list[int]]()
+    for number, batch in enumerate(loader, 1):
+        ids.append(_ids(batch))
+        if number in marks:
+            states[number] = json.dumps(loader.state_dict())
+    return states, {mark: ids[mark : mark + AFTER] for mark in marks}
+
+
+def _ids(batch: Any) -> list[int]:
+    return [int(one) for one in batch["id"]]
+
+
+_READS: list[float] = []
+"""When our loader read for the first time, for each that was made."""
+
+
+def _millrace(folder: Path) -> Loader:
+    import loaders.engine as engine
+    from loaders import Clip, VideoLoader
+    from loaders.samples.source import StoreReader
+
+    class Timed(StoreReader):
+        def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+            if self not in seen:
+                seen.append(self)
+                _READS.append(time.perf_counter())
+            return super().read(key, ranges)
+
+    seen: list[Timed] = []
+    vars(engine)["open_reader"] = lambda store, *_: Timed(store)
+    return VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, threads=2)
+
+
+def _torchdata(folder: Path) -> Loader:
+    """Bytes of samples by number, in a shuffled order of torch's."""
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Members(torch.utils.data.Dataset[dict[str, Any]]):
+        def __init__(self) -> None:
+            self.dataset = Dataset(str(folder / "ds"))
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return {"id": number, "data": self.dataset.read(self.dataset.sample(number), "avi")}
+
+    torch.manual_seed(1)
+    loader: Loader = StatefulDataLoader(Members(), BATCH, shuffle=True, drop_last=True)
+    return _Encoded(loader)
+
+
+class _Encoded:
+    """A loader whose state holds tensors, as JSON."""
+
+    def __init__(self, inner: Loader) -> None:
+        self._inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        import base64
+        import pickle
+
+        return {"pickled": base64.b64encode(pickle.dumps(self._inner.state_dict())).decode()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        import base64
+        import pickle
+
+        self._inner.load_state_dict(pickle.loads(base64.b64decode(state["pickled"])))  # noqa: S301 (our own, a moment ago)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._inner)
+
+
+def _litdata(folder: Path) -> Loader:
+    import litdata
+
+    dataset = litdata.StreamingDataset(str(folder / "litdata"), shuffle=True, seed=1, drop_last=True)
+    loader: Loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0)
+    return loader
+
+
+def _to_litdata(folder: Path) -> None:
+    """The same samples in litdata's chunks."""
+    import subprocess
+
+    quiet = {**os.environ, "LITDATA_DISABLE_VERSION_CHECK": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "bench.resume", "convert", str(folder)], env=quiet, check=True, capture_output=True
+    )
+
+
+def _convert(folder: Path) -> None:
+    import litdata
+
+    litdata.optimize(
+        _Read(str(folder / "ds")),
+        inputs=list(range(CLIPS)),
+        output_dir=str(folder / "litdata"),
+        chunk_bytes="1MB",
+        num_workers=1,
+    )
+
+
+class _Read:
+    """Sample number → a row for litdata, in a worker that opens the dataset itself."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @cached_property
+    def _dataset(self) -> Dataset:
+        return Dataset(self._url)
+
+    def __call__(self, number: int) -> dict[str, Any]:
+        return {"id": number, "data": self._dataset.read(self._dataset.sample(number), "avi")}
+
+
+def _clip(number: int) -> bytes:
+    """Two frames of MJPEG."""
+    import av
+    import numpy as np
+
+    target = io.BytesIO()
+    with av.open(target, "w", format="avi") as container:
+        stream = container.add_stream("mjpeg", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuvj420p"
+        for frame in range(2):
+            values = np.random.default_rng([number, frame]).integers(0, 255, (32, 32, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
+        container.mux(stream.encode(None))
+    return target.getvalue()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "convert":
+        _convert(Path(sys.argv[2]))
+    else:
+        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

@@ -1,0 +1,147 @@
+"""What a cluster and a job are, in numbers, and what each part of Millrace changes about them.
+
+Sources: checkpoint sizes by number of processes are those of the MLPerf Storage rules v2.0, table 2 (8B, 70B, 405B, 1T;
+unofficial use); the rate of interruptions is that of "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4: 419
+unexpected ones in 54 days on 16,384 GPUs, 78 % of them hardware). Everything else is a setting.
+Invariant: pure. Failure behaviour: none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from bench.simulate.reading import amplification
+
+GPU_MTBF_SECONDS = 54 * 86400 * 16384 / 419
+"""Mean time between interruptions of one GPU's share of a job: about 5.8 years."""
+_SIZES = ((8, 105e9), (64, 912e9), (512, 5.29e12), (1 << 30, 18e12))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Rates in bytes a second, times in seconds. `store_requests`: requests a second that the store answers."""
+
+    gpus: int
+    gpus_a_node: int = 8
+    nic_rate: float = 25e9
+    store_read: float = 400e9
+    store_write: float = 200e9
+    store_requests: float = 200_000
+    d2h_rate: float = 25e9
+    tier_write: float = 5e9
+    tier_read: float = 10e9
+    gpu_mtbf: float = GPU_MTBF_SECONDS
+    hardware_share: float = 0.78
+    restart_seconds: float = 180.0
+
+    @property
+    def nodes(self) -> int:
+        return max(1, math.ceil(self.gpus / self.gpus_a_node))
+
+    @property
+    def mtbf(self) -> float:
+        """Seconds between interruptions of the job."""
+        return self.gpu_mtbf / self.gpus
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job: seconds a step computes, bytes a GPU reads for it, bytes of a whole checkpoint.
+
+    `changed` is the share of a checkpoint's bytes that are new since the last one; `slow_down` what an upload costs the
+    steps that run beside it, as a share.
+    """
+
+    step_seconds: float = 1.0
+    sample_bytes: float = 4e6
+    batch: int = 8
+    block_bytes: float = 4 << 20
+    samples_a_block: float = 8.0
+    state_bytes: float = 0.0
+    changed: float = 0.6
+    stage_efficiency: float = 0.5
+    slow_down: float = 0.02
+    cached: float = 0.0
+
+    def sized(self, gpus: int) -> Job:
+        """With the state of the model that the rules train on so many processes, unless one is given."""
+        if self.state_bytes:
+            return self
+        return replace(self, state_bytes=next(size for most, size in _SIZES if gpus <= most))
+
+
+@dataclass(frozen=True)
+class Features:
+    """Which parts of Millrace are used. Without any: each rank reads for itself, and a save is lost with its trainer."""
+
+    name: str
+    sidecar: bool = False
+    dedup: bool = False
+    tier: bool = False
+
+
+VARIANTS = (
+    Features("sidecar + dedup + local tier", sidecar=True, dedup=True, tier=True),
+    Features("sidecar + dedup", sidecar=True, dedup=True),
+    Features("sidecar", sidecar=True),
+    Features("none"),
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What follows for one job on one cluster. Seconds, but for `amplification` and `data_stall` (share of wall time)."""
+
+    amplification: float
+    data_stall: float
+    stall: float
+    durable: float
+    slow_down: float
+    restore: float
+    mtbf: float
+    soft_survives: bool
+
+
+def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
+    """Fluid rates by symmetry: all nodes do the same at the same time, so each has its share of the store."""
+    job = job.sized(cluster.gpus)
+    ranks = min(cluster.gpus, cluster.gpus_a_node)
+    amplified = 1.0 if features.sidecar else amplification(ranks, job.samples_a_block)
+    read = min(
+        cluster.nic_rate,
+        cluster.store_read / cluster.nodes,
+        cluster.store_requests * job.block_bytes / cluster.nodes,
+    )
+    need = ranks * job.batch * job.sample_bytes * amplified * (1 - job.cached) / job.step_seconds
+    node_state = job.state_bytes / cluster.nodes
+    written = node_state * (job.changed if features.dedup else 1.0)
+    upload = written / min(cluster.nic_rate, cluster.store_write / cluster.nodes)
+    stall = job.state_bytes / cluster.gpus / (cluster.d2h_rate * job.stage_efficiency)
+    durable = min(node_state / cluster.tier_write, upload) if features.tier else upload
+    near, far = node_state / cluster.tier_read, node_state / read
+    return Costs(
+        amplified,
+        max(0.0, 1 - read / need),
+        stall,
+        stall + durable,
+        job.slow_down * upload,
+        min(near, far) if features.tier else far,
+        cluster.mtbf,
+        features.sidecar,
+    )
+
+
+def young(cost: float, mtbf: float) -> float:
+    """Seconds between checkpoints: J. W. Young, "A first order approximation to the optimum checkpoint interval",
+    CACM 17(9), 1974."""
+    return math.sqrt(2 * cost * mtbf)
+
+
+def daly(cost: float, mtbf: float) -> float:
+    """The same to higher order: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps", FGCS 22(3), 2006, equation 37; seconds of computing between checkpoints."""
+    if cost >= 2 * mtbf:
+        return mtbf
+    x = cost / (2 * mtbf)
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - cost
