@@ -31,10 +31,10 @@ typecheck: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/millrace bench
+	$(BIN)/millrace bench all --output bench-out
 
 soak: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) -m soak
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis demo-out test-out
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis demo-out test-out bench-out

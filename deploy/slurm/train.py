@@ -1,30 +1,20 @@
-"""An example trainer for train.sbatch: SIGUSR1 -> save -> exit code 99 -> requeue -> restore."""
+"""An example trainer for train.sbatch: SIGUSR1 -> save -> exit code 99 (98: not saved) -> requeue -> restore."""
 
 import os
-import signal
+import sys
 import time
 
 import torch
 
 from checkpoint import Checkpointer
 
-REQUEUE = 99
 STEPS = int(os.environ.get("STEPS", "1000"))
-asked = False
-
-
-def ask_to_stop(*_: object) -> None:
-    """Only remembers: the loop saves between two steps, where the state is whole."""
-    global asked
-    asked = True
-
-
-signal.signal(signal.SIGUSR1, ask_to_stop)
 model = torch.nn.Linear(16, 1)
 optim = torch.optim.AdamW(model.parameters())
 state = {"model": model, "optim": optim}
 
 with Checkpointer(os.environ["CHECKPOINTS"], run=os.environ.get("RUN", "example")) as checkpointer:
+    guard = checkpointer.on_preemption(lambda: state, deadline=100)  # srun sends the signal 120 s before the end
     first = checkpointer.restore(state) or 0
     print(f"from step {first}", flush=True)
     for step in range(first + 1, STEPS + 1):
@@ -33,10 +23,9 @@ with Checkpointer(os.environ["CHECKPOINTS"], run=os.environ.get("RUN", "example"
         optim.step()
         optim.zero_grad()
         time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-        if asked or step % 100 == 0 or step == STEPS:
-            handle = checkpointer.save(step, state)
-        if asked:
-            handle.result(100)
-            print(f"saved step {step} and stop", flush=True)
-            raise SystemExit(REQUEUE)
+        if step % 100 == 0 or step == STEPS:
+            checkpointer.save(step, state)
+        if guard.reached(step):
+            print(f"saved step {step} and stop" if guard.outcome.committed else "not saved", flush=True)
+            sys.exit(guard.exit_code)
 print("done", flush=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from dataio import Dataset, index, pack
 from dataio.shards import tar
-from dataio.shards.describe import describe
-from dataio.shards.facts import Failure
-from dataio.shards.probe_worker import limit_memory
+from dataio.shards.media.describe import describe
+from dataio.shards.media.facts import Failure
+from dataio.shards.workers.probe_worker import limit_memory
 
 
 def scan_tar(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import pytest
 
 from dataio.cache.events import Bypass, Fetch, Instruction, ObjectId, Ready, Want
 from dataio.cache.plan import CachePlan
+from dataio.cache.plan.ring import Ring
 from loaders.order import Order
 
 KIB = 1024
@@ -84,6 +86,16 @@ def test_in_later_epochs_the_hit_rate_is_the_cached_fraction(ranks: int, share: 
         assert 1 - missed == pytest.approx(share, abs=0.02)
 
 
+@pytest.mark.parametrize("shares", [(0.2, 0.3), (0.1, 0.1, 0.4)])
+def test_tiers_together_hit_as_one_cache_of_their_size_does(shares: tuple[float, ...]) -> None:
+    node = Node(CachePlan([int(DATASET * share) for share in shares], block_bytes=BLOCK, prefetch_parts=8), 2)
+    order = Order.of(SAMPLES, BATCH, sample_bytes=SAMPLE, seed=3)
+    first, *later = (node.epoch(order, epoch) for epoch in range(3))
+    assert first <= 1.02
+    for missed in later:
+        assert 1 - missed == pytest.approx(sum(shares), abs=0.02)
+
+
 def test_what_fits_is_fetched_once_and_never_again() -> None:
     node = Node(CachePlan(int(DATASET * 1.2), block_bytes=BLOCK, prefetch_parts=8), 4)
     order = Order.of(SAMPLES, BATCH, sample_bytes=SAMPLE)
@@ -97,3 +109,43 @@ def test_without_announcements_the_same_epochs_are_lost_on_least_recently_used()
         for want in (want for batch in batches for want in batch):
             node.read(0, want)
     assert node.fetched > 2.5 * DATASET, "1.5 with announcements"
+
+
+REPEATED = 48
+"""Samples that are read as often as all others together."""
+
+
+def mixture(samples: list[int], number: int) -> Iterator[list[Want]]:
+    """Batches of which every other sample is one of the few that are weighted up, in turn."""
+    few, many, taken = itertools.cycle(range(REPEATED)), iter(samples), 0
+    while taken < number:
+        yield [want_of(next(few if n % 2 else many)) for n in range(BATCH)]
+        taken += 1
+
+
+def missed_in_mixture(budget: int) -> float:
+    """The share of bytes that come from the store, in a mixture that follows a stage in which the cache was filled."""
+    node = Node(CachePlan(budget, block_bytes=BLOCK, prefetch_parts=8), 1)
+    others = [sample for sample in range(SAMPLES) if sample >= 2 * PER_SHARD]
+    for batch in (others[n : n + BATCH] for n in range(0, len(others) // 2, BATCH)):
+        node.do(node.plan.announce(1, "s", [want_of(sample) for sample in batch]))
+        for sample in batch:
+            node.read(0, want_of(sample))
+    before, batches = node.fetched + node.bypassed, deque(mixture(others[len(others) // 2 :], 16))
+    read = len(batches) * BATCH * SAMPLE
+    while batches:
+        now = batches.popleft()
+        node.do(node.plan.announce(1, "s", [want for batch in list(batches)[:AHEAD] for want in batch]))
+        for want in now:
+            node.read(0, want)
+    return (node.fetched + node.bypassed - before) / read
+
+
+def test_what_is_weighted_up_is_kept_where_pinning_alone_would_fetch_it_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missed = missed_in_mixture(DATASET // 4)
+    monkeypatch.setattr(Ring, "_keep", lambda self, file: None)
+    alone = missed_in_mixture(DATASET // 4)
+    assert alone > 0.95, "the cache is full of what came first"
+    assert missed < 0.60, "half of the reads are of samples that come once, and must be fetched"

@@ -1,41 +1,160 @@
-"""`millrace bench store`: every candidate moves the same objects, and the bucket is as it was."""
+"""`millrace bench store`: every client moves the same objects, bounds hold, and the store is as it was."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bench.store import CANDIDATES, main
+from bench.core.latency import Latencies, edge
+from bench.core.results import Part, Samples, decode
+from bench.store import knee
+from bench.store.cells import Cell, Sweep, metrics
+from bench.store.cli import _place, main
+from bench.store.clients import FILE_CLIENTS, S3_CLIENTS
+from bench.store.worker import Order, measure
 from dataio.core.errors import UsageError
+from dataio.core.limits import MIB
 from dataio.store.open import open_store
 
 COMMAND = [sys.executable, "-m", "dataio.cli", "bench", "store"]
+QUICK = ["--rounds", "1", "--seconds", "0.05", "--threads", "1,2", "--json"]
+
+
+def run(*arguments: str) -> dict[str, Samples]:
+    return run_part(*arguments).candidates
+
+
+def run_part(*arguments: str) -> Part:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (part,) = decode(done.stdout.encode(), "stdout").parts
+    assert not part.failed, part
+    return part
 
 
 @pytest.mark.s3
 def test_a_bucket_is_measured_beside_the_raw_clients_and_left_as_it_was(s3_url: str) -> None:
     pytest.importorskip("boto3", reason="the extra bench is not installed")
-    small = ["--rounds", "1", "--sizes", "64KiB,1MiB", "--threads", "1,2", "--bytes", "128KiB"]
-    done = subprocess.run([*COMMAND, s3_url, *small, "--json"], capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)["store"]
-    assert tuple(found) == CANDIDATES
-    for name, samples in found.items():
-        cells = {
-            f"{way}_{size}_{what}"
-            for way in ("get", "put")
-            for size in (65536, 1 << 20)
-            for what in ("x1", "x2", "cpu")
-        }
-        assert set(samples["metrics"]) == cells | {"peak_mib"}, name
-        assert all(value[0] >= 0 for value in samples["metrics"].values()), name
+    sweep = Sweep(("get", "range", "small", "put", "multipart", "list"), (65536, 8 * MIB), (1, 2))
     with open_store(s3_url) as store:
-        assert list(store.list()) == []
+        store.put("theirs", b"not ours")
+        store.put("millrace-bench-somebody/else", b"not ours")
+    found = run(s3_url, "--sizes", "64KiB,8MiB", "--bytes", "128KiB", *QUICK)
+    assert tuple(found) == S3_CLIENTS
+    for name, samples in found.items():
+        assert set(samples.metrics) == set(metrics(sweep.cells())), name
+        assert all(value[0] > 0 for metric, value in samples.metrics.items() if not metric.endswith("_cpu")), name
+    with open_store(s3_url) as store:
+        assert [info.key for info in store.list()] == ["millrace-bench-somebody/else", "theirs"]
 
 
-def test_only_buckets_are_measured() -> None:
-    with pytest.raises(UsageError, match="no bucket"):
-        main(["/tmp/folder"])
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_bytes(b"not ours")
+    part = run_part(str(tmp_path), "--sizes", "4KiB,2MiB", "--operations", "get,put,list", "--cold", *QUICK)
+    found, limited = part.candidates, {name for name, metric in part.metrics.items() if metric.limit}
+    assert tuple(found) == FILE_CLIENTS
+    assert limited == {"get_4096_x1", "get_2097152_x1", "put_4096_x1", "put_2097152_x1"}, (
+        "one thread, and the disk decides"
+    )
+    for name, samples in found.items():
+        rates, median = samples.metrics["get_2097152_x1"], samples.metrics["get_2097152_x1_p50"]
+        assert rates[0] * median[0] / 1e3 < 2 * 2 * MIB / 1e6, f"{name}: one at a time, yet more than latency allows"
+        assert sum(count for _, count in samples.histograms["get_2097152_x1"]) >= 2
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_objects_that_somebody_puts_below_the_prefix_meanwhile_are_left_alone(tmp_path: Path) -> None:
+    sweep = Sweep(("get", "put"), (1000,), (1,))
+    with _place(str(tmp_path), sweep, lambda *_: None) as place, open_store(place) as store:
+        ours = [info.key for info in store.list()]
+        store.put("put/1000/999", b"theirs, though it looks like ours")
+        store.put("read/foreign", b"theirs")
+    with open_store(place) as store:
+        assert [info.key for info in store.list()] == ["put/1000/999", "read/foreign"]
+    assert len(ours) == 8, "nothing had been prepared"
+
+
+def test_what_the_bounds_leave_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bounds = ["--duration", "0", "--clients", "os"]
+    assert main([str(tmp_path), "--sizes", "4KiB", *bounds, *QUICK]) == 0
+    (part,) = decode(capsys.readouterr().out.encode(), "stdout").parts
+    assert part.candidates["os"].metrics["skipped_cells"] == [8.0], "4 operations at 2 widths"
+    assert any("--duration or --max-bytes was reached" in note for note in part.notes)
+    assert main([str(tmp_path), "--sizes", "1MiB", "--max-bytes", "4MiB", "--clients", "os", *QUICK]) == 0
+    (part,) = decode(capsys.readouterr().out.encode(), "stdout").parts
+    moved = sum(
+        size * count
+        for name, pairs in part.candidates["os"].histograms.items()
+        for size in [float(name.split("_")[1])]
+        for _, count in pairs
+    )
+    assert moved <= 6 * MIB, "the last cell may end its two requests a thread, no more"
+    assert part.candidates["os"].metrics["skipped_cells"][0] > 0
+
+
+def test_cells_that_would_not_fit_in_memory_are_named() -> None:
+    sweep = Sweep(("get",), (256 * MIB,), (1, 16))
+    assert [cell.width for cell in sweep.cells()] == [1]
+    assert [cell.title for cell in sweep.left_out()] == ["256 MiB ×16"]
+
+
+def test_requests_that_fail_are_counted_and_named(tmp_path: Path) -> None:
+    found = measure(Order("os", f"file://{tmp_path}", ("get",), (10,), (1,), 0.01, 100, 10, 10**6))
+    assert "get_10_x1" not in found, "a rate of nothing"
+    assert "requests failed: get_10_x1: FileNotFoundError" in json.dumps(found["errors"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gs://bucket"], "neither a bucket nor a directory"),
+        (["--operations", "get,guess", "/tmp"], "no operation 'guess'"),
+        (["--clients", "nobody", "/tmp"], "no client 'nobody'"),
+        (["--threads", "many", "/tmp"], "no list of numbers"),
+        (["--threads", "0", "/tmp"], "positive"),
+    ],
+)
+def test_wrong_use_is_said_before_anything_is_written(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        main(arguments)
+
+
+@given(st.lists(st.floats(2e-6, 3000), min_size=1, max_size=50), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
+def test_percentiles_are_never_too_low_and_at_most_a_64th_too_high(values: list[float], share: float) -> None:
+    halves = Latencies(), Latencies()
+    for number, value in enumerate(values):
+        halves[number % 2].add(value)
+    found = Latencies().merge(halves)
+    exact = sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
+    assert found.total == len(values)
+    assert exact <= found.percentile(share) * (1 + 1e-9)
+    assert found.percentile(share) <= exact * (1 + 1 / 64) * (1 + 1e-9)
+    assert len(found.counts) <= 32 * 64
+
+
+def test_the_fastest_and_slowest_latencies_go_into_the_outer_buckets() -> None:
+    assert edge(0) == edge(1e-6)
+    assert edge(1e9) == edge(2.0**32 * 1e-6)
+
+
+def test_the_knee_is_where_power_is_greatest() -> None:
+    points = [knee.Point(1, 100, 10), knee.Point(4, 380, 10.5), knee.Point(16, 400, 40)]
+    found = knee.find(points)
+    assert found is not None
+    assert (found.best.width, found.enough.width) == (4, 4)
+    assert knee.find([]) is None
+    assert knee.find(points[:1]) == knee.Knee(points[0], points[0])
+    cells = [Cell("get", 8 * MIB, point.width) for point in points]
+    samples = Samples()
+    for cell, point in zip(cells, points, strict=True):
+        samples.metrics |= {cell.name: [point.throughput] * 3, f"{cell.name}_p50": [point.latency]}
+    (sentence,) = knee.sentences(cells, {"millrace": samples})
+    assert sentence.startswith("millrace, get 8.0 MiB: knee at 4 at once (380 MB/s, p50 10.5 ms)")
+    assert statistics.median(samples.metrics[cells[1].name]) == 380

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint import layout, manifest, plan, repository, restore, timeline, tree, ulid
 from checkpoint.carry import carry
-from checkpoint.chunk import Box, whole
-from checkpoint.documents import Base, StepName
-from checkpoint.events import Event
-from checkpoint.layout import TensorSpec
+from checkpoint.format import dtypes, layout, manifest, ulid
+from checkpoint.format.chunk import Box, whole
+from checkpoint.format.documents import Base, StepName
+from checkpoint.format.layout import TensorSpec
+from checkpoint.repository import steps as repository
+from checkpoint.repository import timeline
+from checkpoint.restoring import restore
+from checkpoint.saving import plan
+from checkpoint.saving.events import Event
+from checkpoint.state import tree
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.limits import KIB, SMALL_OBJECT_BYTES
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store
@@ -119,8 +124,10 @@ def load(store: Store, base: Base, rank: int = 0) -> dict[str, bytes]:
     """The step's tensors as `rank` sees them."""
     with restore.reading(store, RUN, base) as step:
         found = restore.tensors_of(step, rank)
-        sinks = {name: MemorySink(tensor.nbytes) for name, (_, tensor) in found.items()}
-        restore.read(store, step, [restore.Want(m, t, sinks[name]) for name, (m, t) in found.items()])
+        sinks = {name: MemorySink(dtypes.nbytes(saved.dtype, saved.shape)) for name, saved in found.items()}
+        restore.read(
+            store, step, [restore.Want(saved, whole(saved.shape), sinks[name]) for name, saved in found.items()]
+        )
     assert all(sink.closed or not sink.data for sink in sinks.values())
     return {name: bytes(sink.data) for name, sink in sinks.items()}
 

@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 
-from checkpoint.documents import Base
+from checkpoint.format.documents import Base
 from dataio.store.open import open_store
 from tests.checkpoint.making import begin, make, save, tiny_state
 

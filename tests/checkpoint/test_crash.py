@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 import checkpoint.carry
-from checkpoint import check
-from checkpoint.documents import Base
+from checkpoint.format.documents import Base
+from checkpoint.repository import check
 from dataio.core.crashpoints import declared
 from dataio.store.contract import Store
 from dataio.store.open import open_store

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from checkpoint import Checkpointer, check, repository
+from checkpoint import Checkpointer
+from checkpoint.repository import check
+from checkpoint.repository import steps as repository
 from dataio.store.open import open_store
 from tests.checkpoint.trainer import state_for, summary
 

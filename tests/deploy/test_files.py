@@ -15,22 +15,35 @@ import yaml
 from prometheus_client import generate_latest
 
 from dataio.core.metrics import REGISTRY
+from dataio.sidecar import activation
 from dataio.sidecar import messages as m
 from dataio.sidecar.settings import PREFIX, SETTINGS
+from dataio.sidecar.tier.metrics import TierMetrics
 from dataio.sidecar.view import View
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "millrace-sidecar@.service"
 PROMTOOL = shutil.which("promtool")
 ANALYZE = shutil.which("systemd-analyze")
+TIER: dict[str, Any] = {
+    "budget_bytes": 1,
+    "used_bytes": 1,
+    "kept": [],
+    "trouble": "",
+    "buddy": {"trouble": "", "waiting": 0, "sent_bytes": 0, "copies": [{"run": "exp", "age_seconds": 1.0}]},
+    "recalled": {"found": 0},
+    "guests": {"peers": 0, "received_bytes": 0, "refused": {"tls": 0}},
+}
+"""What a daemon with a tier and buddies says."""
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
 def metrics() -> set[str]:
     """The names of all series that a daemon with a job and a save shows."""
-    view = View()
+    view, tier = View(), TierMetrics(lambda: TIER)
     view.start()
+    REGISTRY.register(tier)
     try:
         view.board.report(1, 1, m.Report(1, "g", "exp", wall=1.0, steps=1, step=3, committed=time.time()))
         cache = {"budget_bytes": 1, "in_flight_bytes": 0, "waiting": 0, "paused": False, "fetched_bytes": 0}
@@ -38,6 +51,7 @@ def metrics() -> set[str]:
         view.board.report(1, 1, m.Report(1, "g", "exp", wall=2.0, steps=2, step=3, committed=time.time()))
         text = generate_latest(REGISTRY).decode()
     finally:
+        REGISTRY.unregister(tier)
         view.close()
     return {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")} | {"up"}
 
@@ -74,7 +88,7 @@ def test_every_rule_names_a_metric_that_exists(metrics: set[str]) -> None:
     rules = [rule for group in groups for rule in group["rules"]]
     for rule in rules:
         assert _named(rule["expr"]) - {"millrace_goodput"} <= metrics, rule
-    assert sum("alert" in rule for rule in rules) == 6
+    assert sum("alert" in rule for rule in rules) == 8
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="no promtool here (Debian's package: prometheus)")
@@ -147,11 +161,23 @@ def test_the_unit_gives_the_daemon_time_to_drain_and_says_what_it_understands() 
     assert unit["Type"] == ["notify"]
 
 
+def test_the_socket_unit_makes_the_socket_that_the_service_and_trainers_are_told_of() -> None:
+    text = UNIT.with_suffix(".socket").read_text()
+    path = re.search(r"^ListenStream=(.*)$", text, re.M)
+    assert path is not None
+    assert _unit()["Environment"][0] == f"{PREFIX}SOCKET={path[1]}"
+    assert re.search(rf"^FileDescriptorName={activation.NAME}$", text, re.M)
+
+
 @pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here")
 def test_systemd_accepts_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
     copy = tmp_path / "millrace-sidecar@root.service"
     copy.write_text(UNIT.read_text().replace("/opt/millrace/bin/millrace", "/bin/true"))
-    verified = subprocess.run([str(ANALYZE), "verify", str(copy)], capture_output=True, text=True, timeout=60)
+    socket = tmp_path / "millrace-sidecar@root.socket"
+    socket.write_text(UNIT.with_suffix(".socket").read_text())
+    verified = subprocess.run(
+        [str(ANALYZE), "verify", str(copy), str(socket)], capture_output=True, text=True, timeout=60
+    )
     assert "millrace" not in verified.stdout + verified.stderr
     command = [str(ANALYZE), "security", "--offline=true", "--threshold=25", str(copy)]
     judged = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -17,7 +17,8 @@ from av.filter import Graph
 from dataio import pack
 from dataio.shards.contract import VideoInfo
 from dataio.shards.dataset import Dataset
-from dataio.shards.probe import probe
+from dataio.shards.media.probe import probe
+from tests.loaders import made
 
 Reencode = Callable[..., bytes]
 FAST_VPX = {"deadline": "realtime", "cpu-used": "8"}
@@ -30,6 +31,12 @@ def _one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _refusals_are_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not into the list of whoever runs the tests."""
+    monkeypatch.setenv("MILLRACE_QUARANTINE", str(tmp_path / "refusals"))
 
 
 @pytest.fixture(scope="session")
@@ -132,4 +139,20 @@ def small_clips(tmp_path_factory: pytest.TempPathFactory, media: Path, reencode:
 def dataset(tmp_path_factory: pytest.TempPathFactory, small_clips: Path) -> Iterator[Dataset]:
     """The eight clips, packed."""
     with pack([small_clips], tmp_path_factory.mktemp("dataset") / "ds", shard_bytes=1 << 18, workers=1) as packed:
+        yield packed
+
+
+@pytest.fixture(scope="session")
+def made_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
+    """Eight clips that are made here, wide, tall and square, half of them with sound; for checkouts without real ones too."""
+    folder = tmp_path_factory.mktemp("made")
+    sizes = [(64, 48), (48, 64), (64, 64), (80, 48), (48, 80), (64, 36), (36, 64), (48, 48)]
+    for number, (width, height) in enumerate(sizes):
+        codec, container, sound = (("libx264", "mp4", "aac"), ("mjpeg", "matroska", ""))[number % 2]
+        pixel_format = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        clip = made.Made(
+            "", codec, container, pixel_format, width, height, 30 + number, options={"g": "12"}, sound=sound
+        )
+        (folder / f"clip{number}.{'mkv' if number % 2 else 'mp4'}").write_bytes(made.make(clip))
+    with pack([folder], tmp_path_factory.mktemp("made-dataset") / "ds", shard_bytes=1 << 16, workers=1) as packed:
         yield packed

@@ -9,7 +9,20 @@ import loaders
 
 
 def test_the_public_names_are_these() -> None:
-    assert loaders.__all__ == ["AudioSpec", "Clip", "Order", "VideoLoader"]
+    assert loaders.__all__ == [
+        "AudioLoader",
+        "AudioSpec",
+        "Bucket",
+        "Buckets",
+        "Clip",
+        "Durations",
+        "LogMel",
+        "Mixture",
+        "Order",
+        "Packing",
+        "VideoLoader",
+        "Window",
+    ]
     assert dir(loaders) == loaders.__all__
     for name in loaders.__all__:
         assert getattr(loaders, name).__name__ == name

@@ -12,54 +12,111 @@ from hypothesis import strategies as st
 
 from dataio.core.errors import MismatchError, UsageError
 from loaders import Clip, Order
-from loaders.state import Fingerprint, Position, dump, load
+from loaders.order.mixture import Mixed
+from loaders.order.schedule import Plain, Population
+from loaders.state import MAX_COUNT, Fingerprint, Identity, Position, dump, load
 
+DIGEST = "0123456789abcdef" * 4
 ORDER = Order.of(10**9, 4096, sample_bytes=300_000, seed=123456)
-HERE = Fingerprint.of(41, "0123456789abcdef" * 4, ORDER, Clip(128, fps=29.97, per_video=16), drop_last=False)
+CLIP = Clip(128, fps=29.97, per_video=16)
+HERE = Fingerprint(Identity(41, DIGEST), 123456, Plain(ORDER, drop_last=False).described(), CLIP)
+MIXED = Mixed.of({name: Population(10**6, 3e5) for name in ("speech", "music", "video")}, 4096, weights=None)
+MIXTURE = Fingerprint(
+    {name: Identity(41, DIGEST, 10**6) for name in MIXED.names}, 123456, MIXED.described(2, 100), CLIP
+)
+
+
+def length(fingerprint: Fingerprint) -> int:
+    """Bytes of compact JSON, far into a long run."""
+    return len(json.dumps(dump(fingerprint, Position(12_345, 243_000)), separators=(",", ":")))
+
+
+def loaded(state: Any, here: Fingerprint = HERE) -> Position:
+    return load(lambda epoch, batch: here, state)
 
 
 def test_a_state_takes_less_than_200_bytes_of_json() -> None:
-    assert len(json.dumps(dump(HERE, Position(12_345, 243_000)))) < 200
+    assert length(HERE) < 200
 
 
-@given(st.integers(0, 2**40), st.integers(0, 2**40), st.lists(st.integers(0, 2**40), max_size=5))
-def test_a_state_survives_json(epoch: int, batch: int, quarantine: list[int]) -> None:
+def test_a_source_of_a_mixture_takes_50_bytes_more() -> None:
+    alone = length(replace(MIXTURE, sources={}))
+    assert alone < 200
+    assert length(MIXTURE) < alone + 3 * 50
+
+
+pairs = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, MAX_COUNT)), max_size=5)
+
+
+@given(st.integers(0, MAX_COUNT), st.integers(0, MAX_COUNT), pairs)
+def test_a_state_survives_json(epoch: int, batch: int, quarantine: list[tuple[int, int]]) -> None:
     position = Position(epoch, batch, tuple(quarantine))
-    assert load(HERE, json.loads(json.dumps(dump(HERE, position)))) == position
-    assert load(HERE, dump(HERE, position)) == position
+    assert loaded(json.loads(json.dumps(dump(MIXTURE, position))), MIXTURE) == position
+    assert loaded(dump(MIXTURE, position), MIXTURE) == position
+    alone = replace(position, quarantine=tuple((0, number) for _, number in quarantine))
+    assert loaded(json.loads(json.dumps(dump(HERE, alone)))) == alone
+
+
+def test_a_state_has_the_same_keys_wherever_it_is() -> None:
+    assert list(dump(HERE, Position(0, 0))) == list(dump(HERE, Position(3, 7, ((0, 5),))))
 
 
 @pytest.mark.parametrize(
     ("field", "other"),
     [
-        ("version", 40),
-        ("digest", "ffff"),
-        ("seed", 7),
-        ("global_batch", 8),
-        ("clip", (16, 1, None, "random", 1)),
-        ("order", ()),
-        ("drop_last", True),
+        ("version", replace(HERE, sources=Identity(40, DIGEST))),
+        ("digest", replace(HERE, sources=Identity(41, "f" * 64))),
+        ("seed", replace(HERE, seed=7)),
+        ("global_batch", replace(HERE, order={**HERE.order, "global_batch": 8})),
+        ("order", replace(HERE, order={**HERE.order, "order": []})),
+        ("drop_last", replace(HERE, order={**HERE.order, "drop_last": True})),
+        ("clip", replace(HERE, clip=Clip(64))),
     ],
 )
-def test_each_difference_is_named_with_both_values(field: str, other: Any) -> None:
-    saved = dump(replace(HERE, **{field: other}), Position(0, 0))
+def test_each_difference_is_named_with_both_values(field: str, other: Fingerprint) -> None:
     with pytest.raises(MismatchError) as caught:
-        load(HERE, saved)
-    for part in (field, _plain(other), _plain(getattr(HERE, field))):
-        assert str(part) in caught.value.message
+        loaded(dump(other, Position(0, 0)))
+    for value in (field, other.values()[field], HERE.values()[field]):
+        assert str(value) in caught.value.message
+    assert "force=True" in caught.value.hint
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+SAME = Identity(41, DIGEST)
 
 
-@pytest.mark.parametrize("broken", [{}, [], {"epoch": 1}, "state"])
+@pytest.mark.parametrize(
+    ("sources", "named"),
+    [
+        ({"speech": SAME, "music": Identity(40, DIGEST), "video": SAME}, "sources.music.version"),
+        ({"speech": Identity(41, "e" * 64), "music": SAME, "video": SAME}, "sources.speech.digest"),
+        ({"speech": SAME, "music": SAME}, "sources was"),
+    ],
+)
+def test_a_changed_source_is_named(sources: dict[str, Identity], named: str) -> None:
+    with pytest.raises(MismatchError, match=named):
+        loaded(dump(replace(MIXTURE, sources=sources), Position(0, 0)), MIXTURE)
+
+
+def test_a_state_of_another_kind_of_loader_is_refused_by_field() -> None:
+    with pytest.raises(MismatchError, match="version was None"):
+        loaded(dump(MIXTURE, Position(0, 0)))
+    with pytest.raises(MismatchError, match="sources was None"):
+        loaded(dump(HERE, Position(0, 0)), MIXTURE)
+    more = dump(HERE, Position(0, 0)) | {"weights": "abc"}
+    with pytest.raises(MismatchError, match="weights was 'abc' when its state was saved, and is None now"):
+        loaded(more)
+
+
+@pytest.mark.parametrize("broken", [{}, [], {"epoch": 1}, "state", {"seed": 1, "epoch": 1, "batch": 1}])
 def test_what_is_no_state_is_refused(broken: Any) -> None:
     with pytest.raises(UsageError, match="not the state"):
-        load(HERE, broken)
+        loaded(broken)
 
 
-@pytest.mark.parametrize("change", [{"epoch": -1}, {"batch": "7"}, {"quarantine": [None]}])
+@pytest.mark.parametrize(
+    "change",
+    [{"epoch": -1}, {"batch": "7"}, {"quarantine": [None]}, {"quarantine": [[1, 2, 3]]}, {"batch": MAX_COUNT + 1}],
+)
 def test_impossible_positions_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="impossible"):
-        load(HERE, dump(HERE, Position(0, 0)) | change)
+        loaded(dump(HERE, Position(0, 0)) | change)

@@ -21,13 +21,12 @@ from dataio.cache.contract import ShardReader
 from dataio.core.errors import CorruptionError, MillraceError, MismatchError, NotFoundError, TransientError, UsageError
 from dataio.core.metrics import REGISTRY
 from dataio.shards.dataset import Dataset
-from loaders import AudioSpec, Clip, VideoLoader
-from loaders import video as video_module
+from loaders import AudioSpec, Clip, VideoLoader, engine
 from loaders.clip import choose
 from loaders.decode.contract import Request
 from loaders.decode.pyav import PyAVDecoder
 from loaders.decode.resize import fit
-from loaders.source import StoreReader
+from loaders.samples.source import StoreReader
 
 SIZE = (32, 40)
 Batch = dict[str, Any]
@@ -36,7 +35,7 @@ Batch = dict[str, Any]
 @pytest.fixture(autouse=True)
 def _reads_go_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache has tests of its own; here every read is one of the store."""
-    monkeypatch.setattr(video_module, "open_reader", lambda store, *_: StoreReader(store))
+    monkeypatch.setattr(engine, "open_reader", lambda store, *_: StoreReader(store))
 
 
 @pytest.fixture
@@ -338,7 +337,7 @@ def test_a_clip_that_hits_the_damage_inside_a_file_is_replaced_and_the_rest_of_t
     (refusal,) = loader.quarantine
     assert refusal.key == "corrupted"
     assert not refusal.for_good
-    assert "quarantine" not in loader.state_dict()
+    assert loader.state_dict()["quarantine"] == []
     early = make(packed, batch_size=7, clip=Clip(1, per_video=50, start="center"), shuffle=False)
     early.load_state_dict(early.state_dict() | {"batch": number * 50 // 7 + 1})
     assert next(iter(early))["id"].tolist() == [number] * 7  # whole clips of the same file are used
@@ -357,7 +356,7 @@ def test_a_cache_that_rots_is_passed_by(make: Callable[..., VideoLoader], monkey
             return [memoryview(view).toreadonly() for view in views]
 
     reference = take(make(), 2)
-    monkeypatch.setattr(video_module, "open_reader", lambda store, *_: Rotten(store))
+    monkeypatch.setattr(engine, "open_reader", lambda store, *_: Rotten(store))
     loader = make()
     assert all(same(a, b) for a, b in zip(reference, take(loader, 2), strict=True))
     assert Rotten.wrong
@@ -391,7 +390,7 @@ def test_a_lost_shard_is_damage_and_an_unreachable_store_is_not(
     shutil.copytree(dataset.url.removeprefix("file://"), copy)
     lost = sorted((copy / "shards").iterdir())[0]
     lost.unlink()
-    loader = make(copy)
+    loader = make(copy, quarantine_limit=8)
     ids = torch.cat([batch["id"] for batch in loader]).tolist()
     gone = {n for n in range(len(dataset)) if dataset.sample(n).shard.endswith(lost.name)}
     assert gone
@@ -403,7 +402,7 @@ def test_a_lost_shard_is_damage_and_an_unreachable_store_is_not(
 
     reference = take(make(), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(video_module, "open_reader", lambda store, *_: Away(store))
+        patch.setattr(engine, "open_reader", lambda store, *_: Away(store))
         unlucky = make()
         with pytest.raises(TransientError, match="no route"):
             next(iter(unlucky))
@@ -528,7 +527,7 @@ def test_ctrl_c_while_waiting_ends_the_threads_and_keeps_the_position(
     loader = make()
     (first,) = take(loader, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("loaders.batch.wait", _interrupted)
+        patch.setattr("loaders.delivery.prefetch.wait", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             take(loader, 1)
     assert not _loader_threads()
@@ -556,7 +555,7 @@ def test_decode_threads_leave_torchs_threads_alone(make: Callable[..., VideoLoad
 
 
 def test_memory_ahead_is_bounded_by_prefetch(make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch) -> None:
-    from loaders.batch import Prefetcher
+    from loaders.delivery.prefetch import Prefetcher
 
     most = 0
     start = Prefetcher.start
@@ -583,14 +582,15 @@ def test_upcoming_samples_are_announced_soonest_first(
     def opened(store: Any, sidecar: Any, _meter: Any) -> ShardReader:
         return Listening(store)
 
-    monkeypatch.setattr(video_module, "open_reader", opened)
+    monkeypatch.setattr(engine, "open_reader", opened)
     loader = make(shuffle=False, prefetch=1)
     take(loader, 1)
-    samples = [loader.dataset.sample(n // 3) for n in range(8, 8 + len(said[0])) if n < 24]
+    samples = [loader.dataset.sample(n // 3) for n in range(24)]
     members = [sample.member(sample.video.ext) for sample in samples if sample.video]
     expected = [(sample.shard, member.offset, member.length) for sample, member in zip(samples, members, strict=True)]
-    assert said[0][: len(expected)] == expected
-    assert np.array(said[0]).shape == (32, 3)
+    assert len(said[0]) >= 32
+    assert any(said[0][: 24 - first] == expected[first:] for first in (4, 8))  # one or two batches are in the making
+    assert np.array(said[0]).shape in ((32, 3), (36, 3))
 
 
 # -- a GPU

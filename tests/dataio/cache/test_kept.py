@@ -143,12 +143,22 @@ def test_the_window_is_bandwidth_times_latency_and_stops_growing_when_more_reque
         before = window.delivered
         for _ in range(4):
             window.landed(size, 0.1, before)
+            window.stored(0.1)
     assert window.bytes() == pytest.approx(2 * 40_000 * 0.1)
     for _ in range(10):  # eight at once take twice as long
         before = window.delivered
         for _ in range(8):
             window.landed(size, 0.2, before)
+            window.stored(0.2)
     assert window.bytes() <= 2 * 40_000 * 0.2 + 1
+
+
+def test_what_is_being_written_to_the_cache_is_in_flight_too() -> None:
+    window = Window(1, 10**9)
+    window.landed(1000, 0.1, 0)
+    assert window.bytes() == 1, "nothing was written yet"
+    window.stored(0.3)
+    assert window.bytes() == pytest.approx(2 * 10_000 * 0.3)
 
 
 def test_hedging_is_bounded_by_a_share_of_all_fetches() -> None:

@@ -9,19 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataio.cache.plan import (
-    PATIENCE,
-    Bypass,
-    CachePlan,
-    Create,
-    Drop,
-    Failed,
-    Fetch,
-    Instruction,
-    ObjectId,
-    Ready,
-    Want,
-)
+from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready, Want
+from dataio.cache.plan import CachePlan
+from dataio.cache.plan.ring import PATIENCE
 
 BLOCK = 10
 
@@ -168,7 +158,7 @@ def test_a_lost_file_sends_its_waiters_past_the_cache() -> None:
 def test_a_cache_in_trouble_serves_what_it_has() -> None:
     cache = plan()
     file = load(cache, 1, obj("a"), [0])
-    cache.admitting = False
+    cache.set_open(0, open=False)
     assert ask(cache, 2, obj("a"), [0]) == [Ready(2, file)]
     assert ask(cache, 3, obj("a"), [1]) == [Bypass(3)]
 
@@ -313,12 +303,128 @@ def test_a_smaller_budget_drops_what_is_too_much() -> None:
     assert cache.used == 50
 
 
+def two_tiers(fast: int = 60, slow: int = 400) -> CachePlan:
+    return CachePlan((fast, slow), block_bytes=BLOCK)
+
+
+def used(cache: CachePlan) -> list[int]:
+    return [used for _, used, _ in cache.tiers]
+
+
+def test_blocks_fill_the_fast_tier_first_and_then_the_next() -> None:
+    cache = two_tiers()
+    for block in range(9):
+        land_all(cache, ask(cache, block, obj("a", 400), [block]))
+    assert used(cache) == [60, 30]
+    assert cache.has_all(obj("a", 400), ranges(obj("a", 400), range(6)))
+    assert cache.has_all(obj("a", 400), ranges(obj("a", 400), range(6, 9)))
+
+
+def test_a_read_over_the_edge_of_two_tiers_copies_what_the_other_has() -> None:
+    cache = two_tiers()
+    first = load(cache, 1, obj("a", 400), range(6))
+    out = cache.request(2, obj("a", 400), ((55, 10),))
+    assert [(f.offset, f.here) for f in fetches(out)] == [(50, ((first, 50, 10),)), (60, ())]
+
+
+def test_an_announced_read_over_the_edge_of_two_tiers_is_copied_together_and_not_kept_twice() -> None:
+    cache = two_tiers()
+    land_all(cache, announce(cache, 1, wants(obj("a", 400), range(2))))  # 20 of 60: the ring has 30
+    load(cache, 1, obj("a", 400), [2])
+    before = used(cache)
+    out = cache.request(2, obj("a", 400), ((25, 10),), 1)
+    assert [(f.offset, f.length, f.here) for f in fetches(out)] == [(30, 10, ())], "what neither has is fetched, once"
+    out = land_all(cache, out)
+    (copied,) = [f for f in fetches(out) if f.here]
+    assert (copied.offset, copied.length, sum(size for _, _, size in copied.here)) == (25, 10, 10)
+    (ready,) = [i for i in out if isinstance(i, Ready)]
+    assert (ready.ticket, ready.once) == (2, True)
+    cache.released(ready.file)
+    assert sum(used(cache)) == sum(before) + BLOCK
+    assert cache.has_all(obj("a", 400), ((25, 10),))
+
+
+def test_of_a_read_over_the_edge_a_lost_tier_sends_the_reader_past_the_cache() -> None:
+    cache = two_tiers()
+    land_all(cache, announce(cache, 1, wants(obj("a", 400), range(2))))
+    load(cache, 1, obj("a", 400), [2])
+    (fetch,) = fetches(cache.request(2, obj("a", 400), ((25, 10),), 1))
+    assert Bypass(2) in cache.lost(fetch.file)
+    assert cache.counts()["waiting"] == 0
+
+
+def test_announced_blocks_push_others_out_of_the_fast_tier() -> None:
+    cache = two_tiers()
+    old = load(cache, 1, ObjectId("other", "x", 60, 0.0), range(6))
+    out = land_all(cache, announce(cache, 1, wants(obj("a", 400), range(2))))
+    assert Drop(old) in out
+    assert [i.tier for i in out if isinstance(i, Create)] == [0]
+
+
+def test_what_nobody_announced_is_evicted_from_the_slow_tier_first() -> None:
+    cache = two_tiers(60, 60)
+    fast = load(cache, 1, obj("a", 60), range(6))
+    slow = load(cache, 2, obj("b", 60), range(6))
+    assert used(cache) == [60, 60]
+    drops = [i for i in land_all(cache, ask(cache, 3, obj("c", 60), [0])) if isinstance(i, Drop)]
+    assert drops == [Drop(slow)]
+    assert cache.has_all(obj("a", 60), ranges(obj("a", 60), range(6))), f"file {fast} is in memory"
+
+
+def test_a_tier_in_trouble_is_gone_around_and_comes_back() -> None:
+    cache = two_tiers()
+    cache.set_open(0, open=False)
+    assert [i.tier for i in ask(cache, 1, obj("a"), [0]) if isinstance(i, Create)] == [1]
+    cache.set_open(1, open=False)
+    assert ask(cache, 2, obj("b"), [0]) == [Bypass(2)]
+    cache.set_open(0, open=True)
+    assert [i.tier for i in ask(cache, 3, obj("b"), [0]) if isinstance(i, Create)] == [0]
+
+
+def test_a_newer_version_replaces_the_older_one_in_every_tier() -> None:
+    cache = two_tiers()
+    fast = load(cache, 1, obj("a", 400), range(6))
+    slow = load(cache, 2, obj("a", 400), [6])
+    out = ask(cache, 3, ObjectId("s", "a", 400, 1.0), [0])
+    assert {Drop(fast), Drop(slow)} <= set(out)
+
+
+def test_a_read_that_comes_again_stays_in_the_ring_until_it_comes_no_more() -> None:
+    cache = full_of_pinned()
+    twice = [Want(obj("b", 600), ((3, 4),), 1.0), Want(obj("b", 600), ((3, 4),), 5.0)]
+    land_all(cache, announce(cache, 1, twice))
+    assert cache.counts()["reused_bytes"] == 4
+    assert [type(i) for i in cache.request(1, obj("b", 600), ((3, 4),), 1)] == [Ready]
+    announce(cache, 1, twice[1:])
+    assert [type(i) for i in cache.request(2, obj("b", 600), ((3, 4),), 1)] == [Ready, Drop], "fetched once"
+
+
+def test_of_reads_that_come_again_the_one_that_comes_last_makes_room() -> None:
+    cache = plan(640, prefetch_parts=100)
+    cache.prefetch_bytes = 10**9
+    land_all(cache, announce(cache, 1, [want for n in range(12) for want in wants(obj(f"a{n}"), range(5))]))
+    coming = [Want(obj(f"b{n}", 600), ((0, 10),), float(n)) for n in range(60)]
+    again = [Want(want.object, want.ranges, want.due + 100) for want in coming]
+    land_all(cache, announce(cache, 1, [*coming, *again]))
+    kept = [n for n, want in enumerate(coming) if cache.has_all(want.object, want.ranges)]
+    assert 5 < len(kept) < 60, "as many as the reserve has room for"
+    assert kept == list(range(len(kept))), "those that come first"
+    sooner = Want(obj("c", 600), ((0, 10),), 0.5)
+    out = land_all(cache, announce(cache, 1, [sooner, *coming, *again]))
+    assert cache.has_all(sooner.object, sooner.ranges)
+    assert not cache.has_all(coming[kept[-1]].object, coming[kept[-1]].ranges), "it comes last of those that were kept"
+    assert sum(isinstance(i, Drop) for i in out) == 1
+
+
 class PlanMachine(RuleBasedStateMachine):
     """Against a model that only knows which instructions it was given: the bytes that each file must have."""
 
+    budgets: tuple[int, ...] = (240,)
+
     def __init__(self) -> None:
         super().__init__()
-        self.cache = plan(240, max_files=8, prefetch_parts=2)
+        self.cache = CachePlan(self.budgets, block_bytes=BLOCK, max_files=8, prefetch_parts=2)
+        self.tier_of: dict[int, int] = {}
         self.objects = [obj("a", 45), obj("b", 50), obj("c", 400), ObjectId("t", "d", 57, 0.0)]
         self.object_of: dict[int, ObjectId] = {}
         self.live: set[int] = set()
@@ -331,12 +437,14 @@ class PlanMachine(RuleBasedStateMachine):
         self.streams: dict[int, str] = {}
         self.next_ticket = 0
         if (file := self.cache.adopt(self.objects[1], [1, 3])) is not None:
-            self.create(file, self.objects[1], once=False)
+            self.create(file, self.objects[1], once=False, tier=0)
             self.adopted = {(file, 1), (file, 3)}
 
-    def create(self, file: int, o: ObjectId, *, once: bool) -> None:
+    def create(self, file: int, o: ObjectId, *, once: bool, tier: int) -> None:
         assert file not in self.object_of
-        assert once or not any(self.object_of[f] == o for f in self.live - self.once), "one block file per object"
+        blocks = {(self.object_of[f], self.tier_of[f]) for f in self.live - self.once}
+        assert once or (o, tier) not in blocks, "one block file per object and tier"
+        self.tier_of[file] = tier
         self.object_of[file], self.bytes[file], self.holds[file] = o, set(), 0
         self.live.add(file)
         if once:
@@ -345,8 +453,8 @@ class PlanMachine(RuleBasedStateMachine):
     def execute(self, instructions: list[Instruction], failing: tuple[int, int] | None = None) -> None:
         for i in instructions:
             match i:
-                case Create(file, o, keep):
-                    self.create(file, o, once=not keep)
+                case Create(file, o, keep, tier):
+                    self.create(file, o, once=not keep, tier=tier)
                 case Fetch(file, block, offset, length, here, adopted):
                     assert file in self.live
                     assert (file, block) not in self.flying, "one fetch per part"
@@ -429,20 +537,30 @@ class PlanMachine(RuleBasedStateMachine):
         self.bury(file)
         self.execute(self.cache.released(file))
 
-    @rule(admitting=st.sampled_from([True, True, False]))
-    def trouble(self, admitting: bool) -> None:
-        self.cache.admitting = admitting
+    @rule(data=st.data(), well=st.sampled_from([True, True, False]))
+    def trouble(self, data: st.DataObject, well: bool) -> None:
+        self.cache.set_open(data.draw(st.integers(0, len(self.budgets) - 1)), open=well)
 
     @invariant()
     def never_over_budget(self) -> None:
-        assert self.cache.used <= self.cache.budget
+        assert all(used <= budget for budget, used, _ in self.cache.tiers)
+
+    @invariant()
+    def each_tier_counts_its_own_files(self) -> None:
+        for tier, (_, used, _) in enumerate(self.cache.tiers):
+            here = [f for f in self.bytes if self.tier_of[f] == tier]
+            flying = sum(fetch.length for (f, _), fetch in self.flying.items() if self.tier_of[f] == tier)
+            left = sum(
+                min(BLOCK, self.object_of[f].size - b * BLOCK) for f, b in self.adopted if self.tier_of[f] == tier
+            )
+            assert used == sum(len(self.bytes[f]) for f in here) + flying + left
 
     @invariant()
     def the_books_are_right(self) -> None:
         flying = sum(fetch.length for fetch in self.flying.values())
         left = sum(min(BLOCK, self.object_of[f].size - b * BLOCK) for f, b in self.adopted)
         assert self.cache.used == sum(map(len, self.bytes.values())) + flying + left
-        assert len(self.live - self.once) <= self.cache.max_files
+        assert len(self.live - self.once) <= 8
 
     @invariant()
     def no_wake_up_is_lost(self) -> None:
@@ -468,6 +586,14 @@ def some_ranges(o: ObjectId) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
 
 TestPlanMachine = PlanMachine.TestCase
 TestPlanMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class TieredPlanMachine(PlanMachine):
+    budgets = (70, 160)
+
+
+TestTieredPlanMachine = TieredPlanMachine.TestCase
+TestTieredPlanMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_trainer_that_starts_again_does_not_evict_its_own_blocks_before_it_announces() -> None:

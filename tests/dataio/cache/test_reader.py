@@ -13,10 +13,11 @@ from time import monotonic, sleep
 
 import pytest
 
-from dataio.cache.blocks import BlockDirectory, private_directory
+from dataio.cache.blocks import BlockDirectory
 from dataio.cache.engine import RECOVER_SECONDS, STAT_SECONDS, Engine
 from dataio.cache.reader import CachedReader, PrivateReader
 from dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
+from dataio.core.private import private_directory
 
 from .memory_store import MemoryStore
 

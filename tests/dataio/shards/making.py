@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from dataio.shards import parts, versions
 from dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.query import parts
+from dataio.shards.versions import documents as versions
 from dataio.store.contract import Store
 
 SHARD_BYTES = 1 << 30

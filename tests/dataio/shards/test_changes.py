@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
-from dataio.shards import changes, parts, tags, versions
+from dataio.shards import changes
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
-from dataio.shards.history import history
+from dataio.shards.query import parts
+from dataio.shards.versions import documents as versions
+from dataio.shards.versions import tags
+from dataio.shards.versions.history import history
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests.dataio.shards.making import SHARD_BYTES, make, sample

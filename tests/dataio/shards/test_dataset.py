@@ -16,10 +16,11 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from dataio.shards import index, versions
-from dataio.shards import parts as parts_module
 from dataio.shards.contract import Member, Sample
 from dataio.shards.dataset import Dataset
+from dataio.shards.index import rows as index
+from dataio.shards.query import parts as parts_module
+from dataio.shards.versions import documents as versions
 from dataio.store.contract import Store
 
 SHARDS = {"shards/00000000-aa.tar": 10_000, "shards/00000001-bb.tar": 5_000}

@@ -11,6 +11,7 @@ from pathlib import Path
 from dataio.core import log
 from dataio.core.errors import UsageError
 from dataio.sidecar.server import Config, Daemon
+from dataio.sidecar.settings import cache_tiers
 from dataio.store.open import open_location
 
 
@@ -22,7 +23,7 @@ def main() -> int:
         **{
             **options,
             "socket": Path(options["socket"]),
-            "cache_dir": Path(options["cache_dir"]),
+            "cache_dir": cache_tiers(options["cache_dir"]),
         }
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import urllib.request
 from pathlib import Path
 
 from dataio.core.limits import MIB
@@ -86,3 +87,30 @@ def test_many_clients_that_come_at_once_are_all_served(daemon: RunningDaemon) ->
             if client is not None:
                 client.close()
     wait_for(lambda: daemon.descriptors() <= before)
+
+
+def test_a_daemon_with_tiers_fills_the_fast_one_first_and_does_without_one_that_is_not_there(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    fast, slow = daemon.folder / "fast", daemon.folder / "slow"
+    other = RunningDaemon(
+        daemon.folder / "o", tmp_path / "other.log", {"cache_dir": f"{tmp_path}/file/x=1GiB,{fast}=16MiB,{slow}"}
+    )
+    other.folder.mkdir()
+    try:
+        other.start()
+        for key, data in shards.items():
+            assert read(other, store, key) == data
+        first, second = other.status()["cache"]["tiers"]
+        assert (first["directory"], first["budget_bytes"]) == (str(fast), 16 * MIB)
+        assert (second["directory"], second["budget_bytes"]) == (str(slow), 64 * MIB)
+        assert first["used_bytes"] == 9 * MIB
+        assert second["used_bytes"] == sum(map(len, shards.values())) - 9 * MIB
+        assert f"does without {tmp_path}/file/x" in other.log.read_text()
+        page = f"http://127.0.0.1:{other.status()['http_port']}/metrics"
+        wait_for(
+            lambda: b'millrace_cache_tier_used_bytes{tier="0"} 9.437184e+06' in urllib.request.urlopen(page).read()
+        )
+    finally:
+        other.stop()

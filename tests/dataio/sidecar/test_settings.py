@@ -10,6 +10,7 @@ import pytest
 from dataio.core.errors import UsageError
 from dataio.core.limits import GIB, MIB
 from dataio.sidecar import settings
+from dataio.sidecar.config import CacheTier
 
 from .conftest import RunningDaemon, wait_for
 
@@ -53,6 +54,9 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
         ({}, {}, "clients = [1]", "clients in "),
         ({}, {}, 'keep_cache = "maybe"', "keep_cache in "),
         ({}, {}, 'log_level = "LOUD"', "log_level in "),
+        ({"cache_dir": "/a=much,/b"}, {}, "", "--cache-dir"),
+        ({"cache_dir": "/a,/a=1GiB"}, {}, "", "--cache-dir"),
+        ({}, {}, "cache_dir = [1]", "cache_dir in "),
         ({}, {}, "clients = ", "is not TOML"),
     ],
 )
@@ -62,6 +66,13 @@ def test_what_is_wrong_is_named(
     with pytest.raises(UsageError) as found:
         settings.read({**flags, **(file(tmp_path, text) if text else {})}, environ)
     assert named in found.value.message
+
+
+@pytest.mark.parametrize("text", ['cache_dir = ["/a=1GiB", "/b"]', 'cache_dir = "/a=1GiB, /b"'])
+def test_the_cache_may_have_tiers_with_bytes_of_their_own(tmp_path: Path, text: str) -> None:
+    config = settings.read(file(tmp_path, text), {}).config
+    assert config.tiers == (CacheTier(Path("/a"), GIB), CacheTier(Path("/b")))
+    assert settings.read({"cache_dir": "/a"}, {}).config.tiers == (CacheTier(Path("/a")),)
 
 
 def test_a_file_that_is_not_there_is_an_error() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dataio.cli import main
+from dataio.sidecar import cli_cache
 from dataio.sidecar import messages as m
 from dataio.sidecar.client import SaveMeter
 from dataio.sidecar.notify import notify, ready
@@ -38,6 +39,30 @@ def test_the_terminal_shows_what_the_page_shows(daemon: RunningDaemon, capsys: p
         state = json.loads(capsys.readouterr().out)
         assert state["training"][0]["last_step"] == 7
         assert len(json.dumps(state)) < 60_000
+
+
+def test_the_terminal_says_how_prefetching_did_against_its_forecast() -> None:
+    tier = {"used_bytes": 1 << 20, "budget_bytes": 1 << 30, "directory": "/dev/shm/m\x1b", "paused": True}
+    state = {
+        "cache": {"tiers": [tier, {**tier, "directory": "/nvme", "paused": False}]},
+        "prefetch": {
+            "reads_ready": 97,
+            "reads_late": 3,
+            "window_bytes": 8 << 20,
+            "hedged": 1,
+            "forecasts": 50,
+            "forecast_error_median_s": -0.5,
+            "forecast_error_p95_s": 2.0,
+        },
+        "fetching": {"exp42": {"waiting": 2, "connections": 1, "bytes_in_flight": 4 << 20}},
+    }
+    first, second, ahead, stores = (line.plain for line in cli_cache.lines(state))
+    assert first == "  tier 0  1.0 MiB of 1.0 GiB in /dev/shm/m, PAUSED: it cannot be written"
+    assert "PAUSED" not in second
+    assert "97 of 100 reads were there in time (97.0 %)" in ahead
+    assert "needed 0.5 s sooner than foreseen, 95 % within 2 s" in ahead
+    assert stores == "stores  exp42 1 (4.0 MiB), 2 waiting"
+    assert cli_cache.lines({"cache": {}}) == [], "nothing was announced"
 
 
 def test_without_a_daemon_the_exit_code_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

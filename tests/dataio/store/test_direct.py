@@ -181,3 +181,58 @@ def test_a_write_whose_fsync_fails_is_not_reported_as_done(tmp_path: Path, nth: 
     assert "Input/output error" in done.stdout
     assert open_store(root).get("k") == (b"old" if nth == 1 else b"new")
     assert os.listdir(root / TEMPORARY) == []
+
+
+def aligned(size: int, shift: int = 0) -> memoryview:
+    """Random bytes that begin `shift` bytes behind a page's beginning; the map lives as long as the view."""
+    area = mmap.mmap(-1, size + shift + ALIGN)
+    view = memoryview(area)[shift : shift + size]
+    view[:] = some_bytes(size)
+    return view
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("shift", [0, 16])
+@pytest.mark.parametrize(
+    "sizes", [(4 * MIB, 4 * MIB), (4 * MIB + 100, ALIGN - 100, 3 * MIB), (100, 2 * MIB), (LEAST_BYTES - 1, 0, 5 * MIB)]
+)
+def test_what_is_written_past_the_cache_is_what_was_given(
+    sizes: tuple[int, ...], shift: int, read_only: bool, tmp_path: Path
+) -> None:
+    parts = [aligned(size, shift) for size in sizes]
+    with open_store(tmp_path / "s") as store:
+        store.put_multipart("pack", [part.toreadonly() if read_only else part for part in parts])
+        assert store.get("pack", max_bytes=64 * MIB) == b"".join(parts)
+
+
+def test_large_aligned_parts_do_go_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[bool] = []
+    write = os.write
+
+    def watched(fd: int, data: memoryview) -> int:
+        flags.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", watched)
+    with open_store(tmp_path / "s") as store:
+        store.put_multipart("pack", [aligned(4 * MIB), b"tail"])
+    assert flags == [True, False]
+
+
+def test_a_refusal_to_write_past_the_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = 0
+    write = os.write
+
+    def refusing(fd: int, data: memoryview) -> int:
+        nonlocal refused
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused += 1
+            raise OSError(errno.EINVAL, "not here")
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", refusing)
+    part = aligned(2 * MIB)
+    with open_store(tmp_path / "s") as store:
+        store.put_multipart("pack", [part])
+        assert store.get("pack", max_bytes=64 * MIB) == part
+    assert refused == 1

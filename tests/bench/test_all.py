@@ -1,0 +1,111 @@
+"""`millrace bench all`: whatever was asked for is in the report, with what became of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import all as everything
+from bench.all import PLAN, Short, run
+from bench.cli import COMMANDS, bench, usage
+from bench.core.results import Run, read
+from dataio.core.errors import UsageError
+
+
+def document() -> Run:
+    return Run(["test"], "2026-01-01", {})
+
+
+def test_done_failed_cut_off_and_skipped_parts_are_all_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(everything, "GRACE_SECONDS", 30.0)
+    (tmp_path / "data").mkdir()
+    endless = (
+        "store",
+        str(tmp_path / "data"),
+        "--sizes",
+        "4KiB",
+        "--operations",
+        "get",
+        "--rounds",
+        "9999",
+        "--duration",
+        "1e6",
+    )
+    plan = [
+        Short("simulate", ("simulate", "--gpus", "8", "--rounds", "1"), 50),
+        Short("broken", ("store", "gs://nowhere"), 40),
+        Short("endless", endless, 9),
+        Short("late", ("simulate",), 1e-9),
+    ]
+    parts = {part.name: part for part in run(plan, tmp_path, 14, document())}
+    assert parts["simulate"].status == "done"
+    assert (parts["broken"].status, "neither a bucket nor a directory" in parts["broken"].why) == ("failed", True)
+    assert parts["endless"].status == "interrupted"
+    assert "cut off after its" in parts["endless"].why
+    assert parts["endless"].candidates["millrace"].metrics, "what it had measured is gone"
+    assert (parts["late"].status, parts["late"].why) == ("skipped", "no time was left; --minutes gives more")
+    assert [part.name for part in read(tmp_path / "bench.json").parts] == ["simulate", "broken", "endless", "late"]
+    text = (tmp_path / "report.html").read_text()
+    for name, state in (("broken", "failed"), ("endless", "interrupted"), ("late", "skipped")):
+        assert f"<li><b>{name}</b> {state}: " in text
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_ctrl_c_ends_it_and_says_what_was_not_begun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dataio.cli", "bench", "all", "--only", "directory,simulate", "-o", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (tmp_path / "directory.log").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 130, out + err
+    first, second = read(tmp_path / "bench.json").parts
+    assert (first.name, first.status) == ("directory", "interrupted")
+    assert (second.status, second.why) == ("skipped", "interrupted before it began")
+
+
+def test_the_plan_names_every_benchmark_that_measures() -> None:
+    assert {short.command[0] for short in PLAN} >= {
+        "store",
+        "pack",
+        "loader",
+        "checkpoint",
+        "sidecar",
+        "train",
+        "simulate",
+    }
+    assert {short.command[0] for short in PLAN} <= set(COMMANDS)
+    with pytest.raises(UsageError, match="no benchmark 'guess' in the plan"):
+        everything.main(["--only", "guess"])
+
+
+def test_help_is_there_at_once_and_a_wrong_name_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(["--help"]) == 0
+    assert bench([]) == 2
+    assert bench(["guess"]) == 2
+    assert "no benchmark 'guess'" in capsys.readouterr().err
+    assert all(name in usage() for name in COMMANDS)
+    began = os.times().elapsed
+    subprocess.run([sys.executable, "-m", "dataio.cli", "bench", "--help"], check=True, capture_output=True, timeout=60)
+    code = "import sys, bench.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert os.times().elapsed - began < 60
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_benchmark_has_help_with_exit_codes(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dataio.cli", "bench", name, "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "exit codes:" in done.stdout

@@ -1,0 +1,44 @@
+"""`millrace bench loader`: the same clips through every loader, each delivered once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.loader import candidates, data
+from bench.loader.__main__ import measure
+
+ONLY = (candidates.OURS, candidates.FLOOR, "webdataset + PyAV, 0 workers")
+
+
+def test_loaders_are_measured_beside_their_peers(tmp_path: Path) -> None:
+    only = [argument for name in ONLY for argument in ("--only", name)]
+    command = [sys.executable, "-m", "dataio.cli", "bench", "loader", "--clips", "6", "--rounds", "1", "--json"]
+    done = subprocess.run(
+        [*command, "--directory", str(tmp_path), *only], capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["parts"][0]["candidates"]
+    assert set(found) == set(ONLY)
+    for name, samples in found.items():
+        assert samples["metrics"]["samples_per_s"][0] > 0, name
+        assert samples["metrics"]["peak_mib"][0] > 50, name
+    assert not list(tmp_path.iterdir()), "the benchmark left something behind"
+
+
+def test_a_candidate_that_delivers_too_few_clips_has_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "00000.mp4").touch()
+    monkeypatch.setitem(
+        candidates.CANDIDATES, "lazy", lambda *_: iter([torch.zeros(0, 16, 3, 112, 112, dtype=torch.uint8)])
+    )
+    with pytest.raises(AssertionError, match="delivered 0 of 1"):
+        measure("lazy", tmp_path, data.KINDS["short"])

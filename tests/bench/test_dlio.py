@@ -1,0 +1,99 @@
+"""DLIO's own harness drives our loader and our checkpoints: the real `dlio_benchmark`, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.dlio.prepare import main, place_of, prepare
+from checkpoint import Checkpointer
+from dataio import Dataset
+from dataio.core.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("MILLRACE_DLIO_PYTHON", sys.executable)
+"""A Python with dlio_benchmark; docs/benchmarks.md says how to make one, as its package wants TensorFlow."""
+
+
+def installed() -> bool:
+    code = "import dlio_benchmark.main, mpi4py.MPI"
+    return subprocess.run([PYTHON, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+def dlio(folder: Path, *overrides: str, processes: int = 1) -> str:
+    command = [
+        PYTHON,
+        "-m",
+        "dlio_benchmark.main",
+        "workload=unet3d_h100",
+        f"++workload.dataset.data_folder={folder}/data",
+    ]
+    if processes > 1:
+        command = [str(Path(PYTHON).parent / "mpiexec"), "-n", str(processes), *command]
+    sizes = ("num_files_train=16", "record_length=20000", "record_length_stdev=0", "record_length_resize=20000")
+    command += [f"++workload.dataset.{size}" for size in sizes]
+    command += ["++workload.reader.batch_size=2", "++workload.reader.read_threads=0", "++workload.train.epochs=2"]
+    command += [f"++workload.output.folder={folder}/out", f"hydra.run.dir={folder}/hydra", *overrides]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "DFTRACER_ENABLE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=folder, env=environ)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_the_original_harness_drives_our_loader_and_our_checkpoints(tmp_path: Path, processes: int) -> None:
+    if not installed():
+        pytest.skip("dlio_benchmark is not installed (docs/benchmarks.md: how to, without TensorFlow)")
+    (tmp_path / "out").mkdir()
+    dlio(
+        tmp_path,
+        "++workload.workflow.generate_data=True",
+        "++workload.workflow.train=False",
+        "++workload.workflow.checkpoint=False",
+    )
+    prepare(tmp_path / "data")
+    output = dlio(
+        tmp_path,
+        "++workload.train.computation_time=0.01",
+        "++workload.reader.data_loader_classname=bench.dlio.loader.MillraceDataLoader",
+        "++workload.reader.data_loader_sampler=iterative",
+        "++workload.checkpoint.checkpoint_mechanism_classname=bench.dlio.checkpointing.MillraceCheckpointing",
+        f"++workload.checkpoint.checkpoint_folder={tmp_path}/checkpoints",
+        "++workload.checkpoint.checkpoint_after_epoch=1",
+        "++workload.checkpoint.epochs_between_checkpoints=1",
+        "++workload.checkpoint.model_size=100000",
+        "++workload.checkpoint.type=all_ranks",
+        processes=processes,
+    )
+    assert "Running DLIO with custom data loader class MillraceDataLoader" in output
+    assert "Running DLIO with custom checkpointing mechanism class MillraceCheckpointing" in output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["metric"]["train_au_mean_percentage"] > 0
+    assert summary["num_accelerators"] == processes
+    with Checkpointer(
+        str(tmp_path / "checkpoints" / "repository"), run="dlio", sidecar=None, rank=0, world_size=1
+    ) as saved:
+        assert len(saved.steps()) == 2, "one an epoch"
+
+
+def test_files_become_samples_with_the_same_bytes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train").mkdir()
+    for number in range(5):
+        (tmp_path / "train" / f"img_{number}_of_5.npz").write_bytes(os.urandom(1000 + number))
+    assert main([str(tmp_path)]) == 0
+    with Dataset(str(place_of(tmp_path, "train"))) as dataset:
+        assert [dataset.sample(n).members[0].length for n in range(5)] == [1000, 1001, 1002, 1003, 1004]
+    assert main([str(tmp_path)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no train/ with files"):
+        prepare(tmp_path)
+    assert main([str(tmp_path)]) == 2
+    assert main([]) == 2

@@ -1,0 +1,27 @@
+"""`millrace bench resume` on a small set: the candidates resume exactly, and ours says when it first reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import resume
+from loaders import engine
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_resumed_loader_is_timed_and_compared_with_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "CLIPS", 400)
+    monkeypatch.setattr(resume, "_READS", [])
+    monkeypatch.setattr(engine, "open_reader", engine.open_reader)  # put back afterwards
+    resume.prepare(tmp_path)
+    monkeypatch.setattr(resume, "AFTER", 1)
+    ours = resume.measure(resume.OURS, tmp_path)
+    assert ours["exact"] == 1
+    assert ours["state_bytes"] < 220
+    for percent in (50, 99):
+        assert 0 < ours[f"before_read_{percent}_ms"] <= ours[f"resume_{percent}_ms"]
+    peer = resume.measure(resume.TORCHDATA, tmp_path)
+    assert peer["exact"] == 1
+    assert peer["resume_50_ms"] > 0

@@ -1,0 +1,141 @@
+"""Real savers and collectors taken apart at every operation on the store, so that a test decides who moves next.
+
+Each actor runs in a thread of its own and stops before every operation until it is told to go on; only one moves at a time, so
+a schedule is repeatable. The store is memory, whose objects are dated by a clock that the test owns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from dataio.core.errors import NotFoundError
+from dataio.core.limits import SMALL_OBJECT_BYTES
+from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+
+
+class MemoryStore(Store):
+    """The contract, in a dict. `now` dates what is written."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[bytes, float]] = {}
+        self.now = 1000.0
+        self.before: Callable[[str, str], None] = lambda operation, key: None
+
+    @property
+    def location(self) -> Location:
+        return Location("memory://", {}, shareable=False)
+
+    def _at(self, operation: str, key: str) -> None:
+        self.before(operation, key)
+
+    def get(self, key: str, *, max_bytes: int = SMALL_OBJECT_BYTES) -> bytes:
+        self._at("get", key)
+        return self._find(key)[0]
+
+    def _find(self, key: str) -> tuple[bytes, float]:
+        if key not in self.objects:
+            raise NotFoundError(f"{key} does not exist")
+        return self.objects[key]
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self._at("get_into", key)
+        buffer[:] = self._find(key)[0][offset : offset + len(buffer)]
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._at("put", key)
+        self.objects[key] = bytes(data), self.now
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        self._at("put_if_absent", key)
+        return self.objects.setdefault(key, (bytes(data), self.now))[0] == bytes(data)
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        body = b"".join(bytes(part) for part in parts)
+        self._at("put_multipart", key)
+        self.objects[key] = body, self.now
+        return len(body)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._at("list", prefix)
+        found = sorted((k, v) for k, v in self.objects.items() if k.startswith(prefix))
+        return iter([ObjectInfo(key, len(data), modified) for key, (data, modified) in found])
+
+    def stat(self, key: str) -> ObjectInfo:
+        self._at("stat", key)
+        data, modified = self._find(key)
+        return ObjectInfo(key, len(data), modified)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._at("delete", key)
+            self.objects.pop(key, None)
+
+
+class Killed(BaseException):
+    """Ends an actor as SIGKILL would: nothing of it runs any more."""
+
+
+class Actor:
+    """`work` in a thread, one store operation at a time."""
+
+    def __init__(self, store: MemoryStore, work: Callable[[], object]) -> None:
+        self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
+        self._dead = False
+        self.done, self.error, self.result = False, None, None  # type: ignore[var-annotated]
+        self._threads: set[int] = set()
+        self._work = work
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._came.acquire()
+
+    def _run(self) -> None:
+        _current.actor = self
+        try:
+            self.pause()
+            self.result = self._work()
+        except BaseException as error:
+            self.error = error  # type: ignore[assignment]
+        self.done = True
+        self._came.release()
+
+    def pause(self) -> None:
+        """Called in the actor's thread before it touches the store."""
+        self._came.release()
+        self._go.acquire()
+        if self._dead:
+            raise Killed
+
+    def step(self) -> None:
+        """Let it do one operation; returns when it stands before the next one."""
+        if not self.done:
+            self._go.release()
+            self._came.acquire()
+
+    def kill(self) -> None:
+        """It does nothing any more."""
+        while not self.done:
+            self._dead = True
+            self.step()
+
+    def finish(self) -> None:
+        """All the way."""
+        while not self.done:
+            self.step()
+
+
+class _Current(threading.local):
+    actor: Actor | None = None
+
+
+_current = _Current()
+
+
+def stepping(store: MemoryStore) -> None:
+    """From now on actors stop before every operation; other threads do not."""
+
+    def before(operation: str, key: str) -> None:
+        if _current.actor is not None:
+            _current.actor.pause()
+
+    store.before = before

@@ -1,0 +1,181 @@
+"""What a carrier writes down, and a second carrier that goes on from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.carry import carry
+from checkpoint.format import pack
+from checkpoint.format.pack import Entry
+from checkpoint.repository import check
+from checkpoint.saving.events import Event, Released
+from checkpoint.saving.progress import FreeNumbers, ProgressFile
+from dataio.core.errors import TransientError
+from dataio.core.limits import KIB
+from dataio.store.contract import Buffer, Store
+from dataio.store.open import open_store
+from dataio.store.resume import Part, Resuming, Unfinished
+from tests.checkpoint.making import Wrapped, begin, latest, load, make, manifest_of
+
+STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(8)}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nobody cleans up after it."""
+
+
+class Dying(Wrapped):
+    """Dies when the pack after `packs` is begun; counts the packs."""
+
+    def __init__(self, inner: Store, packs: int) -> None:
+        super().__init__(inner)
+        self.left, self.written = packs, list[str]()
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        if not self.left:
+            raise Killed
+        self.left -= 1
+        self.written.append(key)
+        return super().put_multipart(key, parts)
+
+
+@pytest.fixture(autouse=True)
+def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pack, "PACK_BYTES", pack.CHUNK_BYTES + pack.ALIGN + 100 * KIB
+    )  # so that one tensor fills a pack
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    opened = os.open(tmp_path / "progress", os.O_RDWR | os.O_CREAT)
+    yield opened
+    os.close(opened)
+
+
+def test_packs_that_are_complete_are_not_written_again(tmp_path: Path, fd: int) -> None:
+    with open_store(tmp_path / "store") as store:
+        made = make(store, STATE, step=1, number=begin(store))
+        first = Dying(store, 5)
+        with pytest.raises(Killed):
+            carry(made.arena, made.encoded, lambda _: None, store=Resuming(first, b := ProgressFile(fd)), progress=b)
+        second = Dying(store, 100)
+        result = carry(
+            made.arena, made.encoded, lambda _: None, store=Resuming(second, b := ProgressFile(fd)), progress=b
+        )
+        assert len(first.written) == 5
+        assert len(second.written) == 3
+        assert not set(first.written) & set(second.written)
+        found = latest(store)
+        assert found is not None
+        assert load(store, found) == STATE
+        assert len(manifest_of(store, found).packs) == 8
+        assert result["bytes_written"] == sum(map(len, STATE.values()))
+        assert result["bytes_deduplicated"] == 0
+        assert check.check(store).clean
+
+
+def test_a_pack_that_is_gone_from_the_store_is_written_again(tmp_path: Path, fd: int) -> None:
+    with open_store(tmp_path / "store") as store:
+        made = make(store, STATE, step=1, number=begin(store))
+        first = Dying(store, 5)
+        with pytest.raises(Killed):
+            carry(made.arena, made.encoded, lambda _: None, store=Resuming(first, b := ProgressFile(fd)), progress=b)
+        store.delete_many(first.written[1:3])
+        second = Dying(store, 100)
+        carry(made.arena, made.encoded, lambda _: None, store=Resuming(second, b := ProgressFile(fd)), progress=b)
+        assert len(second.written) == 5
+        found = latest(store)
+        assert found is not None
+        assert load(store, found) == STATE
+
+
+def finished(store: Store, fd: int) -> bytes:
+    """A carrier that ended when the arena was released; the plan."""
+    made = make(store, STATE, step=1, number=begin(store))
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Released):
+            raise Killed
+
+    with pytest.raises(Killed):
+        carry(made.arena, made.encoded, emit, store=Resuming(store, b := ProgressFile(fd)), progress=b)
+    assert latest(store) is None
+    return made.encoded
+
+
+def test_after_the_release_the_arena_is_not_needed(tmp_path: Path, fd: int) -> None:
+    with open_store(tmp_path / "store") as store:
+        plan = finished(store, fd)
+        carry(None, plan, lambda _: None, store=store, progress=ProgressFile(fd))
+        found = latest(store)
+        assert found is not None
+        assert load(store, found) == STATE
+
+
+def test_a_manifest_whose_packs_are_gone_is_never_committed(tmp_path: Path, fd: int) -> None:
+    with open_store(tmp_path / "store") as store:
+        plan = finished(store, fd)
+        store.delete_many([next(store.list("packs/")).key])
+        with pytest.raises(TransientError, match="was not stored before its worker ended"):
+            carry(None, plan, lambda _: None, store=store, progress=ProgressFile(fd))
+        assert latest(store) is None
+
+
+def test_without_arena_and_manifest_the_step_is_lost_and_that_is_said(tmp_path: Path, fd: int) -> None:
+    with open_store(tmp_path / "store") as store:
+        made = make(store, STATE, step=1, number=begin(store))
+        book = ProgressFile(fd)
+        book.begun("packs/x", Unfinished("no such upload", "nonce"))
+        with pytest.raises(TransientError, match="step 1 of run exp is lost"):
+            carry(None, made.encoded, lambda _: None, store=store, progress=book)
+        assert book.unfinished("packs/x") is None
+        assert latest(store) is None
+
+
+def fill(book: ProgressFile) -> None:
+    book.begun("packs/a", Unfinished("id", "nonce"))
+    book.sent("packs/a", Part(1, 10, "etag", b"digest"))
+    book.packing("packs/a", Entry(b"d" * 32, 0, 5, 5))
+    book.filled("packs/a")
+    book.ended("packs/a", 10)
+    book.begun("packs/b", Unfinished("id2", "nonce2"))
+    book.sent("packs/b", Part(2, 10, "etag", b"digest"))
+    book.finished(b"manifest")
+
+
+@given(st.integers(0, 2000), st.booleans())
+def test_a_file_cut_anywhere_is_a_shorter_history_and_goes_on(cut: int, flip: bool) -> None:
+    fd = os.memfd_create("progress")
+    try:
+        fill(first := ProgressFile(fd))
+        size = os.fstat(fd).st_size
+        if flip:
+            at = cut % size
+            byte = os.pread(fd, 1, at)
+            os.pwrite(fd, bytes([byte[0] ^ 4]), at)
+        else:
+            os.ftruncate(fd, min(cut, size))
+        second = ProgressFile(fd)
+        assert second.manifest in (None, b"manifest")
+        if second.manifest:
+            assert second.unfinished("packs/b") == Unfinished("id2", "nonce2", {2: Part(2, 10, "etag", b"digest")})
+        assert flip or second.carrier == first.carrier or cut < size
+        fill(second)
+        third = ProgressFile(fd)
+        assert third.manifest == b"manifest"
+        assert third.carrier == second.carrier
+        assert third.unfinished("packs/a") is None
+    finally:
+        os.close(fd)
+
+
+def test_free_numbers_leave_out_those_that_are_taken() -> None:
+    numbers = FreeNumbers({0, 2, 3})
+    assert [numbers[n] for n in (2, 0, 1)] == [5, 1, 4]

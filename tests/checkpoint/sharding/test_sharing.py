@@ -1,0 +1,53 @@
+"""A chunk that several ranks need leaves the store once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint import Checkpointer
+from checkpoint.sharding.turns import TURN_BYTES, pack_needs, shared, turns
+from dataio.core.limits import MIB
+from tests.checkpoint.making import flip
+from tests.checkpoint.sharding.launch import launch
+
+
+@given(st.lists(st.sets(st.integers(0, 29)), min_size=1, max_size=6), st.integers(1, 20))
+def test_every_chunk_is_read_by_exactly_one_rank_of_those_that_need_it(needed: list[set[int]], mib: int) -> None:
+    sizes = [mib * MIB] * 30
+    found = shared([pack_needs(sorted(own), 30) for own in needed], sizes)
+    assert {each.chunk for each in found} == {c for c in range(30) if sum(c in own for own in needed) > 1}
+    for each in found:
+        assert {each.reader, *each.others} == {rank for rank, own in enumerate(needed) if each.chunk in own}
+    given_turns = list(turns(found, sizes))
+    assert [each for turn in given_turns for each in turn] == found
+    assert all(len(turn) == 1 or sum(sizes[e.chunk] for e in turn) <= TURN_BYTES for turn in given_turns)
+
+
+def test_work_is_spread_evenly_over_the_readers() -> None:
+    needs = [pack_needs(range(40), 40)] * 4
+    read = [sum(each.reader == rank for each in shared(needs, [4 * MIB] * 40)) for rank in range(4)]
+    assert read == [10] * 4
+    assert shared([b""] * 4, []) == []
+
+
+def test_four_ranks_read_a_step_from_the_store_once_and_fail_together(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    with Checkpointer(str(damaged), run="exp", sidecar=None) as checkpointer:  # the same shapes as in the job
+        layers = [torch.nn.Linear(1500, 1501), torch.nn.Linear(1501, 700), torch.nn.Linear(700, 3)]
+        checkpointer.save(1, {"model": torch.nn.Sequential(*layers)}).result(60)
+    flip(next((damaged / "packs").rglob("*.pack")), 5 * MIB)
+
+    ranks = launch(4, "tests.checkpoint.sharding.sharing_job", str(tmp_path / "repo"), str(damaged))
+    total = ranks[0][0]["bytes"]
+    for case, slack in ((1, 1.02), (2, 1.02)):  # replicated, sharded
+        read = [lines[case]["read"] for lines in ranks]
+        assert total <= sum(read) <= slack * total
+        assert max(read) < 0.6 * total
+        assert all(lines[case]["digests"] == ranks[0][0]["digests"] for lines in ranks)
+    errors = [lines[3] for lines in ranks]
+    assert sorted(line["error"] for line in errors) == ["CorruptionError", *["TransientError"] * 3]
+    assert any("damaged: tensor 'model/" in line["message"] for line in errors)

@@ -1,0 +1,97 @@
+"""The staging arena: one, sealed, reused, with one owner at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from checkpoint.format.chunk import whole
+from checkpoint.format.layout import Layout, TensorSpec, lay_out
+from checkpoint.staging.arena import Arena, Staging
+from checkpoint.staging.copying import Copying
+from dataio.core.errors import CapacityError, DeadlineError
+
+
+@pytest.fixture
+def staging() -> Iterator[Staging]:
+    made = Staging()
+    yield made
+    made.close()
+
+
+def layout_of(*sizes: int) -> tuple[list[TensorSpec], Layout]:
+    specs = [TensorSpec(f"t{i}", "uint8", whole((n,))) for i, n in enumerate(sizes)]
+    return specs, lay_out(specs)
+
+
+def stage(staging: Staging, *tensors: torch.Tensor) -> bytes:
+    specs, layout = layout_of(*(t.numel() for t in tensors))
+    arena = staging.take(layout, 1)
+    Copying(staging.pool, arena, tensors, specs, layout)
+    staging.give_back()
+    return bytes(arena.view()[: layout.total])
+
+
+def test_an_arena_can_neither_grow_nor_shrink() -> None:
+    arena = Arena(5000)
+    seals = fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS)
+    assert seals & fcntl.F_SEAL_SHRINK
+    assert seals & fcntl.F_SEAL_GROW
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, 100)
+    arena.close()
+
+
+def test_an_arena_that_cannot_be_had_is_a_capacity_error() -> None:
+    with pytest.raises(CapacityError, match="no staging arena"):
+        Arena(1 << 62)
+
+
+def test_the_arena_is_reused_while_it_is_large_enough(staging: Staging) -> None:
+    big, small = layout_of(3_000_000)[1], layout_of(5)[1]
+    first = staging.take(big, 1)
+    staging.give_back()
+    assert staging.take(small, 1) is first
+    staging.give_back()
+    assert staging.take(layout_of(30_000_000)[1], 1) is not first
+    staging.give_back()
+
+
+def test_gaps_of_a_new_layout_hold_nothing_of_the_old_one(staging: Staging) -> None:
+    stage(staging, torch.full((1000,), 255, dtype=torch.uint8))
+    ones = torch.ones(5, dtype=torch.uint8)
+    assert stage(staging, ones, ones) == b"\1" * 5 + bytes(11) + b"\1" * 5
+
+
+def test_pieces_of_large_tensors_land_in_order(staging: Staging) -> None:
+    large = torch.randint(0, 256, (40 << 20,), dtype=torch.uint8)
+    assert stage(staging, large) == bytes(large.numpy())
+
+
+def test_an_abandoned_arena_is_never_handed_out_again(staging: Staging) -> None:
+    layout = layout_of(100)[1]
+    lost = staging.take(layout, 1)
+    view = lost.view()
+    view[:3] = b"old"
+    with pytest.raises(DeadlineError):
+        staging.take(layout, 0.01)
+    staging.abandon()
+    again = staging.take(layout, 1)
+    assert again is not lost
+    again.view()[:3] = b"new"
+    assert bytes(view[:3]) == b"old"  # whoever still reads it reads what was staged
+    staging.give_back()
+
+
+def test_descriptors_are_given_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        staging = Staging()
+        staging.take(layout_of(100)[1], 1)
+        staging.close()  # a save is in flight: its memory stays until it ends
+        staging.give_back()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,25 @@
+"""A carrier with a tier as a process of its own: `saver.py URL TIER`; it saves step 2 on top of step 1."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from checkpoint.carry import carry
+from dataio.core.limits import MIB
+from dataio.store.open import open_store
+from dataio.store.tier.retention import Limits
+from dataio.store.tier.shelf import Shelf
+from tests.checkpoint.making import latest, make, tiny_state
+
+
+def main(url: str, tier: str) -> None:
+    with open_store(url) as store:
+        base = latest(store)
+        assert base is not None
+        made = make(store, tiny_state(2), step=2, number=1, bases=(base,))
+        carry(made.arena, made.encoded, lambda _: None, store=store, shelf=Shelf(Path(tier), Limits(512 * MIB, 3)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

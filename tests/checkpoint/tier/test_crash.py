@@ -1,0 +1,71 @@
+"""SIGKILL of a carrier with a tier at every named point: the step is absent, or becomes one whole; never a part of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import checkpoint.carry
+from checkpoint.carry import carry
+from checkpoint.format.documents import Base
+from checkpoint.repository import check
+from checkpoint.tier import finishing, saving
+from dataio.core.crashpoints import declared
+from dataio.store.open import open_store
+from dataio.store.tier.near import Near
+from tests.checkpoint.making import RUN, begin, latest, load, make, tiny_state
+from tests.dataio.store.tier.making import shelf
+
+assert checkpoint.carry
+ROOT = Path(__file__).parents[3]
+POINTS = [
+    "ckpt.lease-written",
+    "ckpt.in-pack",
+    "ckpt.first-pack",
+    "ckpt.packs-written",
+    "ckpt.arena-released",
+    "ckpt.manifest-written",
+    "ckpt.before-fate",
+    "ckpt.fate-written",
+    "ckpt.commit-written",
+    "ckpt.lease-deleted",
+]
+KEPT = set(POINTS[4:])
+"""From here on the tier has all of it: the next restore makes it a step, whatever the store has."""
+
+
+def test_every_point_is_one_that_exists() -> None:
+    assert set(POINTS) <= set(declared())
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_what_a_killed_carrier_left_is_finished_or_absent(tmp_path: Path, point: str) -> None:
+    url, tier, mark = tmp_path / "store", shelf(tmp_path, steps=3), tmp_path / "mark"
+    with open_store(url) as store:
+        made = make(store, tiny_state(1), step=1, number=begin(store))
+        carry(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
+        first = Base(1, 1, made.plan.attempt)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.checkpoint.tier.saver", str(url), str(tier.root)],
+            cwd=ROOT,
+            env={**os.environ, "MILLRACE_CRASH": point, "MILLRACE_CRASH_MARK": str(mark)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == -9, done.stderr
+        assert mark.read_text() == point + "\n"
+        assert any(r.step == 2 for r in tier.records()) == (point in KEPT)
+        finishing.send(store, tier, RUN, lambda _source, _key: False)
+        finishing.finish(store, tier, RUN)
+        found = latest(store)
+        assert found is not None
+        assert found.step == (2 if point in KEPT else 1)
+        for base, seed in ((first, 1), (found, found.step)):
+            assert load(store, base) == load(Near(store, tier, saving.keeps), base) == tiny_state(seed)
+        assert check.check(store).clean
+        assert all(r.committed for r in tier.records())

@@ -1,0 +1,374 @@
+"""Steps in the node's tier: kept first, read near, finished when only the tier has them; always the same bytes or an error."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from checkpoint.carry import carry
+from checkpoint.format import names, ulid
+from checkpoint.format.documents import Base, Commit, StepName, encode
+from checkpoint.lifecycle.plan import ORPHAN_SECONDS
+from checkpoint.repository import commit, timeline
+from checkpoint.repository import steps as repository
+from checkpoint.restoring import restore
+from checkpoint.saving.events import Event, Released
+from checkpoint.saving.progress import ProgressFile
+from checkpoint.tier import finishing, reading, saving
+from dataio.core.errors import ConflictError, CorruptionError, TransientError
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+from dataio.store.tier.near import Near
+from dataio.store.tier.shelf import Shelf
+from tests.checkpoint.making import RUN, Made, begin, latest, load, make, tiny_state
+from tests.dataio.store.tier.making import Counting, shelf
+
+
+class Away(Exception):
+    """For tests: the store fails where this says so."""
+
+
+@pytest.fixture(params=["posix", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.soak])])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Counting]:
+    url = request.getfixturevalue("s3_url") if request.param == "s3" else tmp_path / "store"
+    with open_store(url) as opened:
+        yield Counting(opened)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Shelf:
+    return shelf(tmp_path, steps=3)
+
+
+def away(_operation: str, _key: str) -> None:
+    raise TransientError("the store is away")
+
+
+def keep(store: Store, tier: Shelf, made: Made) -> Base:
+    result = carry(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
+    assert isinstance(result["kept"], float)
+    return Base(made.plan.timeline, made.plan.step, made.plan.attempt)
+
+
+def saved(remote: Store, tier: Shelf, step: int = 1, seed: int = 1, base: Base | None = None) -> Base:
+    number = max(timeline.numbers(remote, RUN), default=0) or begin(remote)
+    bases = (base,) if base else ()
+    return keep(remote, tier, make(remote, tiny_state(seed), step=step, number=number, bases=bases))
+
+
+@contextmanager
+def offline(near: Store, base: Base) -> Iterator[repository.Step]:
+    with reading.away(near, RUN, base) as step:
+        yield step
+
+
+def packs(tier: Shelf, source: str) -> list[str]:
+    return [key for r in tier.records(source) for key in r.own if key.startswith("packs/")]
+
+
+def test_a_kept_step_is_restored_without_reading_packs_or_manifests_from_the_store(
+    remote: Counting, tier: Shelf
+) -> None:
+    base = saved(remote, tier)
+    near = Near(remote, tier, saving.keeps)
+    remote.calls.clear()
+    assert load(near, base) == tiny_state(1)
+    read = [key for operation, key in remote.calls if operation in ("get", "get_into")]
+    assert read
+    assert not any(saving.keeps(key) for key in read)
+    assert near.bytes["store"] < 1000 < near.bytes["tier"]
+
+
+def test_a_step_that_leans_on_another_is_whole_in_the_tier(remote: Counting, tier: Shelf) -> None:
+    first = saved(remote, tier, step=1, seed=1)
+    second = saved(remote, tier, step=2, seed=2, base=first)
+    newest, oldest = tier.records()
+    assert set(newest.leans) >= set(oldest.own[:-1])
+    tier.forget([oldest])
+    near = Near(remote, tier, saving.keeps)
+    remote.calls.clear()
+    assert load(near, second) == tiny_state(2)
+    assert not any(saving.keeps(key) for operation, key in remote.calls if operation == "get_into")
+
+
+def test_the_arena_is_released_before_a_slow_store_has_anything(remote: Counting, tier: Shelf) -> None:
+    gate, events = threading.Event(), list[Event]()
+    remote.before = lambda operation, _key: gate.wait(60) if operation == "put_multipart" else None  # type: ignore[func-returns-value]
+    made = make(remote, tiny_state(1), step=1, number=begin(remote))
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Released):
+            assert not list(remote.inner.list(names.PACKS))
+            gate.set()
+
+    carry(made.arena, made.encoded, emit, store=remote, shelf=tier)
+    assert any(isinstance(event, Released) for event in events)
+    assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
+
+
+@pytest.mark.parametrize("part", ["pack", "manifest", "fate"])
+def test_damage_in_the_tier_falls_through_to_the_store(remote: Counting, tier: Shelf, part: str) -> None:
+    base = saved(remote, tier)
+    record, source = tier.records()[0], remote.location.url
+    key = {"pack": record.own[0], "manifest": record.own[-1], "fate": record.leans[-1]}[part]
+    path = tier.path_of(source, key)
+    data = bytearray(path.read_bytes())
+    data[9000 if part == "pack" else 100] ^= 1
+    path.write_bytes(bytes(data) if part != "fate" else b"cut")
+    near = Near(remote, tier, saving.keeps)
+    assert load(near, base) == tiny_state(1)
+    assert near.bytes["store"] > 0
+    assert not tier.has(source, key)
+
+
+def test_damage_in_the_tier_is_repaired_from_the_buddy(remote: Counting, tier: Shelf, tmp_path: Path) -> None:
+    base = saved(remote, tier)
+    source, key = remote.location.url, tier.records()[0].own[0]
+    path = tier.path_of(source, key)
+    good = path.read_bytes()
+    path.write_bytes(good[:9000] + b"rot" + good[9003:])
+
+    def recall(asked: str, wanted: str) -> bool:
+        assert (asked, wanted) == (source, key)
+        path.write_bytes(good)
+        return True
+
+    near = Near(remote, tier, saving.keeps, recall)
+    remote.calls.clear()
+    assert load(near, base) == tiny_state(1)
+    assert near.bytes["buddy"] > 0
+    assert not any(k.startswith("packs/") for _, k in remote.calls)
+    assert path.read_bytes() == good
+
+
+def test_damage_everywhere_is_reported_and_never_returned(remote: Counting, tier: Shelf) -> None:
+    base = saved(remote, tier)
+    source, key = remote.location.url, tier.records()[0].own[0]
+    data = bytearray(remote.get(key))
+    data[9000] ^= 1
+    remote.put(key, data)
+    tier.drop(source, key)
+    tier.keep(source, key, data)
+    with pytest.raises(CorruptionError, match="step 1 of run exp is damaged"):
+        load(Near(remote, tier, saving.keeps), base)
+
+
+def test_a_step_saved_while_the_store_is_away_is_no_step_until_a_restore_commits_it(
+    remote: Counting, tier: Shelf
+) -> None:
+    first = saved(remote, tier, step=1, seed=1)
+    made = make(remote, tiny_state(2), step=2, number=1, bases=(first,))
+    remote.before = away
+    released: list[Event] = []
+    with pytest.raises(TransientError, match="not committed, but kept in this node's tier"):
+        carry(made.arena, made.encoded, released.append, store=remote, shelf=tier)
+    assert any(isinstance(event, Released) for event in released)
+    assert reading.latest(tier, remote.location.url, RUN, "latest") == first
+    remote.before = lambda _operation, _key: None
+    assert latest(remote) == first
+    with reading.node_tier(None) as node:
+        node.shelf = tier
+        node.send(remote, RUN)
+        found = node.find(remote, RUN, "latest")
+    assert found == reading.Found(Base(1, 2, made.plan.attempt))
+    assert load(remote, found.base) == tiny_state(2)
+    assert [r.committed > 0 for r in tier.records()] == [True, True]
+    assert not list(remote.list(names.LEASES))
+
+
+def test_a_store_that_goes_away_in_the_middle_leaves_what_a_restore_finishes(remote: Counting, tier: Shelf) -> None:
+    first = saved(remote, tier, step=1, seed=1)
+    fired = []
+
+    def fail(operation: str, key: str) -> None:
+        if operation == "put_multipart":
+            fired.append(key)
+            raise TransientError("the store is away")
+
+    remote.before = fail
+    with pytest.raises(TransientError, match="kept in this node's tier"):
+        saved(remote, tier, step=2, seed=2, base=first)
+    assert fired
+    remote.before = lambda _operation, _key: None
+    finishing.send(remote, tier, RUN, lambda _source, _key: False)
+    finishing.finish(remote, tier, RUN)
+    found = latest(remote)
+    assert found is not None
+    assert found.step == 2
+    assert load(remote, found) == tiny_state(2)
+
+
+def unfinished(remote: Counting, tier: Shelf, *, step: int = 2, bases: tuple[Base, ...] = ()) -> Made:
+    """A step of which the tier has everything and the store nothing; it leans on `bases`."""
+    made = make(remote, tiny_state(2), step=step, number=1, bases=bases)
+
+    def fail(operation: str, key: str) -> None:
+        if operation == "put_multipart":
+            raise TransientError("the store is away")
+
+    remote.before = fail
+    with pytest.raises(TransientError, match="kept"):
+        carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    remote.before = lambda _operation, _key: None
+    return made
+
+
+def try_to_finish(remote: Store, tier: Shelf) -> None:
+    finishing.send(remote, tier, RUN, lambda _source, _key: False)
+    finishing.finish(remote, tier, RUN)
+
+
+def test_a_worker_that_takes_over_sends_what_only_the_tier_has(remote: Counting, tier: Shelf, tmp_path: Path) -> None:
+    made = make(remote, tiny_state(1), step=1, number=begin(remote))
+    fired = []
+
+    def fail(operation: str, key: str) -> None:
+        if operation == "put_multipart":
+            fired.append(key)
+            raise TransientError("as if the worker were killed")
+
+    fd = os.open(tmp_path / "progress", os.O_RDWR | os.O_CREAT)
+    remote.before = fail
+    with pytest.raises(TransientError):
+        carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+    assert fired
+    remote.before = lambda _operation, _key: None
+    os.lseek(fd, 0, os.SEEK_SET)
+    again = ProgressFile(fd)
+    assert again.manifest is not None
+    carry(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=again)
+    os.close(fd)
+    assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
+
+
+def test_a_newer_timeline_stops_what_only_the_tier_has(remote: Counting, tier: Shelf) -> None:
+    first = saved(remote, tier)
+    unfinished(remote, tier)
+    timeline.open_timeline(remote, RUN, StepName(1, 1))
+    try_to_finish(remote, tier)
+    assert latest(remote) == first
+    assert tier.records()[0].over
+
+
+def test_what_is_older_than_a_collector_lets_unexplained_packs_lie_is_over(remote: Counting, tier: Shelf) -> None:
+    first = saved(remote, tier)
+    unfinished(remote, tier)
+    newest = tier.records()[0]
+    tier.put_record(msgspec.structs.replace(newest, created=newest.created - finishing.OLD_SECONDS))
+    try_to_finish(remote, tier)
+    assert latest(remote) == first
+    assert tier.records()[0].over
+    assert finishing.OLD_SECONDS < ORPHAN_SECONDS
+
+
+def test_a_collectors_abort_stops_what_only_the_tier_has(remote: Counting, tier: Shelf) -> None:
+    from checkpoint.format.documents import Fate
+
+    first = saved(remote, tier)
+    made = unfinished(remote, tier)
+    fate = names.fate(RUN, 1, 2, made.plan.attempt)
+    assert remote.put_if_absent(fate, encode(Fate(attempt=made.plan.attempt, fate="abort")))
+    try_to_finish(remote, tier)
+    assert latest(remote) == first
+    assert tier.records()[0].over
+
+
+def test_a_base_that_was_collected_stops_what_leans_on_it(remote: Counting, tier: Shelf) -> None:
+    first = saved(remote, tier)
+    unfinished(remote, tier, bases=(first,))
+    remote.put(names.commit(RUN, 1, 1), encode(Commit(step=1, tombstone=True)))
+    try_to_finish(remote, tier)
+    assert latest(remote) is None
+    assert tier.records()[0].over
+    assert not list(remote.list(names.step(RUN, 1, 2)))
+
+
+def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier: Shelf) -> None:
+    first = saved(remote, tier)
+    attempt = ulid.new()
+    made = make(remote, tiny_state(2), step=2, number=1, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
+    with pytest.raises(TransientError, match="no manifest of rank 1"):
+        carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    try_to_finish(remote, tier)
+    assert latest(remote) == first
+    assert not tier.records()[0].over
+    other = make(remote, tiny_state(2), step=2, number=1, attempt=attempt, rank=1, world_size=2)
+    keep(remote, tier, other)
+    found = latest(remote)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_a_step_that_was_committed_without_the_tier_hearing_of_it_is_noted(remote: Counting, tier: Shelf) -> None:
+    base = saved(remote, tier)
+    path = next((tier.root / "records").iterdir())
+    record = tier.records()[0]
+    path.unlink()
+    tier.put_record(msgspec.structs.replace(record, committed=0.0))
+    try_to_finish(remote, tier)
+    assert tier.records()[0].committed == pytest.approx(record.committed)
+    assert latest(remote) == base
+
+
+def test_a_full_tier_does_not_disturb_a_save(remote: Counting, tmp_path: Path) -> None:
+    tier = shelf(tmp_path, 200_000)
+    made = make(remote, tiny_state(1), step=1, number=begin(remote))
+    result = carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    assert result["kept"] is None
+    assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
+    assert tier.records() == []
+
+
+def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Counting, tier: Shelf) -> None:
+    number = begin(remote)
+    made = make(remote, tiny_state(1), step=1, number=number)
+    fired = []
+
+    def overtake(operation: str, key: str) -> None:
+        if operation == "put_if_absent" and key.endswith(".manifest") and not fired:
+            fired.append(key)
+            carry(made.arena, made.encoded, lambda _: None, store=remote.inner)
+
+    remote.before = overtake
+    carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    assert fired
+    assert load(Near(remote, tier, saving.keeps), Base(number, 1, made.plan.attempt)) == tiny_state(1)
+
+
+def test_restoring_while_the_store_is_away_takes_what_was_committed(tmp_path: Path, tier: Shelf) -> None:
+    store = Counting(open_store(tmp_path / "store"))
+    first = saved(store, tier, step=1, seed=1)
+    unfinished(store, tier)
+    store.before = away
+    with reading.node_tier(None) as node:
+        node.shelf = tier
+        node.send(store, RUN)
+        found = node.find(store, RUN, "latest")
+        assert found == reading.Found(first, away=True)
+        assert node.find(store, RUN, 1) == found
+        with pytest.raises(TransientError, match="away"):
+            node.find(store, RUN, 2)
+        near = node.near(store)
+    calls = len(store.calls)
+    shutil.rmtree(tmp_path / "store")
+    with offline(near, first) as step:
+        assert step.base == first
+        held = restore.tensors_of(step, 0)
+        assert set(held) == set(tiny_state(1))
+    assert len(store.calls) == calls
+
+
+def test_a_trainer_that_restored_while_the_store_was_away_learns_of_a_newer_step() -> None:
+    error = reading.outdated("exp", Base(1, 5, "a"), Base(2, 9, "b"))
+    assert isinstance(error, ConflictError)
+    assert "step 5 was restored while the store was away, and its latest is step 9 of timeline 2" in error.message
+    assert "gone" in reading.outdated("exp", Base(1, 5, "a"), None).message
+    assert commit is not None

@@ -1,0 +1,48 @@
+"""A trainer's save through the daemon, without torch: `client.py URL SOCKET STEP SEED BYTES PARENT`; says what it knows,
+line by line."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+import numpy as np
+
+from checkpoint.format.documents import Base
+from checkpoint.saving.carriers import Cargo, Carriers
+from dataio.core.errors import MillraceError
+from dataio.sidecar.client import SaveMeter
+from dataio.sidecar.transfer.memfd import sealed
+from dataio.store.open import open_store
+from tests.checkpoint.making import RUN, make
+
+
+def state(seed: int, size: int) -> dict[str, bytes]:
+    """A tensor of `size` bytes, one that does not depend on the seed, and a small one."""
+    new, old = np.random.default_rng(seed), np.random.default_rng(0)
+    return {"frozen": old.bytes(160 << 10), "weights": new.bytes(size), "step": new.bytes(4)}
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(url: str, socket: str, step: str, seed: str, size: str, parent: str) -> None:
+    base = msgspec.json.decode(parent, type=Base)
+    with open_store(url) as store:
+        made = make(store, state(int(seed), int(size)), step=int(step), number=base.timeline, bases=(base,))
+        fd = sealed("arena", bytes(made.arena))
+        cargo = Cargo(made.plan, fd, lambda: made.arena, lambda: say("given back"), lambda: say("abandoned"), say)
+        carriers = Carriers(store, socket, SaveMeter(RUN))
+        try:
+            result = carriers.carry(cargo)
+            say(f"committed {result['step']} {result['attempt'] == made.plan.attempt}")
+        except MillraceError as error:
+            say(f"failed {error.code}: {error}")
+        carriers.close()
+        os.close(fd)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,211 @@
+"""Rows and samples are the same thing twice; a table that lies is refused with the place of the lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataio.core.errors import CorruptionError
+from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.index import rows as index
+
+SHARD, SIZE = "shards/00000000-aa.tar", 1 << 40
+i31 = st.integers(1, 2**31 - 1)
+i64 = st.integers(-(2**62), 2**62)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+word = text.filter(bool)
+rates = st.fractions(Fraction(1, 1000), 1000, max_denominator=1001)
+videos = st.integers(1, 2**31 - 1).flatmap(
+    lambda frames: st.builds(
+        VideoInfo,
+        ext=word,
+        stream=st.integers(0, 99),
+        codec=word,
+        width=i31,
+        height=i31,
+        fps=rates,
+        frames=st.just(frames),
+        time_base=rates,
+        start_pts=i64,
+        duration_pts=st.integers(0, 2**62),
+        pixel_format=text,
+        rotation=st.sampled_from([0, 90, 180, 270]),
+        key_frames=st.lists(st.builds(KeyFrame, i64, st.integers(0, frames)), min_size=1, max_size=4).map(tuple),
+        color=st.none() | st.builds(Color, text, text, text, text),
+    )
+)
+audios = st.builds(AudioInfo, word, st.integers(0, 99), word, i31, st.integers(1, 64), st.integers(1, 2**62))
+member_lists = st.lists(
+    st.builds(Member, word, st.just(512), st.integers(0, SIZE // 16), st.integers(0, 2**64 - 1)),
+    min_size=1,
+    max_size=3,
+)
+fields = st.dictionaries(
+    text, st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text, max_size=3
+)
+samples = st.builds(
+    Sample,
+    id=st.just(0),
+    key=word,
+    shard=st.just(SHARD),
+    members=member_lists.map(tuple),
+    duration=st.floats(0, 1e9),
+    video=st.none() | videos,
+    audio=st.none() | audios,
+    text=st.none() | text,
+    fields=fields.filter(lambda f: all(not isinstance(v, float) or math.isfinite(v) for v in f.values())),
+)
+
+
+def apart(written: list[Sample]) -> list[Sample]:
+    """The samples with their members one behind the other."""
+    at, placed = 512, []
+    for given_sample in written:
+        moved = []
+        for member in given_sample.members:
+            moved.append(dataclasses.replace(member, offset=at))
+            at += member.length
+        placed.append(dataclasses.replace(given_sample, members=tuple(moved)))
+    return placed
+
+
+def read(data: bytes, rows: int, **changes: Any) -> Any:
+    expected = {"expected_digest": index.digest(data), "rows": rows, "shards": {SHARD: SIZE}, "name": "index/x"}
+    return index.read_part(data, **(expected | changes))
+
+
+@given(st.lists(samples, max_size=4).map(apart))
+def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
+    rows = read(index.write_part(written), len(written)).to_pylist()
+    assert [index.from_row(row, 0) for row in rows] == written
+
+
+@given(st.lists(samples, max_size=3))
+def test_the_same_samples_give_the_same_bytes(written: list[Sample]) -> None:
+    assert index.write_part(written) == index.write_part(list(written))
+
+
+VIDEO = VideoInfo(
+    "mp4",
+    0,
+    "h264",
+    64,
+    48,
+    Fraction(30),
+    12,
+    Fraction(1, 15360),
+    0,
+    6144,
+    "yuv420p",
+    0,
+    (KeyFrame(0, 0), KeyFrame(3072, 6)),
+)
+AUDIO = AudioInfo("wav", 0, "pcm_s16le", 8000, 1, 4000)
+SAMPLE = Sample(
+    0, "a", SHARD, (Member("mp4", 512, 100, 1), Member("wav", 1536, 10, 2)), 0.4, VIDEO, AUDIO, "text", {"a": 1}
+)
+
+
+def table_with(**columns: Any) -> bytes:
+    """Two rows like SAMPLE, the second one changed in these columns."""
+    rows = [index.to_row(SAMPLE), index.to_row(SAMPLE) | columns]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=index.SCHEMA), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def test_the_table_that_the_lies_start_from_is_accepted() -> None:
+    assert read(table_with(), 2).num_rows == 2
+
+
+def members(offset: int, length: int) -> list[dict[str, Any]]:
+    return [{"ext": "mp4", "offset": offset, "length": length, "xxh3": 0}]
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "a member behind the end": ({"members": members(SIZE - 5, 6)}, "members lies outside"),
+    "a member that starts behind the end": ({"members": members(SIZE + 1, 0)}, "members lies outside"),
+    "a negative offset": ({"members": members(-1, 6)}, "members lies outside"),
+    "a negative length": ({"members": members(512, -6)}, "members lies outside"),
+    "an overflow": ({"members": members(2**63 - 1, 2**63 - 1)}, "members lies outside"),
+    "no members": ({"members": []}, "members is empty"),
+    "an unknown shard": ({"shard": "shards/other.tar"}, "shard is not a shard"),
+    "no key": ({"key": ""}, "key is empty"),
+    "a negative duration": ({"duration": -1.0}, "duration is negative"),
+    "an endless duration": ({"duration": math.inf}, "duration is not finite"),
+    "no frames": ({"frames": 0}, "frames is not positive"),
+    "a rate over zero": ({"fps_denominator": 0}, "fps_denominator is not positive"),
+    "a negative width": ({"width": -4}, "width is not positive"),
+    "a codec without width": ({"width": None}, "width is there without its stream, or missing"),
+    "a width without codec": ({"video_codec": None}, "video_ext is there without its stream, or missing"),
+    "no sample rate": ({"sample_rate": None}, "sample_rate is there without"),
+    "no key frames": ({"key_frames": []}, "key_frames is empty"),
+    "a key frame behind the end": ({"key_frames": [{"pts": 0, "index": 13}]}, "key_frames lies outside"),
+    "a negative key frame": ({"key_frames": [{"pts": 0, "index": -1}]}, "key_frames lies outside"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_refused_with_its_row_and_column(lie: str) -> None:
+    columns, words = LIES[lie]
+    with pytest.raises(CorruptionError, match=rf"index/x: row 1: {words}"):
+        read(table_with(**columns), 2)
+
+
+def test_other_bytes_than_the_version_names_are_refused() -> None:
+    data = table_with()
+    with pytest.raises(CorruptionError, match="BLAKE3"):
+        read(data, 2, expected_digest=index.digest(data + b"x"))
+
+
+def test_a_wrong_count_is_refused() -> None:
+    with pytest.raises(CorruptionError, match="holds 2 rows"):
+        read(table_with(), 3)
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all", table_with()[:-20]])
+def test_what_is_no_parquet_file_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptionError, match="Parquet"):
+        read(data, 2)
+
+
+@pytest.mark.parametrize("change", ["missing", "other type", "extra"])
+def test_another_schema_is_refused(change: str) -> None:
+    table = pa.Table.from_pylist([index.to_row(SAMPLE)], schema=index.SCHEMA)
+    if change == "missing":
+        table = table.drop_columns(["text"])
+    elif change == "extra":
+        table = table.append_column("more", pa.array([1]))
+    else:
+        table = table.set_column(0, "key", table["key"].cast(pa.large_string()))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    with pytest.raises(CorruptionError, match="columns"):
+        read(sink.getvalue().to_pybytes(), 1)
+
+
+@pytest.mark.parametrize("bad", ["{", "[1]", "[" * 100_000])
+def test_fields_that_are_no_json_object_are_refused(bad: str) -> None:
+    with pytest.raises(CorruptionError, match="sample 'a'"):
+        index.from_row(index.to_row(SAMPLE) | {"fields": bad}, 0)
+
+
+@settings(derandomize=True)
+@given(st.data())
+def test_no_damage_raises_anything_but_corruption(data: st.DataObject) -> None:
+    part = bytearray(index.write_part([SAMPLE, replace(SAMPLE, key="b", video=None)]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        part[data.draw(st.integers(0, len(part) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        read(bytes(part), 2)
+    except CorruptionError:
+        return

@@ -1,0 +1,177 @@
+"""Re-encoding, copying and splitting: nothing lost, nothing shifted, the same bytes every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from dataio import Dataset, Recipe, pack
+from dataio.core.errors import CorruptionError, UsageError
+from dataio.shards.media import vtt
+from dataio.shards.media.probe import Probe, _pick_audio, _pick_video, probe
+from dataio.shards.media.recipes import check_recipe
+
+
+def picked(container: Any, kind: str) -> Any:
+    """The stream that loaders use."""
+    return _pick_video(container) if kind == "video" else _pick_audio(container)
+
+
+def pictures(data: bytes) -> list[bytes]:
+    with av.open(io.BytesIO(data)) as container:
+        stream = picked(container, "video")
+        return [frame.to_ndarray(format="gray").tobytes() for frame in container.decode(stream)]
+
+
+def packets(data: bytes, kind: str) -> list[bytes]:
+    with av.open(io.BytesIO(data)) as container:
+        stream = picked(container, kind)
+        return [bytes(packet) for packet in container.demux(stream) if packet.size]
+
+
+def media_of(dataset: Dataset) -> list[tuple[str, bytes, Probe]]:
+    found = []
+    for sample in dataset:
+        assert sample.video is not None
+        data = dataset.read(sample, sample.video.ext)
+        found.append((sample.key, data, probe(data, ext=sample.video.ext)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["arm_wrestling.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv"])
+def test_split_clips_hold_every_frame_and_packet_once(media: Path, tmp_path: Path, name: str) -> None:
+    whole = (media / name).read_bytes()
+    with pack(media / name, tmp_path / "ds", recipe=Recipe(split=3.0), workers=1) as dataset:
+        clips = media_of(dataset)
+        assert [key for key, _, _ in clips] == [f"{Path(name).stem}-{i:04}" for i in range(len(clips))]
+        assert len(clips) > 1
+        assert [p for _, data, _ in clips for p in packets(data, "video")] == packets(whole, "video")
+        assert [p for _, data, _ in clips for p in pictures(data)] == pictures(whole)
+        if any(found.audio for _, _, found in clips):
+            assert [p for _, data, _ in clips for p in packets(data, "audio")] == packets(whole, "audio")
+        assert all(found.video is not None and found.video.key_frames[0].index == 0 for _, _, found in clips)
+        assert all(
+            found.video is not None and abs(found.video.start_pts * found.video.time_base) < 0.1
+            for _, _, found in clips
+        )
+        ends = [sample.fields["clip_end"] for sample in dataset]
+        starts = [sample.fields["clip_start"] for sample in dataset]
+        assert starts[1:] == ends[:-1]
+        assert all(end - start >= 3.0 for start, end in zip(starts[:-1], ends[:-1], strict=True))
+
+
+def test_a_stream_without_clean_cuts_stays_whole(make_clip, tmp_path: Path) -> None:
+    make_clip(tmp_path / "in" / "a.mp4", frames=12, gop=300)
+    with pack(tmp_path / "in", tmp_path / "ds", recipe=Recipe(split=0.1), workers=1) as dataset:
+        assert list(dataset.keys) == ["a-0000"]
+
+
+def test_reencoding_keeps_frames_and_times_and_puts_key_frames_where_asked(media: Path, tmp_path: Path) -> None:
+    before = probe(media / "nasa_h264_aac.mp4")
+    recipe = Recipe(codec="h264", gop=32, height=64, faststart=True)
+    with pack(media / "nasa_h264_aac.mp4", tmp_path / "ds", recipe=recipe, workers=1) as dataset:
+        ((_, data, after),) = media_of(dataset)
+    assert before.video is not None
+    assert after.video is not None
+    assert (after.video.frames, after.video.height) == (before.video.frames, 64)
+    assert after.duration == pytest.approx(before.duration)
+    assert [k.index for k in after.video.key_frames] == list(range(0, before.video.frames, 32))
+    assert data.index(b"moov") < data.index(b"mdat")
+    assert after.audio is not None
+    assert before.audio is not None
+    assert dataclasses.replace(after.audio, stream=4) == dataclasses.replace(before.audio, stream=4)  # copied
+
+
+def test_reencoded_video_is_cut_where_it_was_asked(make_clip, tmp_path: Path) -> None:
+    make_clip(tmp_path / "in" / "a.mp4", frames=30, gop=300)  # one second, one key frame
+    recipe = Recipe(codec="h264", split=0.2)
+    with pack(tmp_path / "in", tmp_path / "ds", recipe=recipe, workers=1) as dataset:
+        assert [p.video.frames for _, _, p in media_of(dataset) if p.video] == [6] * 5
+
+
+def test_a_turned_picture_comes_out_upright(media: Path, tmp_path: Path) -> None:
+    recipe = Recipe(codec="h264")
+    with pack(media / "rotated_90.mov", tmp_path / "ds", recipe=recipe, workers=1) as dataset:
+        ((_, data, after),) = media_of(dataset)
+    assert after.video is not None
+    assert (after.video.width, after.video.height, after.video.rotation) == (320, 568, 0)
+    with av.open(str(media / "rotated_90.mov")) as container:
+        turned = np.rot90(next(container.decode(video=0)).to_ndarray(format="gray"), k=-1).astype(int)
+    found = np.frombuffer(pictures(data)[0], np.uint8).reshape(568, 320).astype(int)
+    assert np.abs(found - turned).mean() < 4
+
+
+def test_copying_into_mp4_changes_no_packet(media: Path, tmp_path: Path) -> None:
+    recipe = Recipe(container="mp4", faststart=True)
+    with pack(media / "pancake_h264.mkv", tmp_path / "ds", recipe=recipe, workers=1) as dataset:
+        ((_, data, _),) = media_of(dataset)
+    whole = (media / "pancake_h264.mkv").read_bytes()
+    assert pictures(data) == pictures(whole)
+    assert packets(data, "audio") == packets(whole, "audio")
+
+
+@pytest.mark.parametrize(
+    "recipe", [Recipe(codec="h264", height=32), Recipe(split=0.3), Recipe(container="mkv"), Recipe(faststart=True)]
+)
+def test_the_same_input_gives_the_same_bytes(make_clip, tmp_path: Path, recipe: Recipe) -> None:
+    make_clip(tmp_path / "in" / "a.mp4", frames=24)
+    with (
+        pack(tmp_path / "in", tmp_path / "one", recipe=recipe, workers=1) as one,
+        pack(tmp_path / "in", tmp_path / "two", recipe=recipe, workers=2) as two,
+    ):
+        assert one.document.shards == two.document.shards
+        assert one.document.index == two.document.index
+
+
+def test_other_members_go_along_and_subtitles_are_cut(make_clip, tmp_path: Path) -> None:
+    make_clip(tmp_path / "in" / "a.mp4", frames=24, gop=6)
+    (tmp_path / "in" / "a.json").write_text('{"label": 3}')
+    (tmp_path / "in" / "a.vtt").write_text(
+        "WEBVTT\n\n00:00.000 --> 00:00.300\nfirst <b>words</b>\n\n2\n00:00:00.500 --> 00:00:00.700\nand last\n"
+    )
+    with pack(tmp_path / "in", tmp_path / "ds", recipe=Recipe(split=0.4), workers=1) as dataset:
+        one, two = list(dataset)
+        assert (one.text, two.text) == ("first words", "and last")
+        assert dict(two.fields) == {"label": 3, "clip_of": "a", "clip_start": 0.4, "clip_end": 0.8}
+        assert b"00:00:00.100 --> 00:00:00.300" in dataset.read(two, "vtt")
+
+
+def test_sound_alone_is_left_as_it_is(make_wav, tmp_path: Path) -> None:
+    path = make_wav(tmp_path / "in" / "a.wav")
+    with pack(tmp_path / "in", tmp_path / "ds", recipe=Recipe(split=0.1, codec="h264"), workers=1) as dataset:
+        assert dataset.read(dataset.find("a"), "wav") == path.read_bytes()
+
+
+def test_what_cannot_be_converted_is_skipped_with_the_reason(make_clip, make_wav, tmp_path: Path) -> None:
+    make_clip(tmp_path / "in" / "a.mp4")
+    make_clip(tmp_path / "in" / "b.avi", codec="mpeg4")
+    make_clip(tmp_path / "in" / "c.mp4")
+    make_wav(tmp_path / "in" / "c.wav")
+    with pack(tmp_path / "in", tmp_path / "ds", recipe=Recipe(split=1.0), workers=1) as dataset:
+        assert list(dataset.keys) == ["a-0000"]
+        assert dataset.report is not None
+        reasons = [item.reason for item in dataset.report.skipped]
+    assert reasons[0].startswith("avi files are not written")
+    assert reasons[1] == "a sample with several media files (mp4, wav) cannot be split"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(codec="vp9"), Recipe(container="avi"), Recipe(gop=0), Recipe(height=100), Recipe(split=0.0)],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(recipe: Recipe) -> None:
+    with pytest.raises(UsageError):
+        check_recipe(recipe)
+
+
+def test_text_that_is_no_subtitles_is_refused() -> None:
+    with pytest.raises(CorruptionError, match="first line"):
+        vtt.parse("1\n00:00.000 --> 00:01.000\nx")
+    with pytest.raises(CorruptionError, match="no timing"):
+        vtt.parse("WEBVTT\n\n00:0x.000 --> 00:01.000\nx")

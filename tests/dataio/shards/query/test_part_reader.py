@@ -1,0 +1,150 @@
+"""Reading parts of index parts: no byte is believed that no digest vouches for; and bitmaps of what is left."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataio.core.errors import CorruptionError
+from dataio.shards import dataset as dataset_module
+from dataio.shards.contract import Sample
+from dataio.shards.dataset import Dataset
+from dataio.shards.index import rows as index
+from dataio.shards.query import kept
+from dataio.shards.query.part_reader import PartReader
+from dataio.shards.versions import documents as versions
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+from tests.dataio.shards.making import make
+
+ROWS = 5000
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, versions.VersionDocument, list[Sample]]:
+    store = open_store(tmp_path_factory.mktemp("set"))
+    rows = make(store, range(ROWS), per_shard=500, per_part=ROWS)
+    return store, versions.load(store)[0], rows
+
+
+def test_row_groups_and_columns_are_read_alone(made: tuple[Store, versions.VersionDocument, list[Sample]]) -> None:
+    store, document, rows = made
+    reader = PartReader(store, document.index[0], document.shard_sizes())
+    assert reader.ends.tolist() == [2048, 4096, ROWS]
+    table = reader.read(["duration", "key"], [1])
+    assert table.column_names == ["duration", "key"]
+    assert table["key"].to_pylist() == [s.key for s in rows[2048:4096]]
+    assert [index.from_row(row, n) for n, row in enumerate(reader.read().to_pylist())] == rows
+    assert reader.read(["key"], []).num_rows == 0
+
+
+class Counting:
+    """Passes reads on and counts their bytes."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.location, self.bytes = store, store.location, 0
+
+    def get_ranges_into(self, key: str, ranges: list[tuple[int, memoryview]]) -> None:
+        self.bytes += sum(len(view) for _, view in ranges)
+        self.store.get_ranges_into(key, ranges)
+
+
+def test_one_group_costs_less_than_the_part(made: tuple[Store, versions.VersionDocument, list[Sample]]) -> None:
+    store, document, _ = made
+    counting, part = Counting(store), document.index[0]
+    reader = PartReader(counting, part, document.shard_sizes())  # type: ignore[arg-type]
+    assert counting.bytes == part.footer < part.size / 4
+    reader.read(None, [2])
+    assert counting.bytes < part.size * 0.8
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_every_damaged_byte_is_found_by_whoever_reads_it(
+    made: tuple[Store, versions.VersionDocument, list[Sample]], data: st.DataObject
+) -> None:
+    store, document, _ = made
+    part = document.index[0]
+    damaged = bytearray(store.get(part.key))
+    damaged[data.draw(st.integers(4, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    store.put("index/damaged.parquet", bytes(damaged))
+    with pytest.raises(CorruptionError, match=r"index/damaged\.parquet: .*BLAKE3"):
+        PartReader(store, msgspec.structs.replace(part, key="index/damaged.parquet"), document.shard_sizes()).read()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rows": ROWS + 1}, "holds 5000 rows, the dataset version says 5001"),
+        ({"footer_digest": "0" * 64}, "BLAKE3 of its footer"),
+        ({"footer": 7}, "BLAKE3 of its footer"),
+        ({"size": 1 << 27}, "shorter than the dataset version says"),
+        ({"key": "index/none.parquet"}, "is missing, though"),
+        ({"prefix": "mounts/m1/"}, "shard is not a shard of this dataset version"),
+    ],
+)
+def test_a_part_that_is_not_what_the_version_says_is_refused(
+    made: tuple[Store, versions.VersionDocument, list[Sample]], change: dict[str, object], words: str
+) -> None:
+    store, document, _ = made
+    with pytest.raises(CorruptionError, match=words):
+        PartReader(store, msgspec.structs.replace(document.index[0], **change), document.shard_sizes()).read()
+
+
+def test_a_footer_without_digests_is_refused(made: tuple[Store, versions.VersionDocument, list[Sample]]) -> None:
+    import pyarrow.parquet as pq
+
+    from dataio.shards.query import parts
+
+    store, document, _ = made
+    sink = pa.BufferOutputStream()
+    pq.write_table(index.SCHEMA.empty_table(), sink)
+    data = sink.getvalue().to_pybytes()
+    store.put("index/plain.parquet", data)
+    with pytest.raises(CorruptionError, match="does not hold the digests of its blocks"):
+        PartReader(store, parts.describe("index/plain.parquet", data, 0, 0, {}), document.shard_sizes())
+
+
+def test_a_large_index_is_checked_as_it_is_read(
+    made: tuple[Store, versions.VersionDocument, list[Sample]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    rows = make(store, range(ROWS), per_part=3000)
+    key = versions.load(store)[0].index[1].key
+    data = bytearray(store.get(key))
+    data[2000] ^= 1
+    store.put(key, bytes(data))
+    with pytest.raises(CorruptionError):
+        Dataset(store)
+    monkeypatch.setattr(dataset_module, "CHECKED_AT_OPEN", 0)
+    dataset = Dataset(store)
+    assert len(dataset) == ROWS
+    assert dataset.samples([5, 2999]) == [rows[5], rows[2999]]
+    with pytest.raises(CorruptionError, match="does not match"):
+        dataset.sample(3000)
+    with pytest.raises(CorruptionError, match="does not match"):
+        dataset.check()
+
+
+@given(st.integers(1, 3000).flatmap(lambda of: st.tuples(st.just(of), st.sets(st.integers(0, of - 1)))))
+def test_what_is_left_comes_back_as_it_was_written(given: tuple[int, set[int]]) -> None:
+    of, chosen = given
+    rows = np.array(sorted(chosen), np.uint32)
+    assert kept.decode(kept.encode(rows, of), of, len(rows), "x").tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"junk", kept.encode(np.array([1], np.uint32), 8), zlib.compress(bytes(3)), zlib.compress(bytes(1 << 30))],
+    ids=["empty", "junk", "another count", "another size", "a bomb"],
+)
+def test_a_bitmap_that_is_none_is_refused_without_unpacking_it(data: bytes) -> None:
+    with pytest.raises(CorruptionError, match="rows that are left"):
+        kept.decode(data, 16, 2, "x")

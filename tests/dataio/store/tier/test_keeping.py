@@ -1,0 +1,189 @@
+"""Writing through the tier: kept first, then sent, and nothing conditional before that."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataio.core import log
+from dataio.core.errors import CorruptionError, TransientError
+from dataio.core.limits import MIB
+from dataio.store.contract import Buffer
+from dataio.store.open import open_store
+from dataio.store.tier.keeping import Keeping
+from dataio.store.tier.retention import Limits
+from dataio.store.tier.shelf import Shelf
+from tests.dataio.store.tier.making import Counting, is_pack, shelf
+
+
+@pytest.fixture(params=["posix", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.soak])])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Counting]:
+    url = request.getfixturevalue("s3_url") if request.param == "s3" else tmp_path / "store"
+    with open_store(url) as opened:
+        yield Counting(opened)
+
+
+def parts(size: int = 9 * MIB, seed: int = 7) -> list[bytes]:
+    return [bytes([seed + n]) * MIB for n in range(size // MIB)]
+
+
+def test_a_conditional_write_waits_until_what_was_kept_is_in_the_store(remote: Counting, tmp_path: Path) -> None:
+    tier, slow = shelf(tmp_path), threading.Event()
+    remote.before = lambda operation, key: slow.wait(30) if operation == "put_multipart" else None  # type: ignore[func-returns-value]
+    with Keeping(remote, tier, is_pack) as store:
+        assert store.put_multipart("packs/1", parts()) == 9 * MIB
+        assert store.put_multipart("packs/2", parts()) == 9 * MIB
+        store.put("lease", b"passes by")
+        assert store.get("lease") == b"passes by"
+        assert tier.has(remote.location.url, "packs/2")
+        assert not store.exists("packs/1")
+        done: list[bool] = []
+        waiting = threading.Thread(target=lambda: done.append(store.put_if_absent("manifest", b"m")))
+        waiting.start()
+        time.sleep(0.2)
+        assert not done
+        assert not store.exists("manifest")
+        slow.set()
+        waiting.join(60)
+        assert done == [True]
+    order = [key for operation, key in remote.calls if operation in ("put_multipart", "put_if_absent")]
+    assert order == ["packs/1", "packs/2", "manifest"]
+    assert remote.get("packs/2") == b"".join(parts())
+
+
+def test_other_objects_are_not_kept(remote: Counting, tmp_path: Path) -> None:
+    tier = shelf(tmp_path)
+    with Keeping(remote, tier, is_pack) as store:
+        store.put_multipart("other/1", parts())
+    assert remote.exists("other/1")
+    assert tier.used() == 0
+
+
+def test_an_error_of_sending_stops_the_next_conditional_write(remote: Counting, tmp_path: Path) -> None:
+    fired = []
+
+    def fail(operation: str, key: str) -> None:
+        if key == "packs/1" and operation == "put_multipart":
+            fired.append(key)
+            raise TransientError("the store is away")
+
+    remote.before = fail
+    with Keeping(remote, shelf(tmp_path), is_pack) as store:
+        store.put_multipart("packs/1", parts())
+        store.put_multipart("packs/2", parts())
+        for _ in range(2):
+            with pytest.raises(TransientError, match="away"):
+                store.put_if_absent("manifest", b"m")
+    assert fired == ["packs/1"]
+    assert not remote.exists("manifest")
+
+
+def test_a_kept_file_that_rots_before_it_is_sent_never_becomes_an_object(remote: Counting, tmp_path: Path) -> None:
+    tier, fired = shelf(tmp_path), []
+
+    def rot(operation: str, key: str) -> None:
+        if operation == "put_multipart":
+            path = tier.path_of(remote.location.url, key)
+            with open(path, "r+b") as file:
+                file.seek(5 * MIB)
+                file.write(b"rotten")
+            fired.append(key)
+
+    remote.before = rot
+    with Keeping(remote, tier, is_pack) as store:
+        store.put_multipart("packs/1", parts())
+        with pytest.raises(CorruptionError, match="not what was written"):
+            store.put_if_absent("manifest", b"m")
+    assert fired == ["packs/1"]
+    assert not remote.exists("packs/1")
+
+
+def test_a_full_tier_is_done_without_in_the_middle_of_an_object(
+    remote: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = shelf(tmp_path, 70 * MIB)
+    log._said.clear()
+    with Keeping(remote, tier, is_pack) as store:
+        store.put_multipart("packs/1", parts())
+        assert store.put_multipart("packs/2", parts(80 * MIB)) == 80 * MIB
+        assert not store.whole
+        store.put_multipart("packs/3", parts())
+        assert store.put_if_absent("manifest", b"m")
+    assert caplog.text.count("the save goes to the store only") == 1
+    assert [remote.get(f"packs/{n}", max_bytes=99 * MIB) for n in (1, 2, 3)] == [
+        b"".join(parts(n * MIB)) for n in (9, 80, 9)
+    ]
+    assert not tier.has(remote.location.url, "packs/2")
+    assert tier.used() < 10 * MIB
+
+
+def test_a_tier_that_vanishes_is_done_without(tmp_path: Path) -> None:
+    remote, tier = Counting(open_store(tmp_path / "store")), shelf(tmp_path)
+    log._said.clear()
+    with Keeping(remote, tier, is_pack) as store:
+        store.put_multipart("packs/1", parts())
+        assert store.put_if_absent("first", b"1")
+        tier.root.rename(tmp_path / "gone")
+        store.put_multipart("packs/2", parts())
+        assert store.put_if_absent("second", b"2")
+    assert remote.get("packs/2") == b"".join(parts())
+
+
+def test_an_exception_from_the_parts_leaves_nothing(remote: Counting, tmp_path: Path) -> None:
+    tier = shelf(tmp_path)
+
+    def failing() -> Iterator[Buffer]:
+        yield b"x" * MIB
+        raise ValueError("stop")
+
+    with Keeping(remote, tier, is_pack) as store, pytest.raises(ValueError, match="stop"):
+        store.put_multipart("packs/1", failing())
+    assert not tier.has(remote.location.url, "packs/1")
+    assert tier.used() == 0
+    assert remote.calls == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system with room for 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir(mode=0o700)
+    options = ["-t", "tmpfs", "-o", "size=8m,mode=0700", "millrace-test", str(folder)]
+    done = subprocess.run(["mount", *options], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_is_done_without(
+    remote: Counting, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = Shelf(small_disk / "tier", Limits(512 * MIB, 2))
+    log._said.clear()
+    with Keeping(remote, tier, is_pack) as store:
+        store.put_multipart("packs/1", parts(2 * MIB))
+        assert store.put_multipart("packs/2", parts(20 * MIB)) == 20 * MIB
+        assert store.put_if_absent("manifest", b"m")
+    assert "No space left on device" in caplog.text
+    assert remote.get("packs/2") == b"".join(parts(20 * MIB))
+    assert tier.has(remote.location.url, "packs/1")
+    assert not tier.has(remote.location.url, "packs/2")
+
+
+def test_a_disk_that_is_really_read_only_is_done_without(remote: Counting, small_disk: Path) -> None:
+    tier = Shelf(small_disk / "tier", Limits(512 * MIB, 2))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    try:
+        with Keeping(remote, tier, is_pack) as store:
+            assert not store.whole
+            store.put_multipart("packs/1", parts(2 * MIB))
+            assert store.put_if_absent("manifest", b"m")
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    assert remote.get("packs/1") == b"".join(parts(2 * MIB))

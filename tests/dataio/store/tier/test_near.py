@@ -1,0 +1,79 @@
+"""Reading through the tier: the nearest copy that is good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dataio.core.errors import NotFoundError, UsageError
+from dataio.store.contract import Store
+from dataio.store.tier.near import Near
+from tests.dataio.store.tier.making import Counting, is_pack, shelf
+
+
+@pytest.fixture
+def remote(store: Store) -> Counting:
+    store.put("packs/1", b"0123456789")
+    store.put("COMMIT", b"store")
+    return Counting(store)
+
+
+def ranges(store: Store, key: str = "packs/1") -> bytes:
+    one, two = bytearray(3), bytearray(2)
+    store.get_ranges_into(key, [(0, memoryview(one)), (8, memoryview(two))])
+    return bytes(one + two)
+
+
+def test_what_is_kept_is_not_asked_of_the_store(remote: Counting, tmp_path: Path) -> None:
+    tier, url = shelf(tmp_path), remote.location.url
+    tier.keep(url, "packs/1", b"0123456789")
+    tier.keep(url, "COMMIT", b"tier")
+    near = Near(remote, tier, is_pack)
+    assert ranges(near) == b"01289"
+    assert near.get("packs/1") == b"0123456789"
+    assert remote.calls == []
+    assert near.get("COMMIT") == b"store"
+    assert near.bytes == {"tier": 15, "buddy": 0, "store": 5}
+
+
+def test_what_is_not_kept_comes_from_the_store(remote: Counting, tmp_path: Path) -> None:
+    near = Near(remote, shelf(tmp_path), is_pack)
+    assert ranges(near) == b"01289"
+    with pytest.raises(NotFoundError):
+        near.get("packs/2")
+    with pytest.raises(UsageError):
+        near.get_into("packs/1", 9, memoryview(bytearray(5)))
+    assert near.bytes == {"tier": 0, "buddy": 0, "store": 5}
+
+
+def test_a_distrusted_copy_is_dropped_and_the_next_one_read(remote: Counting, tmp_path: Path) -> None:
+    tier, url = shelf(tmp_path), remote.location.url
+    tier.keep(url, "packs/1", b"wrong 6789")
+    asked = []
+
+    def recall(source: str, key: str) -> bool:
+        asked.append((source, key))
+        tier.keep(source, key, b"01xxx56789")
+        return True
+
+    near = Near(remote, tier, is_pack, recall)
+    assert ranges(near) == b"wro89"
+    assert near.distrust("packs/1")
+    assert not tier.has(url, "packs/1")
+    assert ranges(near) == b"01x89"
+    assert asked == [(url, "packs/1")]
+    assert near.distrust("packs/1")
+    assert not tier.has(url, "packs/1")
+    assert ranges(near) == b"01289"
+    assert not near.distrust("packs/1")  # the store's own copy is the last
+    assert not near.distrust("COMMIT")
+    assert asked == [(url, "packs/1")]
+    assert near.bytes == {"tier": 5, "buddy": 5, "store": 5}
+
+
+def test_a_buddy_without_the_object_is_asked_once(remote: Counting, tmp_path: Path) -> None:
+    asked: list[str] = []
+    near = Near(remote, shelf(tmp_path), is_pack, lambda _source, key: bool(asked.append(key)))
+    assert ranges(near) == ranges(near) == b"01289"
+    assert asked == ["packs/1"]

@@ -1,0 +1,93 @@
+"""Which kept steps go: whole, oldest first, and never the only copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataio.store.tier import retention
+from dataio.store.tier.record import Record
+
+
+def record(
+    step: int, *, committed: bool = True, rank: int = 0, timeline: int = 1, run: str = "r", **more: Any
+) -> Record:
+    attempt = more.pop("attempt", f"{timeline}-{step}")
+    return Record(
+        source="s",
+        run=run,
+        timeline=timeline,
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=2,
+        own=(f"packs/{attempt}/{rank}.pack",),
+        created=float(timeline * 1000 + step),
+        committed=1.0 if committed else 0.0,
+        **more,
+    )
+
+
+def steps(records: list[Record]) -> list[int]:
+    return sorted({r.step for r in records})
+
+
+def test_the_newest_steps_of_each_run_and_rank_stay() -> None:
+    records = [record(s, rank=rank, run=run) for s in range(5) for rank in (0, 1) for run in ("a", "b")]
+    gone = retention.beyond(records, 2)
+    assert steps(gone) == [0, 1, 2]
+    assert len(gone) == 3 * 4
+
+
+def test_a_step_of_a_newer_timeline_is_newer_whatever_its_number() -> None:
+    assert steps(retention.beyond([record(1000), record(900, timeline=2)], 1)) == [1000]
+
+
+def test_a_step_without_another_copy_stays_until_a_newer_one_is_committed() -> None:
+    alone = [record(3), record(4, committed=False)]
+    assert retention.beyond(alone, 1) == []
+    assert [steps(s) for s in retention.order(alone)] == [[3]]
+    later = [*alone, record(5)]
+    assert steps(retention.beyond(later, 1)) == [3, 4]
+
+
+def test_a_step_that_can_never_be_committed_goes_first() -> None:
+    assert steps(retention.beyond([record(4, committed=False, over=True)], 3)) == [4]
+
+
+def test_a_step_waits_for_all_its_ranks() -> None:
+    records = [record(1, rank=0), record(1, rank=1, committed=False)]
+    assert retention.order(records) == []
+    assert [len(s) for s in retention.order([*records, record(2, rank=1)])] == [2, 1]
+
+
+KEPT = st.builds(
+    record,
+    st.integers(0, 6),
+    committed=st.booleans(),
+    rank=st.integers(0, 1),
+    timeline=st.integers(1, 3),
+    over=st.booleans(),
+)
+
+
+@given(st.lists(KEPT, max_size=20, unique_by=lambda r: (r.attempt, r.rank)), st.integers(1, 3))
+def test_nothing_goes_that_may_be_the_only_copy_of_the_newest_state(records: list[Record], keep: int) -> None:
+    gone = [*retention.beyond(records, keep), *(r for step in retention.order(records) for r in step)]
+    sound = [r for r in records if r.committed and not r.over]
+    for r in gone:
+        newer = [o for o in sound if o.rank == r.rank and o.place > r.place]
+        assert r.committed or r.over or newer
+    left = [r for r in records if r not in retention.beyond(records, keep)]
+    for rank in (0, 1):
+        best = sorted({r.place for r in sound if r.rank == rank}, reverse=True)[:keep]
+        assert {r.place for r in left if r.rank == rank} >= set(best)
+
+
+def test_limits_can_be_changed_by_replace() -> None:
+    assert replace(retention.Limits(1, 2), steps=3).steps == 3
+    assert msgspec.structs.replace(record(1), committed=0.0).committed == 0

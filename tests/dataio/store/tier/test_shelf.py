@@ -1,0 +1,191 @@
+"""The tier's directory: private, bounded, and honest about what it does not have."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataio.core.errors import AccessDeniedError, CapacityError, CorruptionError, UnsupportedError
+from dataio.core.limits import MIB
+from dataio.store.tier import kept
+from dataio.store.tier import record as documents
+from dataio.store.tier import shelf as shelves
+from dataio.store.tier.retention import Limits
+from dataio.store.tier.shelf import Shelf
+from tests.dataio.store.tier.making import record, shelf
+
+
+def read(where: Shelf, key: str, source: str = "s") -> bytes | None:
+    held = where.open(source, key)
+    return None if held is None else b"".join(held.pieces())
+
+
+def test_what_was_kept_is_read_back_and_names_are_no_paths(tmp_path: Path) -> None:
+    tier = shelf(tmp_path)
+    for key in ("packs/a", "../../evil", "/etc/passwd", "x" * 1000):
+        tier.keep("s3://bucket", key, key.encode() * 100_000)
+        assert read(tier, key, "s3://bucket") == key.encode() * 100_000
+        assert read(tier, key, "s3://another") is None
+    assert {p.parent for p in (tier.root / "objects").iterdir()} == {tier.root / "objects"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tier"]
+    tier.drop("s3://bucket", "packs/a")
+    tier.drop("s3://bucket", "packs/a")
+    assert read(tier, "packs/a", "s3://bucket") is None
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir(mode=0o755)
+    with pytest.raises(AccessDeniedError, match="not a private directory"):
+        shelf(tmp_path)
+
+
+@given(st.binary(max_size=300), st.integers(0, 400))
+def test_a_torn_or_foreign_file_is_no_object(tmp_path_factory: pytest.TempPathFactory, junk: bytes, cut: int) -> None:
+    tier = shelf(tmp_path_factory.mktemp("t"))
+    tier.keep("s", "k", b"x" * 200)
+    path = tier.path_of("s", "k")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: min(cut, len(whole) - 1)])
+    assert tier.open("s", "k") is None
+    path.write_bytes(junk)
+    assert tier.open("s", "k") is None
+    path.write_bytes(junk + whole[200:])
+    assert (tier.open("s", "k") is None) == (len(junk) != 200)
+
+
+def test_a_link_or_a_fifo_in_the_place_of_an_object_is_not_followed(tmp_path: Path) -> None:
+    tier = shelf(tmp_path)
+    tier.keep("s", "k", b"x")
+    path = tier.path_of("s", "k")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert tier.open("s", "k") is None
+    path.unlink()
+    os.mkfifo(path)
+    assert tier.open("s", "k") is None
+
+
+def test_the_oldest_step_makes_room_whole_and_what_a_newer_one_needs_stays(tmp_path: Path) -> None:
+    tier = shelf(tmp_path, 200 * MIB, steps=9)
+    for step in (1, 2, 3):
+        for part in ("a", "b"):
+            tier.keep("s", f"{step}/{part}", bytes(20 * MIB))
+        tier.put_record(record("s", step, [f"{step}/a", f"{step}/b"], leans=["1/a"] if step == 3 else []))
+    assert tier.used() // MIB == 120
+    tier.make_room(79 * MIB)
+    assert [r.step for r in tier.records()] == [3, 2, 1]
+    tier.make_room(90 * MIB)
+    assert [r.step for r in tier.records()] == [3, 2]
+    assert [tier.has("s", key) for key in ("1/a", "1/b", "2/a", "3/b")] == [True, False, True, True]
+    with pytest.raises(CapacityError, match="no room for 201 MiB"):
+        tier.make_room(201 * MIB)
+
+
+def test_what_has_no_other_copy_is_not_evicted_for_room(tmp_path: Path) -> None:
+    tier = shelf(tmp_path, 100 * MIB)
+    tier.keep("s", "a", bytes(60 * MIB))
+    tier.put_record(record("s", 1, ["a"], committed=0.0))
+    with pytest.raises(CapacityError, match="no other copy"), tier.reserve() as reservation:
+        reservation.writer("s", "b").write(bytes(70 * MIB))
+    assert tier.has("s", "a")
+    tier.forget(tier.records())  # a person said so
+    assert tier.used() == 0
+
+
+def test_the_budget_holds_while_several_write(tmp_path: Path) -> None:
+    tier = shelf(tmp_path, 200 * MIB)
+    with tier.reserve() as one, tier.reserve() as two:
+        one.writer("s", "a").write(bytes(MIB))
+        two.writer("s", "b").write(bytes(MIB))
+        assert tier.used() == 2 * kept.ROOM_BYTES
+        writer = one.writer("s", "c")
+        with pytest.raises(CapacityError):
+            for _ in range(200):
+                writer.write(bytes(MIB))
+        assert writer.size == 135 * MIB  # what the other reserved, and no more, is left free
+        assert tier.used() <= 200 * MIB
+    assert tier.used() == 0
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    tier = shelf(tmp_path)
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from dataio.store.tier.retention import Limits; from dataio.store.tier.shelf import Shelf\n"
+        "with Shelf(Path(sys.argv[1]), Limits(1 << 29, 2)).reserve() as r:\n"
+        "    r.writer('s', 'half').write(bytes(1 << 20)); print('ready', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tier.root)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    assert tier.used() == kept.ROOM_BYTES
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -9
+    process.stdout.close()
+    folder = next((tier.root / "writing").iterdir())
+    os.utime(folder, (0, 0))
+    tier.tidy()
+    assert tier.used() == 0
+    assert list((tier.root / "writing").iterdir()) == []
+
+
+def test_objects_that_no_step_needs_go_after_a_while(tmp_path: Path) -> None:
+    tier = shelf(tmp_path)
+    tier.keep("s", "stray", b"1")
+    tier.keep("s", "needed", b"2")
+    tier.put_record(record("s", 1, ["needed"]))
+    for path in (tier.root / "objects").iterdir():
+        os.utime(path, (0, time.time() - shelves.STRAY_SECONDS - 1))
+    tier.tidy()
+    assert [tier.has("s", key) for key in ("stray", "needed")] == [False, True]
+
+
+def test_more_steps_than_wanted_go_when_it_is_tidied(tmp_path: Path) -> None:
+    tier = shelf(tmp_path, steps=2)
+    for step in range(5):
+        tier.keep("s", str(step), b"x")
+        tier.put_record(record("s", step, [str(step)]))
+    tier.tidy()
+    assert [r.step for r in tier.records("s", "run")] == [4, 3]
+    assert [tier.has("s", str(step)) for step in range(5)] == [False] * 3 + [True] * 2
+    assert tier.records("s", "another") == tier.records("another") == []
+
+
+def test_a_committed_record_stays_committed(tmp_path: Path) -> None:
+    tier = shelf(tmp_path)
+    tier.put_record(record("s", 1, ["a"], committed=5.0))
+    tier.put_record(record("s", 1, ["a"], committed=0.0))
+    assert [r.committed for r in tier.records()] == [5.0]
+
+
+def test_a_record_that_is_torn_or_too_new_is_set_aside_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = shelf(tmp_path)
+    for number, data in enumerate((b"", b"\xc1garbage", documents.encode(record("s", 1, ["a"]))[:-3])):
+        (tier.root / "records" / f"bad{number}").write_bytes(data)
+    tier.put_record(record("s", 7, ["a"]))
+    assert [r.step for r in tier.records()] == [7]
+    assert caplog.text.count("is no record of a kept step") == 3
+    assert sorted(p.name for p in (tier.root / "records").glob(".bad*")) == [".bad-bad0", ".bad-bad1", ".bad-bad2"]
+    with pytest.raises(UnsupportedError, match="version 9"):
+        documents.decode(b"\x81\xa7version\x09", "it")
+    with pytest.raises(CorruptionError):
+        documents.decode(b"\x81\xa7version\x01", "it")
+
+
+def test_limits_are_seen_by_every_process(tmp_path: Path) -> None:
+    one = shelf(tmp_path, 100 * MIB)
+    two = Shelf(one.root, Limits(70 * MIB, 1))
+    one.keep("s", "a", bytes(10 * MIB))
+    with pytest.raises(CapacityError):
+        two.make_room(65 * MIB)
+    one.make_room(65 * MIB)

@@ -1,0 +1,67 @@
+"""Made clips of every container, cut at 24 places: the right frames or an error, never stale ones, and the culprit is named."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from dataio.core.errors import MillraceError
+from dataio.shards.media.probe import probe
+from loaders.clip import Wanted
+from loaders.decode.choose import AutoDecoder
+from loaders.decode.contract import Decoded, Request
+from loaders.sound.decode import decode_audio
+from loaders.sound.spec import AudioSpec
+from tests.loaders import made
+
+CUTS = 24
+DIFFERENT = [one for one in made.ALL if "-" not in one.name]
+"""One of each codec and container."""
+
+
+@pytest.mark.parametrize("one", DIFFERENT, ids=lambda one: one.name)
+def test_a_cut_file_gives_the_right_frames_or_an_error_beside_a_whole_one(one: made.Made) -> None:
+    data = made.make(one)
+    info = probe(data, ext=one.name.rsplit(".")[-1]).video
+    assert info is not None
+    last = info.frames - 1
+    late = Wanted(
+        "index", (last - 2, last - 1, last), max(info.key_frames, key=lambda key: (key.index <= last - 2, key.index))
+    )
+    decoder = AutoDecoder()
+    (right,) = decoder.decode([Request(memoryview(data), info, late)])
+    assert isinstance(right, Decoded)
+    refused = 0
+    for cut in np.linspace(1, len(data) - 1, CUTS).astype(int):
+        # a whole clip of another place goes first through the same decoder: what is stale would be its frames
+        early = Request(memoryview(data), info, Wanted("index", (0, 1, 2), info.key_frames[0]))
+        before, found = decoder.decode([early, Request(memoryview(data[:cut]), info, late)])
+        assert isinstance(before, Decoded)
+        if isinstance(found, MillraceError):
+            refused += 1
+        else:
+            assert (found.frames == right.frames).all()
+    decoder.close()
+    assert refused >= CUTS - 3
+
+
+def test_a_cut_file_of_sound_gives_the_right_samples_or_silence_that_is_told_or_an_error() -> None:
+    for one in (one for one in made.ALL if one.sound):
+        data = made.make(one)
+        info = probe(data, ext=one.name.rsplit(".")[-1]).audio
+        assert info is not None
+        window = (info, Fraction(1, 2), AudioSpec(48_000), 9600)
+        right, real = decode_audio(memoryview(data), *window)
+        assert real == 9600
+        refused = 0
+        for cut in np.linspace(1, len(data) - 1, CUTS).astype(int):
+            try:
+                found, there = decode_audio(memoryview(data[:cut]), *window)
+            except MillraceError:
+                refused += 1
+                continue
+            assert np.abs(found[:, : max(0, there - 960)] - right[:, : max(0, there - 960)]).max(initial=0) < 1e-3
+            assert not found[:, there:].any()
+        assert refused > 0

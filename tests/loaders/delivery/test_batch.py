@@ -1,0 +1,128 @@
+"""Batches made ahead by threads: in order, bounded, and stoppable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dataio.core.errors import CorruptionError, DeadlineError, UsageError
+from dataio.shards.contract import Sample
+from loaders.contract import Finished, Layout, Place
+from loaders.delivery import prefetch
+from loaders.delivery.batch import Output
+from loaders.delivery.prefetch import Prefetcher
+
+CPU = Output(torch.device("cpu"), pinned=False)
+VIDEO = Layout(("video",))
+
+
+def places(*numbers: int) -> list[Place]:
+    return [Place(0, n, Sample(n, f"key{n}", "shards/0.tar", (), 1.0)) for n in numbers]
+
+
+def finished(place: Place, shape: tuple[int, ...] = (1, 3, 2, 2)) -> Finished:
+    return Finished(place.sample, {"video": torch.full(shape, place.virtual, dtype=torch.uint8)})
+
+
+@pytest.fixture
+def prefetcher() -> Iterator[Callable[..., Prefetcher]]:
+    made: list[Prefetcher] = []
+
+    def make(work: Callable[[Place], Finished], threads: int = 2, group: int = 1) -> Prefetcher:
+        def many(some: Sequence[Place]) -> list[Finished]:
+            return [work(place) for place in some]
+
+        made.append(Prefetcher(many, VIDEO, CPU, threads, group))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("group", [1, 2, 16])
+def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher: Any, group: int) -> None:
+    late_is_done = threading.Event()
+
+    def work(place: Place) -> Finished:
+        if place.virtual == 0 and group == 1:
+            assert late_is_done.wait(60)
+        if place.virtual == 5:
+            late_is_done.set()
+        return finished(place)
+
+    ahead = prefetcher(work, 2, group)
+    ahead.start(places(0, 1, 2))
+    ahead.start(places(3, 4, 5))
+    first, second = ahead.next().tensors(), ahead.next().tensors()
+    assert first["id"].tolist() == [0, 1, 2]
+    assert first["video"][:, 0, 0, 0, 0].tolist() == [0, 1, 2]
+    assert second["key"] == ["key3", "key4", "key5"]
+
+
+def test_an_error_is_raised_at_its_batch_and_not_before(prefetcher: Any) -> None:
+    def work(place: Place) -> Finished:
+        if place.virtual == 3:
+            raise CorruptionError("three is bad")
+        return finished(place)
+
+    ahead = prefetcher(work)
+    for numbers in ((0, 1), (2, 3)):
+        ahead.start(places(*numbers))
+    assert ahead.next().tensors()["id"].tolist() == [0, 1]
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match="three"):
+            ahead.next()
+
+
+def test_a_batch_of_which_nothing_is_ever_finished_is_a_deadline_error(
+    prefetcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.05)
+    forever = threading.Event()
+
+    def work(place: Place) -> Finished:
+        forever.wait(60)
+        return finished(place)
+
+    ahead = prefetcher(work)
+    ahead.start(places(0))
+    with pytest.raises(DeadlineError, match="no clip was finished"):
+        ahead.next()
+    forever.set()
+
+
+def test_closing_drops_what_was_not_begun(prefetcher: Any) -> None:
+    begun: list[int] = []
+    go = threading.Event()
+
+    def work(place: Place) -> Finished:
+        begun.append(place.virtual)
+        go.wait(60)
+        return finished(place)
+
+    ahead = prefetcher(work, threads=1)
+    ahead.start(places(*range(50)))
+    threading.Timer(0.05, go.set).start()
+    ahead.close()
+    assert len(begun) <= 1
+    assert len(ahead) == 0
+
+
+def test_clips_of_unequal_shape_name_the_sample(prefetcher: Any) -> None:
+    ahead = prefetcher(lambda place: finished(place, (1, 3, 2, 2 + place.virtual)), threads=1)
+    ahead.start(places(0, 1))
+    with pytest.raises(UsageError, match="'key1'"):
+        ahead.next()
+
+
+def test_a_batch_of_no_clips_has_no_video(prefetcher: Any) -> None:
+    ahead = prefetcher(finished)
+    ahead.start([])
+    batch = ahead.next().tensors()
+    assert batch["video"] is None
+    assert len(batch["id"]) == 0

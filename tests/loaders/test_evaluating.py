@@ -1,0 +1,19 @@
+"""Real gloo ranks evaluate: each sample is counted once, nobody hangs, and the dry ranks are known to all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from dataio.shards.dataset import Dataset
+
+
+def test_ranks_that_run_dry_hold_up_nobody(made_dataset: Dataset) -> None:
+    command = [sys.executable, "-m", "tests.loaders.evaluating", made_dataset.url, "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["seen"] == [1] * 8
+    assert found["dry"] == [[], [], [0]]
+    assert found["forward"] == 2  # rank 0 is the one that runs dry

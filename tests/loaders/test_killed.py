@@ -1,0 +1,65 @@
+"""Four gloo ranks, killed in the middle of steps and started again, also as two and three, train on what one process would."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataio.shards.dataset import Dataset
+from tests.loaders import killed
+
+
+def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int) -> None:
+    """One run for each of `worlds`, all but the last one killed a few steps after it began."""
+    draw = random.Random(seed)
+    runs: list[tuple[int, int | None]] = []
+    at = 0
+    for world_size in worlds[:-1]:
+        at += draw.randint(1, 4)
+        runs.append((world_size, at))
+    steps = at + 3
+    job = killed.Job(made_dataset.url, str(folder), steps, [*runs, (worlds[-1], None)], seed)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.loaders.killed", job.text()],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ends: list[dict[str, Any]] = json.loads(done.stdout)
+    for end, (world_size, kill_at) in zip(ends, runs, strict=False):
+        assert end["ends"] == [-9] * world_size, done.stderr  # every rank was killed, none ended by itself
+        assert kill_at is not None
+        assert kill_at <= end["lines"] < steps
+    assert ends[-1] == {"world_size": worlds[-1], "ends": [0] * worlds[-1], "lines": steps}
+    found = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+    assert found == uninterrupted(made_dataset.url, steps)
+
+
+def uninterrupted(url: str, steps: int) -> list[Any]:
+    """What one process sees that nobody kills."""
+    rows: list[Any] = []
+    with killed.make_loader(url, 0, 1) as loader:
+        while len(rows) < steps:
+            for batch in loader:
+                rows.append(killed.row(batch))
+                if len(rows) == steps:
+                    break
+    return rows
+
+
+def test_ranks_killed_three_times_go_on_exactly_as_two_and_as_three(made_dataset: Dataset, tmp_path: Path) -> None:
+    check(made_dataset, tmp_path, [4, 2, 3, 4], seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_ranks_killed_twenty_times_go_on_exactly(made_dataset: Dataset, tmp_path: Path) -> None:
+    check(made_dataset, tmp_path, [4] * 10 + [2, 2, 3, 3, 4, 2, 3, 4, 2, 3, 1], seed=2)

@@ -1,0 +1,193 @@
+"""Several recordings in a row: each in its place, on any world size, resumed, and silent where one is damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dataio import pack
+from dataio.core.errors import UsageError
+from dataio.shards.dataset import Dataset
+from loaders import AudioLoader, Durations, LogMel, Mixture, Packing, Window
+from loaders.works.pieces import pack_stream
+
+RATE = 8_000
+LENGTHS = [0.1, 0.45, 0.3, 0.8, 0.2, 1.7, 0.5, 0.25, 0.6, 0.35, 0.15, 0.9]
+PACKING = Packing(RATE, lookahead=5)
+Make = Callable[..., AudioLoader]
+
+
+def tone(number: int) -> np.ndarray:
+    """The sound of recording `number`: int16, no two alike at any moment."""
+    samples = round(LENGTHS[number] * RATE)
+    return (np.random.default_rng(number).integers(-20_000, 20_000, samples)).astype(np.int16)
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
+    folder = tmp_path_factory.mktemp("wav")
+    for number in range(len(LENGTHS)):
+        with wave.open(str(folder / f"{number:02}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(RATE)
+            file.writeframes(tone(number).tobytes())
+    with pack([folder], tmp_path_factory.mktemp("wavs") / "ds", shard_bytes=1 << 15, workers=1) as packed:
+        yield packed
+
+
+@pytest.fixture
+def make(recordings: Dataset) -> Iterator[Make]:
+    made = []
+
+    def loader(source: Any = recordings, batch_size: int | None = 2, **options: Any) -> AudioLoader:
+        options = {"packing": PACKING, "sample_rate": RATE, "sidecar": None, "threads": 2, "drop_last": False} | options
+        made.append(AudioLoader(source, batch_size, **options))
+        return made[-1]
+
+    yield loader
+    for one in made:
+        one.close()
+
+
+def rows(batch: dict[str, Any]) -> list[tuple[torch.Tensor, Any, list[str], list[float]]]:
+    if batch["audio"] is None:
+        return []
+    return list(zip(batch["audio"], batch["pieces"].copy(), batch["key"], batch["start"], strict=True))
+
+
+def take(loader: AudioLoader, count: int) -> list[dict[str, Any]]:
+    return [batch for _, batch in zip(range(count), loader, strict=False)]
+
+
+def test_every_sample_of_every_recording_comes_once_an_epoch_and_all_else_is_silence(make: Make) -> None:
+    loader = make()
+    for _ in range(2):
+        heard = {f"{number:02}": np.zeros(len(tone(number)), np.int64) for number in range(len(LENGTHS))}
+        for batch in loader:
+            for sound, pieces, keys, starts in rows(batch):
+                assert sound.shape == (1, RATE)
+                rest = torch.ones(RATE, dtype=torch.bool)
+                for (begin, end), key, start in zip(pieces.tolist(), keys, starts, strict=True):
+                    first = round(start * RATE)
+                    expected = tone(int(key))[first : first + end - begin] / 32768
+                    assert np.abs(sound[0, begin:end].numpy() - expected).max() < 1e-6
+                    heard[key][first : first + end - begin] += 1
+                    rest[begin:end] = False
+                assert not sound[0, rest].any()
+        assert all((counts == 1).all() for counts in heard.values())
+
+
+def test_the_loader_says_how_much_is_padding(make: Make) -> None:
+    (packed,) = make().packed
+    total = sum(len(tone(number)) for number in range(len(LENGTHS)))
+    assert packed.waste == pytest.approx(1 - total / (len(packed) * RATE))
+    assert packed.waste < packed.waste_alone / 2
+    assert packed.dropped == 0
+    (shorter,) = make(packing=Packing(RATE, long="drop")).packed
+    assert shorter.dropped == 1
+
+
+def test_any_world_size_sees_the_same_rows_and_resumes(make: Make) -> None:
+    whole = [row for batch in make(batch_size=6, seed=4) for row in rows(batch)]
+    ranks = [make(batch_size=3, seed=4, rank=rank, world_size=2) for rank in range(2)]
+    first = [take(rank, 1)[0] for rank in ranks]
+    state = json.loads(json.dumps(ranks[0].state_dict()))
+    assert state == ranks[1].state_dict()
+    later = [make(batch_size=2, seed=4, rank=rank, world_size=3) for rank in range(3)]
+    for rank in later:
+        rank.load_state_dict(state)
+    found = [row for batch in first for row in rows(batch)]
+    parts = [list(rank) for rank in later]
+    for step in range(len(parts[0])):
+        found += [row for part in parts for row in rows(part[step])]
+    assert len(found) == len(whole)
+    for (a, b, c, d), (e, f, g, h) in zip(whole, found, strict=True):
+        assert torch.equal(a, e)
+        assert torch.equal(b, f)
+        assert (c, d) == (g, h)
+
+
+def test_a_damaged_recording_is_silent_and_unlisted_and_nothing_else_moves(
+    make: Make, recordings: Dataset, tmp_path: Path
+) -> None:
+    copy = tmp_path / "damaged"
+    shutil.copytree(recordings.url.removeprefix("file://"), copy)
+    sample = recordings.find("06")
+    with (copy / sample.shard).open("r+b") as shard:
+        shard.seek(sample.members[0].offset + 200)
+        shard.write(b"\x00" * 50)
+    silent = 0
+    bad = make(str(copy))
+    for right, found in zip(make(), bad, strict=True):
+        for (sound, pieces, keys, _), (other, left, names, _) in zip(rows(right), rows(found), strict=True):
+            assert names == [key for key in keys if key != "06"]
+            for (begin, end), key in zip(pieces.tolist(), keys, strict=True):
+                if key == "06":
+                    silent += 1
+                    assert not other[:, begin:end].any()
+                    assert [begin, end] not in left.tolist()
+                else:
+                    assert torch.equal(sound[:, begin:end], other[:, begin:end])
+    assert silent == 1
+    assert [refusal.key for refusal in bad.quarantine] == ["06"]
+
+
+def test_sources_of_a_mixture_are_packed_each_by_itself(make: Make, recordings: Dataset) -> None:
+    views = {"short": recordings.where("duration < 0.4"), "long": recordings.where("duration >= 0.4")}
+    loader = make(Mixture(views, weights={"short": 1, "long": 1}), batch_size=2)
+    assert len(loader.packed) == 2
+    for batch in take(loader, 4):
+        assert all(len(set(names)) == 1 for names in batch["source"])
+        for (_, _, keys, _), names in zip(rows(batch), batch["source"], strict=True):
+            assert all((LENGTHS[int(key)] < 0.4) == (name == "short") for key, name in zip(keys, names, strict=True))
+
+
+def test_rates_are_those_that_are_asked_for(make: Make, recordings: Dataset) -> None:
+    loader = make(sample_rate=2 * RATE, packing=Packing(2 * RATE, lookahead=5))
+    (batch,) = take(loader, 1)
+    assert batch["audio"].shape == (2, 1, 2 * RATE)
+    lengths = [end - begin for pieces in batch["pieces"] for begin, end in pieces.tolist()]
+    assert set(lengths) <= {min(2 * len(tone(n)), 2 * RATE) for n in range(12)} | {2 * len(tone(5)) - 2 * RATE}
+    stream = loader._plan.streams[0]
+    assert len(pack_stream(stream, PACKING, RATE)) == len(make().packed[0])
+
+
+def test_buckets_of_durations_give_batches_of_one_length(make: Make) -> None:
+    lengths = Durations((0.3, 1.0, 2.0), budget=2.4)
+    loader = make(batch_size=None, packing=None, buckets=lengths, window=Window(start="center"))
+    seen = []
+    for batch in loader:
+        seconds = lengths.seconds[batch["bucket"]]
+        count, _, samples = batch["audio"].shape
+        assert samples == round(seconds * RATE)
+        assert count * seconds <= lengths.budget
+        for key, real in zip(batch["key"], batch["audio_samples"].tolist(), strict=True):
+            assert real == min(samples, len(tone(int(key))))
+            assert min(s for s in lengths.seconds if s >= LENGTHS[int(key)]) == seconds
+            seen.append(key)
+    assert sorted(seen) == [f"{number:02}" for number in range(12)]
+
+
+def test_what_does_not_go_with_packing_is_refused(make: Make) -> None:
+    for match, options in (
+        ("leave window and buckets out", {"window": 1.0}),
+        ("leave window and buckets out", {"buckets": Durations((1,), 5), "batch_size": None}),
+        ("start='every'", {"buckets": Durations((1,), 5), "packing": None, "window": Window(start="every")}),
+        ("samples of sound", {"features": LogMel()}),
+    ):
+        with pytest.raises(UsageError, match=match):
+            make(**options)
+
+
+def test_a_state_does_not_fit_another_packing(make: Make) -> None:
+    with pytest.raises(UsageError, match="clip was"):
+        make(packing=Packing(RATE, lookahead=6)).load_state_dict(make().state_dict())

@@ -1,0 +1,223 @@
+"""A loader ends within a second, from any state, and leaves no thread, descriptor, process or shared memory behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataio import pack
+from dataio.shards.dataset import Dataset
+from loaders import AudioLoader, AudioSpec, Clip, VideoLoader
+from tests.loaders import made
+
+SECOND = 1.0 if "PYTEST_XDIST_WORKER" not in os.environ else 3.0  # another worker may have the core
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
+    folder = tmp_path_factory.mktemp("shutdown")
+    for one in made.ALL[:5]:
+        (folder / one.name).write_bytes(made.make(one))
+    with pack([folder], folder / "ds", workers=1) as packed:
+        yield packed
+
+
+def left() -> dict[str, Any]:
+    """What a process may leave behind."""
+    gc.collect()
+    deadline = time.monotonic() + SECOND
+    while _ours() and time.monotonic() < deadline:  # the cache lets its threads run out
+        time.sleep(0.01)
+    return {
+        "threads": _ours(),
+        "descriptors": sorted(_descriptors()),
+        "shared memory": sorted(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else [],
+        "children": _children(),
+    }
+
+
+def _ours() -> list[str]:
+    names = (thread.name for thread in threading.enumerate() if thread.name.startswith(("millrace", "media")))
+    return sorted(name for name in names if not name.startswith("millrace-lease"))  # of other tests in this process
+
+
+def _descriptors() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}").split(":")[0])
+        except OSError:
+            continue
+    return found
+
+
+def _children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def never(loader: Any) -> None:
+    """Not even begun."""
+
+
+def begun(loader: Any) -> None:
+    next(iter(loader))
+
+
+def in_the_middle(loader: Any) -> None:
+    for number, _ in enumerate(loader):
+        if number == 2:
+            return
+
+
+def after_the_end(loader: Any) -> None:
+    for _ in loader:
+        pass
+
+
+def by_an_error(loader: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in loader:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("kind", ["video", "sound", "isolated"])
+@pytest.mark.parametrize("state", [never, begun, in_the_middle, after_the_end, by_an_error])
+def test_closing_takes_no_second_and_leaves_nothing(state: Callable[[Any], None], kind: str, clips: Dataset) -> None:
+    def make() -> Any:
+        if kind == "sound":
+            return AudioLoader(clips, 1, window=0.2, threads=2, sidecar=None)
+        spec = AudioSpec(8000, seconds=0.1)
+        return VideoLoader(
+            clips,
+            2,
+            clip=Clip(3, per_video=3),
+            size=(24, 32),
+            audio=spec,
+            threads=2,
+            sidecar=None,
+            isolate=kind == "isolated",
+        )
+
+    with make() as loader:  # whatever is loaded once and kept, such as DALI
+        begun(loader)
+    before = left()
+    loader = make()
+    state(loader)
+    start = time.monotonic()
+    loader.close()
+    assert time.monotonic() - start < SECOND
+    assert left() == before
+    assert not before["threads"]
+
+
+def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -> None:
+    before = left()["threads"]
+    with VideoLoader(clips, 4, clip=Clip(8), size=(24, 32), threads=4, memory=1, sidecar=None) as loader:
+        begun(loader)
+        assert loader.memory["limit"] == 1
+        assert loader.memory["waits"] > 0
+    assert left()["threads"] == before
+
+
+SCRIPT = """
+import sys, time, signal
+from loaders import Clip, VideoLoader
+options = {"clip": Clip(3, per_video=5), "size": (24, 32), "threads": 2, "sidecar": None, "isolate": sys.argv[2] == "isolated"}
+with VideoLoader(sys.argv[1], 2, **options) as loader:
+    while True:
+        for batch in loader:
+            print("batch", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["here", "isolated"])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ctrl_c_and_kill_end_the_process_and_all_it_started(kind: str, end: signal.Signals, clips: Dataset) -> None:
+    url = clips.url.removeprefix("file://")
+    shared = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, url, kind], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        for _ in range(3):
+            assert process.stdout.readline() == "batch\n"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        start = time.monotonic()
+        process.send_signal(end)
+        process.wait(30)
+        assert time.monotonic() - start < 2 * SECOND
+        deadline = time.monotonic() + 10
+        while any(_alive(child) for child in children) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not [child for child in children if _alive(child)]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    if shared:
+        assert set(os.listdir("/dev/shm")) <= shared | _of_others()
+
+
+def _alive(pid: str) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def _of_others() -> set[str]:
+    """Names in /dev/shm that another test's process may have made meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("torch_", "millrace", "psm_"))}
+
+
+def test_batches_outlive_the_loader_that_made_them(clips: Dataset) -> None:
+    with VideoLoader(clips, 1, clip=Clip(3, per_video=4), size=(24, 32), threads=2, sidecar=None) as loader:
+        kept = [batch["video"] for batch in loader]
+        copies = [video.clone() for video in kept]
+        for _ in loader:  # the next epoch writes into other memory
+            pass
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+    with VideoLoader(clips, 1, clip=Clip(3, per_video=4), size=(24, 32), threads=1, sidecar=None) as loader:
+        seen = {batch["video"].data_ptr() for _ in range(3) for batch in loader}
+    assert len(seen) < 60  # 60 batches in far fewer places
+
+
+def soak(clips: Dataset, batches: int) -> None:
+    """So many batches, with a second loader every now and then; nothing grows."""
+    with VideoLoader(clips, 1, clip=Clip(1, per_video=8), size=(16, 16), threads=2, sidecar=None) as loader:
+        taken, marks = 0, []
+        while taken < batches:
+            for _ in loader:
+                taken += 1
+                if taken % (batches // 10) == 0:
+                    marks.append((_resident(), len(_descriptors()), threading.active_count()))
+    early, late = marks[len(marks) // 2 - 2], marks[-1]
+    assert late[0] - early[0] < 16 << 20, marks
+    assert late[1:] == early[1:], marks
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_descriptors_and_threads_stay_flat_over_many_batches(clips: Dataset) -> None:
+    soak(clips, 600)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_memory_descriptors_and_threads_stay_flat_over_fifty_thousand_batches(clips: Dataset) -> None:
+    soak(clips, 50_000)

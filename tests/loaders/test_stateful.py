@@ -1,0 +1,104 @@
+"""The loader where others keep states: torchdata's `Stateful` and `StatefulDataLoader`, and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.stateful import Stateful
+
+from checkpoint import Checkpointer
+from dataio.core.errors import UsageError
+from dataio.shards.dataset import Dataset
+from loaders import Clip, Mixture, VideoLoader
+
+Make = Callable[..., VideoLoader]
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def make(made_dataset: Dataset) -> Iterator[Make]:
+    made = []
+
+    def loader(source: Any = made_dataset) -> VideoLoader:
+        made.append(
+            VideoLoader(
+                source, 4, clip=Clip(2, per_video=3), size=(16, 16), seed=9, sidecar=None, threads=1, prefetch=3
+            )
+        )
+        return made[-1]
+
+    yield loader
+    for one in made:
+        one.close()
+
+
+def some(batches: Any, count: int) -> list[tuple[list[int], list[float]]]:
+    return [(batch["id"].tolist(), batch["clip"].tolist()) for _, batch in zip(range(count), batches, strict=False)]
+
+
+def test_a_loader_is_stateful(make: Make) -> None:
+    assert isinstance(make(), Stateful)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("stop", [0, 1, 4, 6])
+def test_stateful_dataloader_resumes_at_the_very_next_batch(make: Make, stop: int) -> None:
+    whole = some(make(), 6)
+    first = StatefulDataLoader(make(), batch_size=None)
+    before = some(first, stop)
+    second = StatefulDataLoader(make(), batch_size=None)
+    second.load_state_dict(first.state_dict())
+    assert before + some(second, 6 - stop) == whole
+
+
+def test_a_plain_dataloader_passes_batches_through(make: Make) -> None:
+    assert some(DataLoader(make(), batch_size=None), 6) == some(make(), 6)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_workers_of_a_dataloader_are_refused(make: Make) -> None:
+    with pytest.raises(UsageError, match="num_workers=0"):
+        next(iter(DataLoader(make(), batch_size=None, num_workers=1)))
+
+
+@alone
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_state_goes_through_torch_distributed_checkpoint(
+    make: Make, made_dataset: Dataset, tmp_path: Path, mixed: bool
+) -> None:
+    source = Mixture({"a": made_dataset, "b": made_dataset}, weights={"a": 1, "b": 3}) if mixed else made_dataset
+    loader, weight = make(source), torch.arange(4.0)
+    before = some(loader, 4)
+    dcp.save({"loader": loader, "weight": weight}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other, empty = make(source), torch.zeros(4)
+    dcp.load({"loader": other, "weight": empty}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(empty, weight)
+    assert other.state_dict() == loader.state_dict()
+    assert before + some(other, 2) == some(make(source), 6)
+
+
+@alone
+def test_a_quarantine_goes_through_torch_distributed_checkpoint(make: Make, tmp_path: Path) -> None:
+    loader = make()
+    loader.load_state_dict(loader.state_dict() | {"quarantine": [3, 5]})
+    dcp.save({"loader": loader}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other = make()
+    dcp.load({"loader": other}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert other.state_dict()["quarantine"] == [3, 5]
+
+
+def test_a_state_goes_through_our_own_checkpoints(make: Make, tmp_path: Path) -> None:
+    loader = make()
+    before = some(loader, 5)
+    with Checkpointer(tmp_path / "ckpt", run="one", sidecar=None) as checkpointer:
+        checkpointer.save(5, {"loader": loader}).result()
+        other = make()
+        assert checkpointer.restore({"loader": other}) == 5
+    assert before + some(other, 1) == some(make(), 6)
