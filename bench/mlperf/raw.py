@@ -35,7 +35,7 @@ def batches(
     waiting: queue.Queue[list[bytearray] | BaseException | None] = queue.Queue(depth)
     stop = threading.Event()
     arguments = (url, batch, rank, ranks, epoch, seed, sidecar, waiting, stop)
-    thread = threading.Thread(target=_read, args=arguments, daemon=True)
+    thread = threading.Thread(target=_read, args=arguments, name="millrace-raw", daemon=True)
     thread.start()
     try:
         while (found := waiting.get()) is not _END:

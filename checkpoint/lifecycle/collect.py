@@ -43,9 +43,14 @@ _BATCH = 256
 
 
 def condemn(store: Store, run: str, keep: Keep) -> set[StepOfRun]:
-    """The steps of the run that the policy lets go."""
+    """The steps of the run that the policy lets go.
+
+    All steps are listed before the branch is looked at: one that is committed meanwhile then is in the branch at most, where
+    it is the newest. The other way round it would look abandoned, and be removed.
+    """
+    everything = _committed(store, run)
     branch = [StepName(base.timeline, base.step) for base in repository.visible(store, run)]
-    others = _abandoned(store, run) - set(branch)
+    others = everything - set(branch)
     named: dict[StepName, set[str]] = {}
     for tag in tags.all_tags(store):
         if tag.run == run:
@@ -53,8 +58,8 @@ def condemn(store: Store, run: str, keep: Keep) -> set[StepOfRun]:
     return {StepOfRun(run, name.timeline, name.step) for name in doomed(keep, branch, others, named)}
 
 
-def _abandoned(store: Store, run: str) -> set[StepName]:
-    """All steps that are or may become visible, of every timeline."""
+def _committed(store: Store, run: str) -> set[StepName]:
+    """All steps with a COMMIT, of every timeline."""
     found: set[StepName] = set()
     for info in store.list(f"{names.RUNS}{run}/"):
         key = names.parse_step_key(info.key)

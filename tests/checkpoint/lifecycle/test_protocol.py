@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from checkpoint.format import manifest, names
 from checkpoint.format.documents import Base, StepOfRun
 from checkpoint.lifecycle import plan as plans
-from checkpoint.lifecycle.collect import collect
+from checkpoint.lifecycle.collect import collect, condemn
 from checkpoint.lifecycle.inventory import Inventory, Seen
+from checkpoint.lifecycle.keep import Keep
 from checkpoint.repository import commit
 from checkpoint.repository import steps as repository
 from dataio.core.errors import MillraceError
@@ -174,3 +175,26 @@ def test_a_saver_that_wakes_between_fate_and_commit_cannot_bring_a_removed_step_
     assert isinstance(world.actors[SAVER].error, MillraceError)
     world.end()
     assert not [key for key in world.store.objects if key.startswith("packs/")]
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_step_committed_while_a_policy_is_applied_is_never_let_go(last: int) -> None:
+    """At whichever operation of the policy's look the step becomes visible."""
+    moments = 0
+    while True:
+        store = MemoryStore()
+        base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
+        made = make(store, tiny_state(2), step=2, bases=(base,))
+        stepping(store)
+        looking = Actor(store, lambda store=store: condemn(store, RUN, Keep(last=last)))  # type: ignore[misc]
+        for _ in range(moments):
+            looking.step()
+        if looking.done:
+            break
+        new = save(store, made)
+        looking.finish()
+        assert looking.error is None
+        assert looking.result <= ({StepOfRun(RUN, 1, 1)} if last == 1 else set())
+        assert next(repository.visible(store, RUN)) == new
+        moments += 1
+    assert moments >= 4
