@@ -1,7 +1,7 @@
 """What `millrace bench loader` compares: short and long clips, from local disk.
 
 Invariant: candidates alternate, each in its own process, over the same clips; peers that are not installed are
-left out and named.
+left out and named. Nothing heavy is imported before the options were understood.
 Failure behaviour: a candidate that fails is named with its last words; the others go on.
 """
 
@@ -15,8 +15,6 @@ from bench.core import command
 from bench.core.measure import Candidate, alternate
 from bench.core.results import Metric, Part
 from bench.loader import data
-from bench.loader.by_hand import FRAMES, STRIDE
-from bench.loader.candidates import BATCH, FAST, FLOOR, OURS, PEERS, THREADS
 
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
@@ -42,6 +40,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def fill(job: command.Job, part: Part) -> None:
     """Every candidate reads the same clips."""
+    from bench.loader.by_hand import FRAMES, STRIDE
+    from bench.loader.candidates import BATCH, FAST, FLOOR, OURS, PEERS, THREADS
+
     kind = data.KINDS[job.args.kind]
     folder = job.scratch / kind.name
     data.make(kind, folder, job.args.clips, job.tell)

@@ -15,7 +15,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 
 FPS = 25
@@ -56,6 +55,8 @@ def make(kind: Kind, folder: Path, count: int, tell: Any) -> None:
 
 def encode(path: Path, kind: Kind, number: int) -> None:
     """One clip: two patterns that move against each other, and a little noise."""
+    import av
+
     options = {"g": str(kind.gop), "keyint_min": str(kind.gop), "sc_threshold": "0", "preset": "veryfast"}
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream("libx264", rate=FPS, options=options)
@@ -91,6 +92,8 @@ def _read(path: str) -> dict[str, Any]:
 @functools.cache
 def ffmpeg_libraries(folder: Path) -> Path:
     """A folder where torchcodec and SPDL find the FFmpeg that came with PyAV: the same build for all candidates."""
+    import av
+
     target = folder / "ffmpeg"
     target.mkdir(exist_ok=True)
     for library in (Path(av.__file__).parents[1] / "av.libs").iterdir():
