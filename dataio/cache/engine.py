@@ -3,41 +3,35 @@
 Purpose: the one cache engine, the same inside a trainer and inside the daemon.
 Invariants: the plan is touched only under the lock; stores and futures are touched only outside it. A block that several
 ask for at once is fetched once and all of them are woken, with the bytes or with the store's error; errors are not kept.
-Failure behaviour: a tier whose disk fails (full, gone, read-only) costs one warning; from then on, for `RECOVER_SECONDS`,
-nothing new is admitted there; where no tier is left `open` answers None: read the store directly. After `close` every open
-future ends with an error.
+Failure behaviour: a tier whose disk fails (full, gone, read-only) costs one warning, and for a while nothing new is admitted
+there (`disks`); where no tier is left `open` answers None: read the store directly. After `close` every open future ends with
+an error.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import threading
-import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dataio.cache import kept
-from dataio.cache.blocks import BlockDirectory, BlockFile, Descriptor
+from dataio.cache.disks import Disks, Place
 from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready, Want
 from dataio.cache.fetcher import DiskError, Fetcher, Flight
 from dataio.cache.forecast import Forecast
+from dataio.cache.lease import Lease
+from dataio.cache.objects import Objects
 from dataio.cache.plan import CachePlan
 from dataio.cache.turns import JobLimits
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError, TransientError, UsageError
-from dataio.core.log import get_logger, warn_once
-from dataio.store.contract import Location, Store
+from dataio.core.log import get_logger
+from dataio.store.contract import Store
 
-RECOVER_SECONDS = 30.0
-STAT_SECONDS = 30.0
-"""How long an object's size is believed: shards are immutable, but a dataset may be deleted and made again."""
-KNOWN_OBJECTS = 100_000
 ANNOUNCED = 4096
 """Ranges of one announcement that are looked at."""
 ENDED = 256
@@ -49,33 +43,6 @@ _log = get_logger(__name__)
 _CACHE_BYTES = {source: metrics.cache_bytes.labels(source) for source in ("bypass", "cache", "store")}
 Ranges = Sequence[tuple[int, int]]
 Ranges3 = Sequence[tuple[str, int, int]]
-
-
-class Lease:
-    """A file that holds the asked-for ranges. While it lives, its bytes count as held. `once`: the cache has forgotten it
-    already, so there is no use in keeping its mapping."""
-
-    __slots__ = ("_ended", "descriptor", "file", "once", "present", "size")
-
-    def __init__(
-        self, file: int, opened: BlockFile, present: list[tuple[int, int]], ended: deque[int], once: bool = False
-    ) -> None:
-        self.file, self.size, self.present, self.once = file, opened.size, present, once
-        self.descriptor: Descriptor = opened.reader
-        self._ended = ended
-
-    def __del__(self) -> None:
-        self._ended.append(self.file)  # runs in any thread, under any lock: the engine reads it later
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A directory for cache files, and how many bytes it may hold. With `keep`, files outlive the engine, and what an earlier
-    one left is adopted; then the directory must belong to this engine alone."""
-
-    path: Path
-    budget: int
-    keep: bool = False
 
 
 class Engine:
@@ -96,32 +63,27 @@ class Engine:
     ) -> None:
         """At most `threads` requests to stores and `buffers` blocks (as many as threads by default) are in flight."""
         buffers = buffers or threads
-        self._places, self._clock = (Place(directory, budget, keep), *slower), clock
+        places = (Place(directory, budget, keep), *slower)
+        self._clock, self._disks, self._objects = clock, Disks(places, block_bytes, clock), Objects(clock)
         self._listeners: list[Callable[[int], None]] = []
         self._plan = CachePlan(
-            [place.budget for place in self._places],
+            [place.budget for place in places],
             block_bytes=block_bytes,
             max_files=max_files,
             prefetch_parts=max(1, min(threads // 2, buffers * 2 // 3)),
         )
         self._lock = threading.Lock()
-        self._files: dict[int, BlockFile] = {}
         self._sources: dict[str, Store] = {}
-        self._source_names: weakref.WeakKeyDictionary[Store, str] = weakref.WeakKeyDictionary()
         self._waiting: dict[int, Future[Lease | None]] = {}
         self._ended: deque[int] = deque()
         self._jobs: dict[int, str] = {}  # of streams
         self._within: dict[int, str] = {}  # of streams: the span in which they asked last
         self._announced: dict[int, tuple[Store, list[tuple[str, int, int]]]] = {}
-        self._known: OrderedDict[tuple[str, str], tuple[ObjectId, float]] = OrderedDict()
         self._tickets = itertools.count()
-        self._paused: dict[int, float] = {}  # tiers in trouble, and when to try them again
         self._closed = False
         self._counts = {"fetched_bytes": 0, "asked_bytes": 0, "hit_bytes": 0, "reads_ready": 0, "reads_late": 0}
         self._forecast = Forecast()
-        for tier, place in enumerate(self._places):
-            if place.keep:
-                self._adopt(tier, place.path, block_bytes)
+        self._adopt()
         self._fetcher = Fetcher(threads, buffers, block_bytes, clock, self._landed)
 
     def open(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Future[Lease | None]:
@@ -132,7 +94,7 @@ class Engine:
         """
         future: Future[Lease | None] = Future()
         future.set_running_or_notify_cancel()  # from here on a cancel() has no effect, and set_result never meets one
-        known = self._lookup(store, key)
+        known = self._objects.known(store, key)
         if known is not None:
             self._request(store, known, ranges, future, stream)
         else:
@@ -142,14 +104,14 @@ class Engine:
 
     def open_present(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
         """What `open` gives, at once, if it is all present; None for everything else, errors among them."""
-        known = self._lookup(store, key)
+        known = self._objects.known(store, key)
         if known is None or any(offset + length > known.size for offset, length in ranges):
             return None
         if len(self._ended) > ENDED:
             self._run([])
         with self._lock:
             file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs will do
-            if file is None or file not in self._files:
+            if file is None or file not in self._disks.files:
                 return None
             self._count(sum(length for _, length in ranges), True, False, stream)
             return self._lease(file, False)
@@ -159,7 +121,7 @@ class Engine:
         with self._lock:
             scheduled = stream in self._announced
             self._announced[stream] = (store, list(upcoming[:ANNOUNCED]))
-            later = self._execute(self._plan.reads_in_order(stream, source_of(store.location)))
+            later = self._execute(self._plan.reads_in_order(stream, self._objects.source(store)))
         _finish(later)
         if not scheduled:  # at most one job for each stream, whatever the number of announcements
             self._fetcher.submit(lambda: self._announce(stream))
@@ -201,7 +163,7 @@ class Engine:
 
     def live(self, file: int) -> bool:
         """Whether the cache still has this file."""
-        return file in self._files
+        return file in self._disks.files
 
     def touch(self, files: Sequence[int]) -> None:
         """These files were read from without asking: they are recently used."""
@@ -230,14 +192,14 @@ class Engine:
         """Bytes and numbers for status."""
         self._run([])
         with self._lock:
-            return {**self._plan.counts(), **self._counts, "paused": bool(self._paused)}
+            return {**self._plan.counts(), **self._counts, "paused": self._disks.paused}
 
     def tier_stats(self) -> list[dict[str, object]]:
         """Of each tier: where it is, budget and use in bytes, and whether its disk is in trouble."""
         with self._lock:
             return [
                 {"directory": str(place.path), "budget_bytes": budget, "used_bytes": used, "paused": not well}
-                for place, (budget, used, well) in zip(self._places, self._plan.tiers, strict=True)
+                for place, (budget, used, well) in zip(self._disks.places, self._plan.tiers, strict=True)
             ]
 
     def prefetch_stats(self) -> dict[str, float | int]:
@@ -256,44 +218,17 @@ class Engine:
         with self._lock:
             self._closed = True
             waiting, self._waiting = list(self._waiting.values()), {}
-            self._files.clear()
+            self._disks.files.clear()
         self._fetcher.close()
         for future in waiting:
             future.set_exception(TransientError("the cache was closed"))
 
-    # what an object is
-
-    def _lookup(self, store: Store, key: str) -> ObjectId | None:
-        with self._lock:
-            found = self._known.get((self._source(store), key))
-        if found is None or self._clock.monotonic() - found[1] > STAT_SECONDS:
-            return None
-        return found[0]
-
-    def _source(self, store: Store) -> str:
-        """`source_of` its location, found out once: this is on the path of every read."""
-        name = self._source_names.get(store)
-        if name is None:
-            name = self._source_names[store] = source_of(store.location)
-        return name
-
-    def _stat(self, store: Store, key: str) -> ObjectId:
-        info = store.stat(key)
-        obj = ObjectId(source_of(store.location), key, info.size, info.modified)
-        with self._lock:
-            self._known[obj.source, key] = (obj, self._clock.monotonic())
-            self._known.move_to_end((obj.source, key))
-            if len(self._known) > KNOWN_OBJECTS:
-                self._known.popitem(last=False)
-        return obj
+    # requests
 
     def _stat_then_request(
         self, store: Store, key: str, ranges: Ranges, future: Future[Lease | None], stream: int
     ) -> None:
-        known = self._lookup(store, key)  # somebody may have asked meanwhile
-        self._request(store, known or self._stat(store, key), ranges, future, stream)
-
-    # requests
+        self._request(store, self._objects.find(store, key), ranges, future, stream)
 
     def _request(self, store: Store, obj: ObjectId, ranges: Ranges, future: Future[Lease | None], stream: int) -> None:
         try:
@@ -331,7 +266,7 @@ class Engine:
         wants: list[tuple[ObjectId, tuple[tuple[int, int], ...]]] = []
         for key, ranges in grouped(upcoming, self._plan.block_bytes):
             try:
-                obj = self._lookup(store, key) or self._stat(store, key)
+                obj = self._objects.find(store, key)
                 wants.append((obj, _checked(obj, ranges)))
             except MillraceError as error:
                 _log.debug("not prefetching: %s", error)
@@ -339,7 +274,7 @@ class Engine:
             if self._closed:
                 return
             self._recover()
-            source = source_of(store.location)
+            source = self._objects.source(store)
             self._sources[source] = store
             self._plan.prefetch_bytes = self._fetcher.window_bytes()
             due = self._forecast.announced(
@@ -370,8 +305,7 @@ class Engine:
                 case Fetch() as fetch:
                     self._submit_fetch(fetch, todo)
                 case Drop(file, once):
-                    if (dropped := self._files.pop(file, None)) is not None:
-                        dropped.unlink()
+                    self._disks.drop(file)
                     later.extend(partial(listener, file) for listener in self._listeners if not once)
                 case Ready(ticket, file, once):
                     later.append(self._settle(ticket, self._lease(file, once)))
@@ -383,30 +317,25 @@ class Engine:
         return later
 
     def _create(self, create: Create) -> None:
-        place = self._places[create.tier]
         try:
-            self._files[create.file] = (
-                kept.create(place.path, create.object, self._plan.block_bytes)
-                if create.keep and place.keep
-                else BlockDirectory(place.path).create(create.object.size)
-            )
+            self._disks.create(create)
         except OSError as error:
             self._pause(create.tier, error)
 
-    def _adopt(self, tier: int, directory: Path, block_bytes: int) -> None:
-        """Take over what an earlier engine left: its blocks are checked when they are first asked for."""
-        for found in kept.adopt(directory, block_bytes):
+    def _adopt(self) -> None:
+        """Take over what an earlier engine left."""
+        for tier, found in self._disks.left():
             file = self._plan.adopt(found.object, found.file.digests, tier)
             if file is None:
                 found.file.unlink()
             else:
-                self._files[file] = found.file
+                self._disks.files[file] = found.file
 
     def _submit_fetch(self, fetch: Fetch, todo: deque[Instruction]) -> None:
-        opened = self._files.get(fetch.file)
+        opened = self._disks.files.get(fetch.file)
         obj = self._plan.object_of(fetch.file) if opened is not None else None
         store = self._sources.get(obj.source) if obj is not None else None
-        here = [self._files.get(file) for file, _, _ in fetch.here]
+        here = [self._disks.files.get(file) for file, _, _ in fetch.here]
         if opened is None or obj is None or None in here:
             todo.extend(self._plan.lost(fetch.file))
             return
@@ -420,7 +349,7 @@ class Engine:
         self._fetcher.start(Flight(fetch, opened, store, obj.key, sources, waited_for, job, within))
 
     def _lease(self, file: int, once: bool) -> Lease | None:
-        opened = self._files.get(file)
+        opened = self._disks.files.get(file)
         if opened is None:  # an object of no bytes whose file could not be made
             self._ended.append(file)
             return None
@@ -461,21 +390,11 @@ class Engine:
         if tier is None:  # of a file that was given up meanwhile
             return
         self._plan.set_open(tier, open=False)
-        self._paused[tier] = self._clock.monotonic() + RECOVER_SECONDS
-        left = "using the other tiers" if len(self._paused) < len(self._places) else "reading from the store directly"
-        warn_once(_log, f"the cache in {self._places[tier].path} cannot be written ({error.strerror}): {left}")
+        self._disks.pause(tier, error)
 
     def _recover(self) -> None:
-        for tier, until in list(self._paused.items()):
-            if self._clock.monotonic() >= until:
-                del self._paused[tier]
-                self._plan.set_open(tier, open=True)
-
-
-def source_of(location: Location) -> str:
-    """Which store a location names: its URL, and its options, since an endpoint may be one of them."""
-    options = json.dumps(location.options, sort_keys=True, default=str) if location.options else ""
-    return f"{location.url} {options}"
+        for tier in self._disks.recovered():
+            self._plan.set_open(tier, open=True)
 
 
 def grouped(upcoming: Ranges3, at_most: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataio.cache.blocks import MappedFile, map_file
-from dataio.cache.engine import Engine, Lease
+from dataio.cache.engine import Engine
+from dataio.cache.lease import Lease
 from dataio.core import limits
 from dataio.core.errors import DeadlineError
 from dataio.store.contract import Store

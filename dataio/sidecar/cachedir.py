@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataio.cache.engine import Place
+from dataio.cache.disks import Place
 from dataio.core import limits
 from dataio.core.log import get_logger
 from dataio.core.private import private_directory

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataio.cache.engine import source_of
+from dataio.cache.objects import source_of
 from dataio.core.errors import CapacityError
 from dataio.core.log import get_logger
 from dataio.store.contract import Location, Store

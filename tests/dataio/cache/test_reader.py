@@ -14,7 +14,9 @@ from time import monotonic, sleep
 import pytest
 
 from dataio.cache.blocks import BlockDirectory
-from dataio.cache.engine import RECOVER_SECONDS, STAT_SECONDS, Engine
+from dataio.cache.disks import RECOVER_SECONDS
+from dataio.cache.engine import Engine
+from dataio.cache.objects import STAT_SECONDS
 from dataio.cache.reader import CachedReader, PrivateReader
 from dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
 from dataio.core.private import private_directory

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache.engine import RECOVER_SECONDS, Engine, Place
+from dataio.cache.disks import RECOVER_SECONDS, Place
+from dataio.cache.engine import Engine
 from dataio.cache.reader import CachedReader
 from dataio.core.clock import SystemClock
 

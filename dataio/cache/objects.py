@@ -1,0 +1,69 @@
+"""Which version of an object a cache is about: how large it is, and when it changed.
+
+Invariants: an object's size is believed for `STAT_SECONDS`, since shards are immutable, but a dataset may be deleted and made
+again under the same names; at most `KNOWN_OBJECTS` are remembered. Safe to share between threads; a store is asked outside
+the lock.
+Failure behaviour: the store's errors pass through and are not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections import OrderedDict
+
+from dataio.cache.events import ObjectId
+from dataio.core.clock import Clock
+from dataio.store.contract import Location, Store
+
+STAT_SECONDS = 30.0
+KNOWN_OBJECTS = 100_000
+
+
+class Objects:
+    """What is known of the objects of some stores."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._names: weakref.WeakKeyDictionary[Store, str] = weakref.WeakKeyDictionary()
+        self._known: OrderedDict[tuple[str, str], tuple[ObjectId, float]] = OrderedDict()
+
+    def source(self, store: Store) -> str:
+        """`source_of` its location, found out once: this is on the path of every read."""
+        with self._lock:
+            return self._source(store)
+
+    def known(self, store: Store, key: str) -> ObjectId | None:
+        """The object, where it was asked after lately."""
+        with self._lock:
+            found = self._known.get((self._source(store), key))
+        if found is None or self._clock.monotonic() - found[1] > STAT_SECONDS:
+            return None
+        return found[0]
+
+    def find(self, store: Store, key: str) -> ObjectId:
+        """The object, as it is known, or as the store says."""
+        return self.known(store, key) or self._stat(store, key)
+
+    def _stat(self, store: Store, key: str) -> ObjectId:
+        info = store.stat(key)
+        obj = ObjectId(self.source(store), key, info.size, info.modified)
+        with self._lock:
+            self._known[obj.source, key] = (obj, self._clock.monotonic())
+            self._known.move_to_end((obj.source, key))
+            if len(self._known) > KNOWN_OBJECTS:
+                self._known.popitem(last=False)
+        return obj
+
+    def _source(self, store: Store) -> str:
+        name = self._names.get(store)
+        if name is None:
+            name = self._names[store] = source_of(store.location)
+        return name
+
+
+def source_of(location: Location) -> str:
+    """Which store a location names: its URL, and its options, since an endpoint may be one of them."""
+    options = json.dumps(location.options, sort_keys=True, default=str) if location.options else ""
+    return f"{location.url} {options}"

@@ -1,0 +1,87 @@
+"""Checkpoints that clients hand over: staged, followed, shown on the page, recalled from a buddy.
+
+Purpose: between the sessions' state machines and the jobs. Invariants: lives on the loop's thread; jobs belong to the daemon, so
+a client's end withdraws only those that were not acknowledged to it. Failure behaviour: a plan that is refused is the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from dataio.core.errors import MillraceError
+from dataio.sidecar import machine
+from dataio.sidecar import messages as m
+from dataio.sidecar.saves import Saves
+from dataio.sidecar.served import Client, Tasks
+from dataio.sidecar.spans import job_span
+from dataio.sidecar.tier.room import Tier
+from dataio.sidecar.transfer.job import Job
+from dataio.sidecar.transfer.jobs import Jobs
+
+
+class Staging:
+    """For all clients of one daemon."""
+
+    def __init__(
+        self, jobs: Jobs, tier: Tier | None, saves: Saves, loop: asyncio.AbstractEventLoop, tasks: Tasks
+    ) -> None:
+        self._jobs, self._tier, self._saves, self._loop, self._tasks = jobs, tier, saves, loop, tasks
+
+    def stage(self, client: Client, request: machine.StartJob) -> None:
+        """Check and queue a checkpoint."""
+        job = self._jobs.submit(
+            request.kind,
+            request.arena,
+            request.plan,
+            lambda answer: self._staged(client, request.id, answer),
+            about=request.about,
+            urgent=request.urgent,
+            wait=request.wait,
+        )
+        if job is not None:
+            client.staging.append(job)
+            self.show(job)
+            self._jobs.follow(job, job_span(request.kind, request.about, request.trace))
+
+    def follow(self, client: Client, request: int, token: str) -> None:
+        """Tell the client of a job that was staged earlier."""
+        try:
+            job = self._jobs.find(token)
+        except MillraceError as error:
+            client.carry_out(client.session.refused(request, error))
+            return
+        self._answer(client, request, job)
+
+    def recall(self, client: Client, request: m.Recall) -> None:
+        """Bring the buddy's copy into the tier."""
+        self._tasks.spawn(self._recall(client, request))
+
+    def show(self, job: Job) -> None:
+        """On the page, from now on."""
+        listener = self._saves.listener(job.token, job.entry.about, lambda: self._jobs.state(job))
+        self._jobs.follow(job, listener)
+
+    def ended(self, client: Client) -> None:
+        """The client is gone."""
+        if client.listener is not None:
+            self._jobs.leave(client.listener)
+        for job in client.staging:
+            self._jobs.withdraw(job)
+
+    def _staged(self, client: Client, request: int, answer: Job | MillraceError) -> None:
+        client.staging = [job for job in client.staging if job is not answer]
+        if isinstance(answer, MillraceError):
+            client.carry_out(client.session.refused(request, answer))
+        else:
+            self._answer(client, request, answer)
+
+    def _answer(self, client: Client, request: int, job: Job) -> None:
+        client.carry_out(client.session.staged(request, job.token))
+        if client.listener is not None and client.ready:
+            self._jobs.follow(job, client.listener)
+
+    async def _recall(self, client: Client, request: m.Recall) -> None:
+        there = False
+        if self._tier is not None:
+            there = await self._loop.run_in_executor(self._tier.pool, self._tier.recall, request.source, request.key)
+        client.carry_out(client.session.recalled(request.id, there))
