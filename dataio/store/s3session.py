@@ -4,7 +4,8 @@ Why an own loop: callers may run a loop of their own, come from many threads, an
 say so; fsspec's shared loop gives none of this.
 Invariants: the client is used in its loop only; one call makes one request (the client's own retries are off; aiohttp sends
 an idempotent request once more when a kept-alive connection turns out to be dead); `run` returns or raises only after its
-coroutine has ended, so nobody writes into a caller's buffer any more.
+coroutine has ended, so nobody writes into a caller's buffer any more; `close` waits until obstore's threads, which hand their
+results over, are out of the interpreter, because one that is in it when it ends aborts the process.
 Failure behaviour: errors are those of `s3errors`. Use after `close`, or in a forked child, raises `UsageError` instead of
 waiting for a thread that is not there. A session that is dropped without `close` is closed by the garbage collector.
 """
@@ -121,13 +122,39 @@ def _is_buffer(body: object) -> TypeGuard[bytes | bytearray | memoryview]:
     return isinstance(body, bytes | bytearray | memoryview)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Knows who is handing something over to it."""
+
+    def __init__(self) -> None:
+        # not epoll: a forked child shares its state, and cleaning up there would deafen this process's loop
+        super().__init__(selectors.PollSelector())
+        self._handing_over: dict[int, None] = {}
+
+    def call_soon_threadsafe(self, *arguments: Any, **keywords: Any) -> asyncio.Handle:
+        """As ever. What was handed over may be used up, and the interpreter at its end, before the thread is out of here."""
+        me = threading.get_ident()
+        inside = me in self._handing_over
+        self._handing_over[me] = None
+        try:
+            return super().call_soon_threadsafe(*arguments, **keywords)
+        finally:
+            if not inside:  # no call after this, so that no other thread's turn comes before this one is out
+                del self._handing_over[me]
+
+    async def quiet(self, seconds: float) -> None:
+        """Wait until everybody is out."""
+        until = self.time() + seconds
+        while self._handing_over and self.time() < until:
+            await asyncio.sleep(0.001)
+
+
 class _Worker:
     """The loop's thread and the client. Knows nothing of the session, so that the session can be collected."""
 
     def __init__(self, config: S3Config) -> None:
         self._config = config
         self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: _Loop | None = None
         self._thread: threading.Thread | None = None
         self._client: Any = None
         self._credentials: Rotating | None = None
@@ -201,11 +228,12 @@ class _Worker:
         if self._client is not None:
             await self._client.__aexit__(None, None, None)
             await asyncio.sleep(0)  # let the transports close
+        if self._loop is not None:
+            await self._loop.quiet(_STOP_SECONDS / 2)
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _started(self) -> _Loop:
         if self._loop is None:
-            # not epoll: a forked child shares its state, and cleaning up there would deafen this process's loop
-            loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+            loop = _Loop()
             self._client_lock = asyncio.Lock()
             thread = threading.Thread(target=self._serve, args=(loop,), name="millrace-s3", daemon=True)
             thread.start()

@@ -310,6 +310,44 @@ def test_a_dropped_store_is_collected_with_its_thread(client: str, s3_url: str) 
     assert len({t for t in threading.enumerate() if t.name == "millrace-s3"}) < len(before)
 
 
+ENDS_WHILE_OBSTORE_HANDS_OVER = """
+import asyncio, os, sys, threading, time
+from dataio.store.open import open_store
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.8)
+
+def hand_over(loop, *arguments, real=asyncio.BaseEventLoop.call_soon_threadsafe, **keywords):
+    handle = real(loop, *arguments, **keywords)
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        os.write(1, b"handed over\\n")
+        time.sleep(0.4)  # a thread of obstore's whose turn does not come
+    return handle
+
+asyncio.BaseEventLoop.call_soon_threadsafe = hand_over
+sys.late = Late()  # keeps the interpreter busy with ending for longer than that
+store = open_store(sys.argv[1])
+store.exists("k")
+if sys.argv[2] == "closed":
+    store.close()
+os.write(1, b"end\\n")
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "left open"])
+def test_the_interpreter_does_not_end_while_a_thread_of_obstores_is_in_it(
+    how: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a thread is made to exit when it wants to go on, through frames that cannot be unwound: the process aborts."""
+    pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+    monkeypatch.setenv("MILLRACE_S3", "obstore")
+    command = [sys.executable, "-c", ENDS_WHILE_OBSTORE_HANDS_OVER, s3_url, how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.count("handed over") >= 1, ended
+    assert ended.returncode == 0, ended
+
+
 def test_a_key_that_another_program_wrote_is_passed_over_when_it_is_no_key(s3_url: str, s3_server: S3Server) -> None:
     root = parse(s3_url, {"client": "s3fs"})
     with S3Store(root) as store:
