@@ -105,10 +105,19 @@ class StepOfRun(msgspec.Struct, frozen=True):
     step: int
 
 
+class Policy(msgspec.Struct, frozen=True):
+    """What a retention keeps of a run, as `checkpoint.lifecycle.keep.Keep` says."""
+
+    last: int | None = None
+    every: int | None = None
+    tags: tuple[str, ...] = ("*",)
+
+
 class Condemned(Document, frozen=True, kw_only=True):
-    """Steps that a collector is about to remove."""
+    """Steps that a collector is about to remove. `policy`: why; whoever removes them applies it again first. None: for good."""
 
     steps: tuple[StepOfRun, ...]
+    policy: Policy | None = None
 
 
 class _Head(msgspec.Struct):

@@ -54,9 +54,8 @@ class Retention:
 
     def _once(self) -> None:
         try:
-            gone = collect.condemn(self._store, self._run, self._keep)
-            if gone:
-                done = collect.collect(self._store, gone, reader=self._reader)
+            done = collect.retain(self._store, self._run, self._keep, reader=self._reader)
+            if done is not None:
                 steps = ", ".join(str(step.step) for step in done.tombstones)
                 _log.info("removed steps %s, %s", steps or "none", format_bytes(done.bytes_freed))
         except Exception as error:

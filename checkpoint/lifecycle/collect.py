@@ -1,16 +1,18 @@
-"""The collection: removes condemned steps and what dead attempts left, beside savers, readers and other collectors.
+"""The collection: removes condemned steps and what dead attempts left, beside savers, readers, taggers and other collectors.
 
 Order (`docs/design/0012-retention.md`; the tests take it apart at every store operation):
 
 0. COMMIT of every attempt that is complete and has none;
-1. `gc/<id>` with the condemned steps, so that a saver that comes now does not lean on them;
+1. `gc/<id>` with the condemned steps, so that whoever comes now does not lean on them, read them or give them a name;
 2. leases are read: first every attempt without a fate whose lease is over is fenced with the fate "abort"; steps that a live
-   lease leans on are spared;
+   lease leans on are spared; *then* the policy is applied again, and what it keeps by now is spared: a tag or a new timeline
+   may have come since it was applied first;
 3. the COMMITs of the condemned become tombstones, which nobody can undo;
 4. the repository is looked at again, and what no live attempt needs is deleted;
-5. `gc/<id>` is deleted, and records of dead collectors whose steps are all tombstones by now.
+5. `gc/<id>` is deleted, and records of dead collectors whose steps are all tombstones by now, or that are a day old.
 
-Invariant: at no point is a pack missing that a committed step needs, whoever dies or sleeps wherever.
+Invariant: at no point is a pack missing that a committed step needs, whoever dies or sleeps wherever; and what a policy keeps
+when a step becomes a tombstone is not that step.
 Failure behaviour: an error or a crash leaves a record in `gc/`; its steps are finished by the next collection.
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from checkpoint.format import names, ulid
-from checkpoint.format.documents import Commit, Condemned, Fate, StepName, StepOfRun, encode
+from checkpoint.format.documents import Commit, Condemned, Fate, Policy, StepName, StepOfRun, encode
 from checkpoint.lifecycle import plan as plans
 from checkpoint.lifecycle import tags
 from checkpoint.lifecycle.inventory import Inventory, Reader
@@ -30,7 +32,7 @@ from checkpoint.repository import steps as repository
 from checkpoint.repository.commit import Attempt
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
-from dataio.core.errors import NotFoundError
+from dataio.core.errors import NotFoundError, TransientError
 from dataio.store.contract import Store
 
 _recorded = declare("gc.recorded", "the record of the condemned is there; nothing is removed")
@@ -40,19 +42,22 @@ _tombstones = declare("gc.tombstones", "the condemned steps are tombstones, thei
 _deleting = declare("gc.deleting", "some objects of removed steps are deleted")
 _deleted = declare("gc.deleted", "only the record is left")
 _BATCH = 256
+_BURIAL_SECONDS = plans.RECORD_SECONDS / 24
+"""From its record on a collector takes at most this long until its last tombstone."""
 
 
-def condemn(store: Store, run: str, keep: Keep) -> set[StepOfRun]:
-    """The steps of the run that the policy lets go.
+def condemn(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
+    """The steps of the run that the policy lets go. `removed`: those that are known to be tombstones.
 
     All steps are listed before the branch is looked at: one that is committed meanwhile then is in the branch at most, where
     it is the newest. The other way round it would look abandoned, and be removed.
     """
-    everything = _committed(store, run)
-    branch = [StepName(base.timeline, base.step) for base in repository.visible(store, run)]
+    known = {StepName(step.timeline, step.step) for step in removed if step.run == run}
+    everything = _committed(store, run) - known
+    branch = [StepName(base.timeline, base.step) for base in repository.visible(store, run, known)]
     others = everything - set(branch)
     named: dict[StepName, set[str]] = {}
-    for tag in tags.all_tags(store):
+    for tag in tags.all_tags(store):  # last, after leases when a collection applies the policy again: see `tags`
         if tag.run == run:
             named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
     return {StepOfRun(run, name.timeline, name.step) for name in doomed(keep, branch, others, named)}
@@ -75,28 +80,76 @@ def preview(store: Store, condemned: Iterable[StepOfRun], clock: Clock = SYSTEM_
     return plans.foresee(reader.look(), condemned, reader.packs_of, clock.time())
 
 
+def retain(
+    store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, reader: Reader | None = None
+) -> Plan | None:
+    """Let the steps go that the policy does not keep; what was done, None when there is nothing to let go."""
+    _require_repo(store)
+    reader = reader or Reader(store)
+    gone = condemn(store, run, keep, reader.removed)
+    return collect(store, gone, clock, reader, keep) if gone else None
+
+
 def collect(
-    store: Store, condemned: Iterable[StepOfRun], clock: Clock = SYSTEM_CLOCK, reader: Reader | None = None
+    store: Store,
+    condemned: Iterable[StepOfRun],
+    clock: Clock = SYSTEM_CLOCK,
+    reader: Reader | None = None,
+    keep: Keep | None = None,
 ) -> Plan:
-    """Remove the condemned steps and what dead attempts left; return what was done."""
+    """Remove the condemned steps and what dead attempts left; return what was done.
+
+    `keep`: why they are condemned; what it keeps by the time of the removal stays. Without it they go for good.
+    """
     _require_repo(store)
     reader = reader or Reader(store)
     first = reader.look()
     _finish_complete(store, first, clock)
-    wanted = plans.to_remove(first, condemned)
-    key = f"{names.GC}{ulid.new(clock)}.json"
-    store.put_if_absent(key, encode(Condemned(steps=tuple(wanted))))
+    mine = _records(first, set(condemned), keep, clock)
+    wanted = {step for record in mine.values() for step in record.steps}
+    until = clock.monotonic() + _BURIAL_SECONDS
+    for key, record in mine.items():
+        store.put_if_absent(key, encode(record))
     _recorded()
-    now = store.stat(key).modified  # the store's clock, which also dates the leases
+    now = max(store.stat(key).modified for key in mine)  # the store's clock, which also dates the leases
     aborted, safe = _fence(store, reader.look(), wanted, now)
-    gone = tuple(_bury(store, wanted - safe, clock))
+    safe |= wanted - _still_condemned(store, mine.values(), reader.removed)
+    gone = tuple(_bury(store, wanted - safe, clock, until))
     _tombstones()
     last = reader.look()
     objects, kept = plans.garbage(last, reader.packs_of, now)
     _delete(store, [name for name, _ in objects])
     _deleted()
-    store.delete_many([key, *_settled_records(last, gone)])
+    store.delete_many([*mine, *_settled_records(last, gone, now)])
     return Plan(gone, tuple(sorted(safe, key=plans.order)), aborted, tuple(objects), kept)
+
+
+def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, Condemned]:
+    """What this collection records, by key: its own steps, and what earlier ones left, each under the policy that condemned
+    it."""
+    by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: own}
+    for record in seen.records.values():
+        by_policy.setdefault(record.condemned.policy, set()).update(record.condemned.steps)
+    wanted = plans.to_remove(seen, own)
+    made = {}
+    for policy, steps in by_policy.items():
+        there = tuple(sorted(steps & wanted, key=plans.order))
+        if there or not made:  # one at least: it says what time the store has
+            made[f"{names.GC}{ulid.new(clock)}.json"] = Condemned(steps=there, policy=policy)
+    return made
+
+
+def _still_condemned(store: Store, records: Iterable[Condemned], removed: Iterable[StepOfRun]) -> set[StepOfRun]:
+    """What is condemned for good, or would be condemned now as well."""
+    found: set[StepOfRun] = set()
+    for record in records:
+        steps = set(record.steps)
+        if record.policy is None:
+            found |= steps
+            continue
+        for run in {step.run for step in steps}:
+            found |= steps & condemn(store, run, Keep.of(record.policy), removed)
+    return found
 
 
 def _finish_complete(store: Store, seen: Inventory, clock: Clock) -> None:
@@ -118,8 +171,10 @@ def _fence(store: Store, seen: Inventory, wanted: set[StepOfRun], now: float) ->
     return tuple(sorted(aborted)), safe
 
 
-def _bury(store: Store, steps: set[StepOfRun], clock: Clock) -> Iterator[StepOfRun]:
+def _bury(store: Store, steps: set[StepOfRun], clock: Clock, until: float) -> Iterator[StepOfRun]:
     for step in sorted(steps, key=plans.order):
+        if clock.monotonic() > until:
+            raise TransientError("the collection took too long and stopped", hint="the next one goes on")
         key = names.commit(step.run, step.timeline, step.step)
         found = commit.find_commit(store, key)
         if found is not None and not found.tombstone:
@@ -134,10 +189,15 @@ def _delete(store: Store, keys: list[str]) -> None:
         _deleting()
 
 
-def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...]) -> list[str]:
-    """Records of other collectors whose steps are all removed: nobody needs the warning, and nothing they do matters."""
-    buried = {step for step, found in seen.commits.items() if found.tombstone} | set(gone)
-    return [key for key, steps in seen.records.items() if set(steps) <= buried]
+def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...], now: float) -> list[str]:
+    """Records of other collectors whose steps are all removed: nobody needs the warning, and nothing they do matters. And of
+    collectors that are dead: what they condemned and this one spared is a step like any other again."""
+    buried = {*seen.tombstones, *gone}
+    return [
+        key
+        for key, record in seen.records.items()
+        if set(record.condemned.steps) <= buried or now - record.modified > plans.RECORD_SECONDS
+    ]
 
 
 def _require_repo(store: Store) -> None:

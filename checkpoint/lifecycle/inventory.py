@@ -2,8 +2,11 @@
 
 Order of looking: tombstones first, then attempts and their fates, then packs. A step becomes a tombstone only when nobody can
 come to lean on it any more, so whoever does is seen when attempts are listed *after* tombstones were read; and a pack whose
-attempt has no fate here is left alone.
-Invariant: documents that never change (fates, manifests' pack names) are read once for each `Reader`.
+attempt has no fate here is left alone. None of these is a snapshot: what changes while it is listed may be seen or not, what was
+there before is seen. A lease that was seen before and is not listed is asked for by name, since a directory may lose sight of
+a name while it is replaced (tmpfs with thousands of entries does).
+Invariant: documents that never change (fates, tombstones, manifests' pack names) are read once for each `Reader`, and forgotten
+with the objects that they are about.
 Failure behaviour: errors of the store, and `CorruptionError` for a document that cannot be read: nothing is collected then.
 """
 
@@ -41,6 +44,14 @@ class Held:
         return any((base.timeline, base.step) == at for base in self.lease.bases)
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A collector's record, and when the store says that it was written."""
+
+    condemned: Condemned
+    modified: float
+
+
 @dataclass(slots=True)
 class Seen:
     """One attempt: its step, the ranks whose manifest is there, its fate if it has one."""
@@ -69,17 +80,19 @@ class Seen:
 
 @dataclass(slots=True)
 class Inventory:
-    """What was seen. `packs`: by attempt, every pack's object; `records`: collectors' records by key."""
+    """What was seen. `packs`: by attempt, every pack's object; `records`: collectors' records by key; `tombstones`: when each was
+    written."""
 
     attempts: dict[str, Seen] = field(default_factory=dict)
     commits: dict[StepOfRun, Commit] = field(default_factory=dict)
     leases: dict[str, Held] = field(default_factory=dict)
-    records: dict[str, tuple[StepOfRun, ...]] = field(default_factory=dict)
+    tombstones: dict[StepOfRun, float] = field(default_factory=dict)
+    records: dict[str, Record] = field(default_factory=dict)
     packs: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
 
     def condemned(self) -> set[StepOfRun]:
         """Steps that unfinished collections name."""
-        return {step for steps in self.records.values() for step in steps}
+        return {step for record in self.records.values() for step in record.condemned.steps}
 
 
 class Reader:
@@ -88,41 +101,59 @@ class Reader:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._fates: dict[str, Fate] = {}
+        self._tombstones: dict[str, Commit] = {}
         self._packs: dict[str, frozenset[str]] = {}
+        self._leases: set[str] = set()
 
     def look(self) -> Inventory:
         """Everything, in the order that the module's text gives."""
         seen = Inventory()
-        committed = [key for key in self._step_keys() if key.kind == "commit"]
-        for step, commit in self._many(self._commit, committed):
-            seen.commits[step] = commit
+        self._look_at_commits(seen)
         fated = self._list_attempts(seen)
-        for key, held in self._many(self._lease, list(self._store.list(names.LEASES))):
+        for key, held in self._many(self._lease, self._listed_leases()):
             seen.leases[key] = held
-        for attempt, fate in self._many(self._fate, fated):
-            seen.attempts[attempt].fate = fate
-        for record, steps in self._many(self._record, [info.key for info in self._store.list(names.GC)]):
-            seen.records[record] = steps
+        self._look_at_fates(seen, fated)
+        for key, record in self._many(self._record, list(self._store.list(names.GC))):
+            seen.records[key] = record
         for info in self._store.list(names.PACKS):
             seen.packs[info.key.split("/")[1]].append(info)
         return seen
 
+    @property
+    def removed(self) -> list[StepOfRun]:
+        """Steps that were tombstones when this reader looked last, and so are gone for good."""
+        keys = map(names.parse_step_key, self._tombstones)
+        return [StepOfRun(key.run, key.timeline, key.step) for key in keys if key is not None]
+
     def packs_of(self, attempts: Iterable[Seen]) -> set[str] | None:
         """Keys of all packs that the manifests of these attempts name; None when one of them is not there (any more)."""
-        keys = [key for attempt in attempts for key in attempt.manifest_keys()]
+        keys = {key for attempt in attempts for key in attempt.manifest_keys()}
         fresh = [key for key in keys if key not in self._packs]
         self._packs |= dict(self._many(self._packs_in, fresh))
-        if any(key not in self._packs for key in keys):
+        self._packs = {key: packs for key, packs in self._packs.items() if key in keys}
+        if len(self._packs) < len(keys):
             return None
-        return {pack for key in keys for pack in self._packs[key]}
+        return {pack for packs in self._packs.values() for pack in packs}
 
-    def _step_keys(self) -> Iterator[StepKey]:
-        parsed = (names.parse_step_key(info.key) for info in self._store.list(names.RUNS))
-        return (key for key in parsed if key is not None)
+    def _step_keys(self) -> Iterator[tuple[StepKey, ObjectInfo]]:
+        for info in self._store.list(names.RUNS):
+            key = names.parse_step_key(info.key)
+            if key is not None:
+                yield key, info
+
+    def _look_at_commits(self, seen: Inventory) -> None:
+        listed = [info for key, info in self._step_keys() if key.kind == "commit"]
+        kept = {}
+        for step, info, commit in self._many(self._commit, listed):
+            seen.commits[step] = commit
+            if commit.tombstone:  # it may have been written after it was listed as COMMIT: then its own date counts
+                seen.tombstones[step] = max(info.modified, commit.committed)
+                kept[info.key] = commit
+        self._tombstones = kept
 
     def _list_attempts(self, seen: Inventory) -> list[Seen]:
         fated = []
-        for key in self._step_keys():
+        for key, _ in self._step_keys():
             if key.kind == "commit":
                 continue
             step = StepOfRun(key.run, key.timeline, key.step)
@@ -132,6 +163,29 @@ class Reader:
             else:
                 attempt.ranks.add(key.rank)
         return fated
+
+    def _look_at_fates(self, seen: Inventory, fated: list[Seen]) -> None:
+        for attempt in fated:  # one whose fate is gone by now was removed by another collector
+            del seen.attempts[attempt.attempt]
+        kept = {}
+        for attempt, fate in self._many(self._fate, fated):
+            attempt.fate = fate
+            seen.attempts[attempt.attempt] = attempt
+            kept[attempt.fate_key] = fate
+        self._fates = kept
+
+    def _listed_leases(self) -> list[ObjectInfo]:
+        listed = list(self._store.list(names.LEASES))
+        lost = self._leases - {info.key for info in listed}
+        listed += self._many(self._still, sorted(lost))
+        self._leases = {info.key for info in listed}
+        return listed
+
+    def _still(self, key: str) -> ObjectInfo | None:
+        try:
+            return self._store.stat(key)
+        except NotFoundError:
+            return None
 
     def _many(self, work: Callable[[T], R | None], items: list[T]) -> Iterator[R]:
         """`work` on every item by a few threads; what has vanished meanwhile (None) is left out."""
@@ -148,20 +202,25 @@ class Reader:
             return None
         return lease.attempt, Held(lease, info.modified)
 
-    def _commit(self, key: StepKey) -> tuple[StepOfRun, Commit] | None:
-        return StepOfRun(key.run, key.timeline, key.step), read(
-            self._store, names.commit(key.run, key.timeline, key.step), Commit
-        )
-
-    def _fate(self, seen: Seen) -> tuple[str, Fate] | None:
-        key = seen.fate_key
-        if key not in self._fates:
-            self._fates[key] = read(self._store, key, Fate)
-        return seen.attempt, self._fates[key]
-
-    def _record(self, key: str) -> tuple[str, tuple[StepOfRun, ...]] | None:
+    def _commit(self, info: ObjectInfo) -> tuple[StepOfRun, ObjectInfo, Commit] | None:
+        key = names.parse_step_key(info.key)
+        assert key is not None
         try:
-            return key, read(self._store, key, Condemned).steps
+            commit = self._tombstones.get(info.key) or read(self._store, info.key, Commit)
+        except NotFoundError:  # an old tombstone that another collector deleted
+            return None
+        return StepOfRun(key.run, key.timeline, key.step), info, commit
+
+    def _fate(self, seen: Seen) -> tuple[Seen, Fate] | None:
+        key = seen.fate_key
+        try:
+            return seen, self._fates.get(key) or read(self._store, key, Fate)
+        except NotFoundError:
+            return None
+
+    def _record(self, info: ObjectInfo) -> tuple[str, Record] | None:
+        try:
+            return info.key, Record(read(self._store, info.key, Condemned), info.modified)
         except NotFoundError:  # that collector is done
             return None
 

@@ -1,8 +1,9 @@
 """What a collection does with what was seen: pure decisions, printable.
 
-Invariant: an attempt is dead only if its fate is "abort", or "commit" of a step that is a tombstone. Everything of an attempt
-without a fate is kept, and every pack that a manifest of an attempt that is not dead names. What nobody can explain (packs
-without lease, manifest and fate) goes only when it is a week old.
+Invariant: an attempt is dead only if its fate is "abort", or if it is not what the COMMIT of its step names. Everything of an
+attempt without a fate is kept, and every pack that a manifest of an attempt that is not dead names. What nobody can explain
+(packs without lease, manifest and fate) goes only when it is a week old. Nothing of a removed step stays for ever: its fates
+go with the last of its packs, its tombstone a week later.
 Failure behaviour: none.
 """
 
@@ -19,6 +20,10 @@ from dataio.store.contract import ObjectInfo
 ORPHAN_SECONDS = 7 * 24 * 3600.0
 MOST_STEPS = 10_000
 """Steps removed by one collection; the others are left to the next."""
+TOMBSTONE_SECONDS = 7 * 24 * 3600.0
+"""A tombstone keeps a saver from bringing the step back that sleeps between its fate and COMMIT, at most this long."""
+RECORD_SECONDS = 24 * 3600.0
+"""Whoever wrote a record that is older removes nothing any more: a collector stops after a small part of this."""
 SLACK_SECONDS = 5.0
 """Stores date objects by the second; a lease is over only clearly."""
 
@@ -84,7 +89,8 @@ def is_dead(seen: Inventory, attempt: Seen) -> bool:
     if attempt.fate is None:
         return False
     commit = seen.commits.get(attempt.step)
-    return attempt.fate.fate != "commit" or (commit is not None and commit.tombstone)
+    lost = commit is not None and (commit.tombstone or commit.attempt != attempt.attempt)
+    return attempt.fate.fate != "commit" or lost
 
 
 def garbage(
@@ -104,7 +110,7 @@ def garbage(
     for dead in seen.attempts.values():
         if is_dead(seen, dead):
             gone += [(key, 0) for key in dead.listed_keys()]
-    return gone + _leases(seen, now), kept
+    return gone + _small(seen, {key for key, _ in gone}, now), kept
 
 
 def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
@@ -115,11 +121,34 @@ def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool
     return attempt not in seen.leases and now - pack.modified > ORPHAN_SECONDS
 
 
-def _leases(seen: Inventory, now: float) -> list[tuple[str, int]]:
-    """Leases that protect nothing any more: of attempts with a fate, and of readers that are gone."""
+def _small(seen: Inventory, gone: set[str], now: float) -> list[tuple[str, int]]:
+    """Documents that protect nothing any more."""
+    return [(key, 0) for key in (*_leases(seen, now), *_fates(seen, gone), *_tombstones(seen, now))]
+
+
+def _leases(seen: Inventory, now: float) -> list[str]:
+    """Leases of attempts with a fate, and of readers that are gone."""
     over = {a for a, held in seen.leases.items() if is_over(held, now)}
     useless = {a for a in over if seen.leases[a].reads_only or (a in seen.attempts and seen.attempts[a].fate)}
-    return [(names.lease(attempt), 0) for attempt in sorted(useless)]
+    return [names.lease(attempt) for attempt in sorted(useless)]
+
+
+def _fates(seen: Inventory, gone: set[str]) -> list[str]:
+    """Fates under tombstones, which fence by themselves; while others need a pack of the attempt, its fate explains the pack."""
+    return [
+        a.fate_key
+        for a in seen.attempts.values()
+        if a.fate is not None
+        and a.step in seen.tombstones
+        and all(pack.key in gone for pack in seen.packs.get(a.attempt, ()))
+    ]
+
+
+def _tombstones(seen: Inventory, now: float) -> list[str]:
+    """Those that nothing lies under any more, and that are so old that nobody wakes who would write COMMIT in their place."""
+    busy = {a.step for a in seen.attempts.values()}
+    old = (step for step, written in seen.tombstones.items() if now - written > TOMBSTONE_SECONDS and step not in busy)
+    return [names.commit(step.run, step.timeline, step.step) for step in sorted(old, key=order)]
 
 
 def foresee(
@@ -132,11 +161,12 @@ def foresee(
     wanted = to_remove(seen, condemned)
     safe = spared(seen, wanted, now)
     fenced = to_fence(seen, now)
-    after = replace(seen, attempts=dict(seen.attempts), commits=dict(seen.commits))
+    after = replace(seen, attempts=dict(seen.attempts), commits=dict(seen.commits), tombstones=dict(seen.tombstones))
     for attempt in fenced:
         after.attempts[attempt.attempt] = replace(attempt, fate=Fate(attempt=attempt.attempt, fate="abort"))
     for step in wanted - safe:
         after.commits[step] = Commit(step=step.step, tombstone=True)
+        after.tombstones[step] = now
     objects, kept = garbage(after, packs_of, now)
     return Plan(
         tuple(sorted(wanted - safe, key=order)),

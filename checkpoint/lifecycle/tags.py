@@ -1,18 +1,22 @@
 """Tags: names that people give to steps, such as `best` or `release-1`.
 
-Invariant: a tag names one committed attempt; the protocol never depends on one. A policy keeps the steps that tags name.
+Invariant: a tag names one committed attempt; the protocol never depends on one. A policy keeps the steps that tags name: a step
+whose tag was given is not removed by one that was at work meanwhile. Whoever gives a tag holds a lease on the step, looks
+whether it is condemned, and writes the tag while the lease lives; a collection reads leases, then tags.
 Failure behaviour: `ConflictError` for a name that is taken, unless it is to be moved; `NotFoundError` for a step or a tag that is
-not there, or a step that is being removed.
+not there, or a step that is being removed; `TransientError` when the lease ran out on the way.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
-from checkpoint.format import names
+from checkpoint.format import names, ulid
 from checkpoint.format.documents import Base, Document, Who, encode, me, read
 from checkpoint.repository import steps as repository
+from checkpoint.repository.lease import LeaseKeeper
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import ConflictError, NotFoundError
 from dataio.store.contract import Store
@@ -43,22 +47,38 @@ def tag(
     """Give the step a name; with `move` also when another step has it."""
     key = _key(name)
     found = repository.find(store, run, step)
-    if found is None or (run, found.timeline, found.step) in repository.condemned(store):
+    if found is None:
         raise NotFoundError(f"run {run} has no step {step} to tag", hint="`millrace ckpt ls` lists the steps")
-    made = Tag(
+    with LeaseKeeper(store, ulid.new(clock), run, found.timeline, found.step, [found], clock=clock) as lease:
+        try:
+            repository.require_there(store, run, found)
+            made = _write(store, key, _tag(name, run, found, clock), move=move)
+            lease.require_alive()
+        finally:
+            lease.release()
+    return made
+
+
+def _tag(name: str, run: str, base: Base, clock: Clock) -> Tag:
+    return Tag(
         name=name,
         run=run,
-        timeline=found.timeline,
-        step=found.step,
-        attempt=found.attempt,
+        timeline=base.timeline,
+        step=base.step,
+        attempt=base.attempt,
         created=clock.time(),
         who=me(),
     )
+
+
+def _write(store: Store, key: str, made: Tag, *, move: bool) -> Tag:
     if move:
         store.put(key, encode(made))
     elif not store.put_if_absent(key, encode(made)):
         other = read(store, key, Tag)
-        raise ConflictError(f"tag {name} is step {other.step} of run {other.run} already", hint="move it, or untag it")
+        raise ConflictError(
+            f"tag {made.name} is step {other.step} of run {other.run} already", hint="move it, or untag it"
+        )
     return made
 
 
@@ -80,7 +100,8 @@ def all_tags(store: Store) -> Iterator[Tag]:
     """Every tag, by name."""
     for info in store.list(TAGS):
         if _KEY.fullmatch(info.key):
-            yield read(store, info.key, Tag)
+            with suppress(NotFoundError):  # somebody forgot it just now
+                yield read(store, info.key, Tag)
 
 
 def _key(name: str) -> str:

@@ -9,14 +9,14 @@ reader that may not write says so once and then sees only what is committed alre
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from checkpoint.format import manifest as manifests
 from checkpoint.format import names, ulid
 from checkpoint.format.chunk import digest
-from checkpoint.format.documents import FORMAT, Base, Commit, Condemned, Fate, Repo, encode, read
+from checkpoint.format.documents import FORMAT, Base, Commit, Condemned, Fate, Repo, StepName, encode, read
 from checkpoint.format.manifest import Manifest
 from checkpoint.repository import commit, timeline
 from checkpoint.repository.commit import Attempt
@@ -122,13 +122,15 @@ def _base_of(found: Commit | None, number: int) -> Base | None:
     return None if found is None or found.tombstone else Base(number, found.step, found.attempt)
 
 
-def visible(store: Store, run: str) -> Iterator[Base]:
-    """Steps of the run's newest branch, newest first."""
+def visible(store: Store, run: str, removed: Container[StepName] = ()) -> Iterator[Base]:
+    """Steps of the run's newest branch, newest first. `removed`: known to be tombstones, which need no second look."""
     seen: set[int] = set()
     for segment in timeline.branch(store, run):
         listed = scan(store, run, segment.timeline)
         for at in sorted(listed, reverse=True):
             if at in seen or (segment.upto is not None and at > segment.upto):
+                continue
+            if StepName(segment.timeline, at) in removed:
                 continue
             base = settle(store, run, segment.timeline, at, listed[at])
             if base is not None:
@@ -204,6 +206,24 @@ def _check_together(found: list[Manifest], fate_key: str) -> None:
     what = manifests.check_shards(found)
     if what is not None:
         raise CorruptionError(f"{fate_key}: {what}", hint="run `millrace ckpt check`")
+
+
+def require_there(store: Store, run: str, base: Base) -> None:
+    """Raise `NotFoundError` when the step is removed, or being removed. Whoever leans on it wrote a lease before asking."""
+    going = (run, base.timeline, base.step) in condemned(store)
+    if going or is_removed(store, run, base):
+        raise removed(run, base.step)
+
+
+def is_removed(store: Store, run: str, base: Base) -> bool:
+    """Whether the step is gone for good."""
+    found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
+    return found is None or found.tombstone
+
+
+def removed(run: str, step: int) -> NotFoundError:
+    """The error of whoever comes for a step that retention removes."""
+    return NotFoundError(f"step {step} of run {run} is being removed by retention", hint="restore a later step")
 
 
 def condemned(store: Store) -> set[tuple[str, int, int]]:
