@@ -6,7 +6,7 @@
     python bench/gpu_drill.py fetch              where there is a network: fetch wheels for CPython 3.12, cut them into pieces
 
 It needs Python 3.11 or newer, torch with CUDA, no network, and the checkout it lies in. Pieces lie in `.drill/pieces` of the
-checkout, at most 60 MiB each, so that they can travel one by one; packages go to `.drill/site`, and the machine's own stay.
+checkout, at most 56 MiB each, so that they can travel one by one; packages go to `.drill/site`, and the machine's own stay.
 Standard library only, so that it starts anywhere; each part runs in a process of its own for at most `--limit` seconds and
 leaves `OUT/parts/NAME.json`. A part that is done is not run again (`--again`): a drill cut short goes on where it stopped.
 Invariant: every part is in the results, also when it failed, was cut off or had no time; the card's settings are not touched.
@@ -112,7 +112,8 @@ def _environ(args: argparse.Namespace) -> dict[str, str]:
     if (args.pieces / wheels.MANIFEST).exists():
         installed = wheels.install(wheels.join(args.pieces, HOME / "wheels"), args.site)
         print(f"installed {len(installed)} wheels into {args.site}", flush=True)
-    paths = [str(ROOT), *([str(args.site)] if args.site.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    wheels.register(ROOT / "pyproject.toml", args.site)
+    paths = [str(ROOT), str(args.site), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PIECE_BYTES = 60 << 20
+PIECE_BYTES = 56 << 20
+"""A checkout and a piece together stay below 64 MiB."""
 MANIFEST = "manifest.json"
 NEEDED = (
     *("nvidia-dali-cuda130", "av", "blake3", "zstandard", "msgspec", "obstore", "s3fs", "duckdb", "pyarrow", "xxhash"),
@@ -173,6 +174,17 @@ def install(wheels: Sequence[Path], site: Path) -> list[str]:
         if done.returncode:
             raise DrillError(f"pip could not install the wheels: {done.stderr.strip()[-800:]}")
     return [wheel.name for wheel in wanted]
+
+
+def register(project: Path, site: Path) -> None:
+    """Let this Python know the project by name and version, as if it were installed; the checkout itself is run."""
+    import tomllib
+
+    about = tomllib.loads(project.read_text())["project"]
+    folder = site / f"{about['name']}-{about['version']}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n"
+    (folder / "METADATA").write_text(text)
 
 
 def _installed(wheel: Path) -> bool:

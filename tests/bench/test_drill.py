@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -60,6 +61,19 @@ def test_wheels_travel_in_pieces_and_install_without_a_network(tmp_path: Path) -
         timeout=60,
     )
     assert done.stdout.split() == ["9000", str(tmp_path / "site" / "drilltest2.py")], done.stderr
+
+
+def test_a_checkout_that_is_not_installed_has_a_version(tmp_path: Path) -> None:
+    wheels.register(gpu_drill.ROOT / "pyproject.toml", tmp_path / "site")
+    code = "from importlib.metadata import version; print(version('millrace'))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == tomllib.loads((gpu_drill.ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def test_what_the_machine_has_is_not_installed_again(tmp_path: Path) -> None:
