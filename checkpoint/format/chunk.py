@@ -1,14 +1,15 @@
 """Where tensors are cut into chunks, and the digest of a chunk.
 
-Invariant: the cuts of a tensor shard lie on the grid of the *global* tensor whenever the shard is one run of its row-major
-bytes (sharded in the first dimension, or whole), so that the same weights give the same chunks under another sharding.
+Invariant: the cuts of a tensor shard lie on the grid of the *global* tensor, and how fine that is depends on the global
+tensor alone, so that the same weights give the same chunks under another sharding. A shard that is one run of the tensor's
+row-major bytes (sharded in the first dimension, or whole) lies on the grid of those bytes; one that is cut in an inner
+dimension is stored in bands of that dimension (`checkpoint.format.bands`), each of which has a grid of its own.
 The pieces of a shard are in order, without gaps or overlaps. Small tensors share the chunks of one common stream.
 Failure behaviour: none; these are pure functions of their arguments.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,11 @@ from blake3 import blake3
 from dataio.core.limits import KIB, MIB
 
 CHUNK_BYTES = 4 * MIB
-"""Chunks of large shards; also the most that any chunk may hold."""
+"""Chunks of large tensors; also the most that any chunk may hold."""
 FINE_CHUNK_BYTES = 1 * MIB
-"""Chunks of shards below `FINE_BELOW`, and of the stream of small tensors: a finer grid survives resharding better."""
-FINE_BELOW = 16 * MIB
+"""Chunks of tensors below `FINE_BELOW`, and of the stream of small tensors: a finer grid survives resharding better."""
+FINE_BELOW = 128 * MIB
+"""Bytes of the *global* tensor. From here on it has 32 chunks or more, of which another number of ranks cuts a few."""
 SMALL_BELOW = 64 * KIB
 """Tensors smaller than this share the chunks of the small stream."""
 DIGEST_BYTES = 32
@@ -50,22 +52,24 @@ def whole(shape: Sequence[int]) -> Box:
     return Box(tuple(shape), (0,) * len(shape), tuple(shape))
 
 
-def grid_start(box: Box, item_bytes: int) -> int:
-    """The byte of the global tensor at which the shard begins, or 0 when the shard is not one run of its bytes."""
-    if not box.shape or any(n != m for n, m in zip(box.local[1:], box.shape[1:], strict=True)):
-        return 0
-    return box.offset[0] * math.prod(box.shape[1:]) * item_bytes
+def cut_dim(box: Box) -> int:
+    """The last dimension in which the shard is not the whole tensor; 0 when it is."""
+    return next((d for d in reversed(range(len(box.shape))) if box.local[d] != box.shape[d]), 0)
 
 
-def chunk_bytes(shard_bytes: int) -> int:
-    """The grid for a shard of this size."""
-    return FINE_CHUNK_BYTES if shard_bytes < FINE_BELOW else CHUNK_BYTES
+def run_start(box: Box, item_bytes: int) -> int | None:
+    """The byte of the global tensor at which the shard begins; None when the shard is not one run of its bytes."""
+    if any(n != 1 for n in box.local[: cut_dim(box)]):
+        return None
+    at = 0
+    for offset, n in zip(box.offset, box.shape, strict=True):
+        at = at * n + offset
+    return at * item_bytes
 
 
-def pieces(box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, length) in the shard's own bytes of every chunk of the shard."""
-    size = math.prod(box.local) * item_bytes
-    yield from cut(size, chunk_bytes(size), grid_start(box, item_bytes))
+def chunk_bytes(tensor_bytes: int) -> int:
+    """The grid of a global tensor of this size."""
+    return FINE_CHUNK_BYTES if tensor_bytes < FINE_BELOW else CHUNK_BYTES
 
 
 def cut(size: int, step: int, phase: int = 0) -> Iterator[tuple[int, int]]:

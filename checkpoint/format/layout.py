@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from checkpoint.format import dtypes
-from checkpoint.format.chunk import FINE_CHUNK_BYTES, SMALL_BELOW, Box, cut, pieces
+from checkpoint.format.bands import pieces
+from checkpoint.format.chunk import FINE_CHUNK_BYTES, SMALL_BELOW, Box, cut
 
 ALIGN = 4096
 SMALL_ALIGN = 16

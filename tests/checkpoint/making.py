@@ -53,7 +53,7 @@ class Made:
 
 def make(
     store: Store,
-    state: State,
+    state: State | Sequence[tuple[str, Box, bytes]],
     *,
     step: int,
     number: int = 1,
@@ -66,16 +66,18 @@ def make(
     replicas: bytes = b"",
     **more: object,
 ) -> Made:
-    """Stage `state` and plan its save. `boxes` makes a tensor a shard of a larger, replicated one."""
-    specs = [
-        TensorSpec(name, "uint8", (boxes or {}).get(name, whole((len(data),))), name in (boxes or {}))
-        for name, data in state.items()
-    ]
+    """Stage `state` and plan its save. `boxes` makes a tensor a shard of a larger, replicated one; so do the boxes of a
+    state that is a list of shards."""
+    if isinstance(state, Mapping):
+        rows = [(name, (boxes or {}).get(name), data) for name, data in state.items()]
+    else:
+        rows = [(name, box, data) for name, box, data in state]
+    specs = [TensorSpec(name, "uint8", box or whole((len(data),)), box is not None) for name, box, data in rows]
     place = layout.lay_out(specs)
     arena = bytearray(max(place.total, 1))
-    for at, data in zip(place.offsets, state.values(), strict=True):
+    for at, (_, _, data) in zip(place.offsets, rows, strict=True):
         arena[at : at + len(data)] = data
-    refs = {name: tree.TensorRef(name) for name in state}
+    refs = {name: tree.TensorRef(name) for name, _, _ in rows}
     planned = plan.PutPlan(
         location=plan.PlanLocation(store.location.url, dict(store.location.options)),
         run=RUN,

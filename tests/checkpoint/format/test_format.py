@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.format import dtypes, layout, manifest, names, pack, ulid
-from checkpoint.format.chunk import CHUNK_BYTES, FINE_CHUNK_BYTES, SMALL_BELOW, Box, digest, pieces, whole
+from checkpoint.format.bands import bands, inside, pieces, width
+from checkpoint.format.chunk import CHUNK_BYTES, FINE_BELOW, FINE_CHUNK_BYTES, SMALL_BELOW, Box, digest, whole
 from checkpoint.format.layout import ALIGN, TensorSpec
 from checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
 from checkpoint.saving import plan
@@ -75,19 +77,60 @@ def test_pieces_cover_a_shard_once_and_lie_on_the_global_grid(rows: int, width: 
     assert found[0][0] == 0
     assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(found))
     assert sum(n for _, n in found) == count * width
-    step = FINE_CHUNK_BYTES if count * width < 16 * MIB else CHUNK_BYTES
+    step = FINE_CHUNK_BYTES if rows * width < FINE_BELOW else CHUNK_BYTES
     assert all((first * width + start) % step == 0 for start, _ in found[1:])
     assert all(n <= step for _, n in found)
 
 
-def test_another_sharding_keeps_most_chunks() -> None:
-    def chunks(ranks: int) -> set[tuple[int, int]]:
-        rows = 128 * 1024 // ranks
-        shards = [Box((128 * 1024, 4096), (r * rows, 0), (rows, 4096)) for r in range(ranks)]
-        return {(r * rows * 4096 + a, n) for r, box in enumerate(shards) for a, n in pieces(box, 1)}
+def chunks_of(shard: Box, item: int) -> Iterator[tuple[Box, int, int]]:
+    """What every chunk of a shard is, whoever holds it: the band, and the bytes of it in a copy of all of its rows."""
+    for band in bands(shard, item):
+        row = math.prod(band.local[1:]) * item
+        every = Box(band.shape, (0, *band.offset[1:]), (band.shape[0], *band.local[1:]))
+        yield from ((every, band.offset[0] * row + start, n) for start, n in pieces(band, item))
 
-    assert chunks(8) == chunks(16)
-    assert len(chunks(8) & chunks(6)) / len(chunks(8)) > 0.85
+
+def spread(shape: tuple[int, int], dim: int, ranks: int) -> list[Box]:
+    """As torch shards a dimension."""
+    step = -(-shape[dim] // ranks)
+    edges = [min(step * r, shape[dim]) for r in range(ranks + 1)]
+    ends = itertools.pairwise(edges)
+    return [
+        Box(shape, (a, 0), (b - a, shape[1])) if not dim else Box(shape, (0, a), (shape[0], b - a)) for a, b in ends
+    ]
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (32000, 4096), (4096, 11008), (1024, 24576)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_another_number_of_ranks_keeps_most_chunks_of_rows_and_of_columns(shape: tuple[int, int], dim: int) -> None:
+    held = {n: {c for box in spread(shape, dim, n) for c in chunks_of(box, 2)} for n in (8, 16, 6)}
+    for ranks in (16, 6):
+        again = sum(n for _, _, n in held[8] & held[ranks])
+        assert again > 0.8 * math.prod(shape) * 2
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), st.sampled_from([1, 2, 4, 8]), st.data())
+def test_the_bands_of_a_shard_make_it_up_and_its_pieces_cover_them(
+    shape: tuple[int, ...], item: int, data: st.DataObject
+) -> None:
+    shape = tuple(n * data.draw(st.sampled_from([1, 64, 300])) for n in shape)
+    edges = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
+    box = Box(shape, tuple(a for a, _ in edges), tuple(b - a for a, b in edges))
+    found = bands(box, item)
+    assert sum(math.prod(band.local) for band in found) == math.prod(box.local)
+    assert all(not a.overlaps(b) for a, b in itertools.pairwise(found))
+    for band in found:
+        assert all(part.start >= 0 and part.stop <= n for part, n in zip(inside(band, box), box.local, strict=True))
+        ends = [(start, start + n) for start, n in pieces(band, item)]
+        assert [start for start, _ in ends] == [0, *(stop for _, stop in ends)][: len(ends)]
+        assert sum(stop - start for start, stop in ends) == math.prod(band.local) * item
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.sampled_from([1, 2, 4, 8]))
+def test_a_tensor_has_few_bands_and_they_are_about_a_chunk(rows: int, columns: int, item: int) -> None:
+    step = width((rows, columns), 1, item)
+    assert columns / step <= 256 or step * item >= 128
+    assert step * rows * item <= max(MIB, rows * columns * item / 128, rows * 256)
 
 
 SPECS = st.lists(

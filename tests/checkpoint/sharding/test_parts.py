@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
-from checkpoint.format import ulid
+from checkpoint.format import bands, layout, ulid
 from checkpoint.format.chunk import Box
 from checkpoint.format.documents import Base
-from checkpoint.state.prepare import Row, divide
+from checkpoint.staging.arena import Staging
+from checkpoint.staging.copying import Copying
+from checkpoint.staging.slices import SlicedState
+from checkpoint.state.flatten import Leaf, Seen
+from checkpoint.state.kinds import memory_of
+from checkpoint.state.prepare import Prepared, Row, divide
 from dataio.core.errors import MismatchError
-from dataio.core.limits import MIB
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, manifest_of, save
@@ -46,28 +51,66 @@ def test_ranks_that_hold_different_shapes_or_leave_a_part_out_are_told_before_an
             divide(tuple(table(row) for row in rows))
 
 
-def save_in(store: Store, data: bytes, ranks: int, step: int, number: int, bases: tuple[Base, ...]) -> Base:
-    rows, attempt = len(data) // 4096, ulid.new()
-    cuts = [rows * i // ranks for i in range(ranks + 1)]
-    made = [
-        make(
-            store, {"w": data[a * 4096 : b * 4096]}, step=step, number=number, attempt=attempt, bases=bases, rank=r,
-            world_size=ranks, boxes={"w": Box((len(data),), (a * 4096,), ((b - a) * 4096,))},
-        )
-        for r, (a, b) in enumerate(itertools.pairwise(cuts))
-    ]  # fmt: skip
+def save_in(
+    store: Store, saved: npt.NDArray[np.uint8], dim: int, ranks: int, step: int, number: int, bases: tuple[Base, ...]
+) -> Base:
+    """A tensor spread over so many ranks, as torch spreads it, each of which really saves its part."""
+    attempt, each = ulid.new(), -(-saved.shape[dim] // ranks)
+    made = []
+    for rank in range(ranks):
+        at, n = min(rank * each, saved.shape[dim]), min(each, saved.shape[dim] - min(rank * each, saved.shape[dim]))
+        offset, local = ((at, 0), (n, saved.shape[1])) if dim == 0 else ((0, at), (saved.shape[0], n))
+        found = bands.bands(Box(saved.shape, offset, local), 1)
+        held = saved[at : at + n] if dim == 0 else saved[:, at : at + n]
+        parts = [(band, held[bands.inside(band, Box(saved.shape, offset, local))]) for band in found]
+        made.append(
+            make(
+                store, [("w", band, part.tobytes()) for band, part in parts], step=step, number=number,
+                attempt=attempt, bases=bases, rank=rank, world_size=ranks,
+            )
+        )  # fmt: skip
     with ThreadPoolExecutor(ranks) as pool:
         return [*pool.map(lambda m: save(store, m), made)].pop()
 
 
-@pytest.mark.parametrize("ranks", [16, 6])
-def test_most_chunks_are_found_again_by_another_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    data = np.random.default_rng(1).bytes(48 * MIB)
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_most_chunks_are_found_again_by_another_number_of_ranks(dim: int, tmp_path: Path) -> None:
+    saved = np.random.default_rng(1).integers(0, 256, (3072, 16384), np.uint8)
     with open_store(tmp_path) as store:
         number = begin(store)
-        first = save_in(store, data, 8, 1, number, ())
-        second = save_in(store, data, ranks, 2, number, (first,))
-        manifests = [manifest_of(store, second, rank) for rank in range(ranks)]
-        assert sum(m.bytes_state for m in manifests) == len(data)
-        assert sum(m.bytes_deduplicated for m in manifests) / len(data) > 0.85
-        assert load(store, second)["w"] == data
+        last = save_in(store, saved, dim, 8, 1, number, ())
+        for step, ranks in enumerate((16, 6), 2):
+            last = save_in(store, saved, dim, ranks, step, number, (last,))
+            manifests = [manifest_of(store, last, rank) for rank in range(ranks)]
+            assert sum(m.bytes_state for m in manifests) == saved.nbytes
+            assert sum(m.bytes_deduplicated for m in manifests) / saved.nbytes > 0.86
+        assert load(store, last)["w"] == saved.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy", "slices"])
+def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: Path) -> None:
+    weight = torch.randn(1024, 3000).bfloat16()[:, 500:2500]
+    leaf = Leaf("w", Seen(weight, "bfloat16", Box((1024, 3000), (0, 500), (1024, 2000)), True), True)
+    other = Leaf("v", Seen(torch.randn(3), "float32", Box((3,), (0,), (3,))), False)
+    prepared = Prepared(b"", [other, leaf], b"", [])
+    specs, tensors = prepared.specs(), prepared.tensors()
+    assert len(specs) == len(tensors) > 4
+    place = layout.lay_out(specs)
+    staging = Staging()
+    arena = staging.take(place, 10)
+    if mode == "slices":
+        copy: SlicedState | Copying = SlicedState(arena, tensors, specs, place)
+    else:
+        late = range(1, len(specs)) if mode == "lazy" else ()
+        copy = Copying(staging.pool, arena, tensors, specs, place, late)
+        copy.join()
+    pieces, spans = layout.cut_all(specs, place)
+    found = [
+        bytes(copy[p.at : p.at + p.length] if isinstance(copy, SlicedState) else arena.view()[p.at : p.at + p.length])
+        for p in pieces
+    ]
+    for tensor, own in zip(tensors, spans, strict=True):
+        data = b"".join(found[s.piece][s.start : s.start + s.length] for s in own)
+        assert data == memory_of(tensor.contiguous()).tobytes()
+    staging.give_back()
+    staging.close()
