@@ -35,7 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     for setting in settings.SETTINGS:
         default = f" ({setting.default})" if setting.default else ""
         flag = "--" + setting.name.replace("_", "-")
-        run.add_argument(flag, dest=setting.name, metavar=setting.metavar, help=setting.help + default)
+        run.add_argument(
+            flag, dest=setting.name, metavar=setting.metavar, help=(setting.help + default).replace("%", "%%")
+        )
     status = actions.add_parser("status", help="ask the running daemon; exit code 2 when there is none")
     status.add_argument("--socket", type=Path)
     status.add_argument("--json", action="store_true", help="everything, as one JSON object")

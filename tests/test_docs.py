@@ -1,0 +1,79 @@
+"""What the documentation names is there: what its Python imports, the commands it shows and their options, its links."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataio.cli import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+_TABLE_CODE = re.compile(r"`(millrace [^`]+)`")
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [body for tag, body in re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.DOTALL) if tag in languages]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every `millrace …` line, without its comment."""
+    lines = [
+        line for block in blocks(page, "", "console", "sh", "bash") for line in block.replace("\\\n", " ").splitlines()
+    ]
+    for line in [*lines, *_TABLE_CODE.findall(page.read_text().replace("\n", " "))]:
+        if line.startswith("millrace "):
+            yield re.split(r"\s{2,}|\s#\s", line)[0].split()[1:] + re.findall(r"--[a-z][a-z-]+", line.split(" # ")[0])
+
+
+@functools.cache
+def help_of(*words: str) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_sub_command_has_help(command: str) -> None:
+    text = help_of(command)
+    found = re.match(r"usage: millrace [\w-]+[^{]*\{([\w,-]+)\}\s+\.\.\.", text)
+    for words in [(command,), *((command, name) for name in (found[1].split(",") if found else ()))]:
+        assert help_of(*words).startswith(f"usage: millrace {' '.join(words)}"), help_of(*words)[-300:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_command_and_option_that_is_shown_exists(page: Path) -> None:
+    for words in commands(page):
+        if words[0] in ("COMMAND", "--help", "--version"):
+            continue
+        assert words[0] in COMMANDS, f"{page.name}: millrace {' '.join(words)}"
+        deeper = help_of(words[0], words[1]) if len(words) > 1 and re.fullmatch(r"[a-z][a-z-]+", words[1]) else ""
+        known = help_of(words[0]) + deeper
+        for option in {word.split("=")[0].strip("[]|,.") for word in words if word.startswith("--")}:
+            assert option in known, f"{page.name}: {option} of millrace {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=str)
+def test_python_that_is_shown_compiles_and_what_it_imports_exists(page: Path) -> None:
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                root = (node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name).partition(".")[0]
+                if root in ("dataio", "checkpoint", "loaders", "bench"):
+                    exec(compile(ast.Module([node], []), page.name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
