@@ -18,19 +18,22 @@ from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import arguments, shapes
 from loaders.contract import Work
+from loaders.decode.dali import GPU_BATCH
 from loaders.engine import DEFAULT_MEMORY, Loader
 from loaders.mixture import Mixture
 from loaders.order.buckets import Durations
 from loaders.order.packing import Packed, Packing
 from loaders.order.permutation import I64
-from loaders.packed import PackedStream
+from loaders.packed import Pack, PackedStream
 from loaders.plan import column, having
+from loaders.samples.listed import QuarantineList
 from loaders.samples.maker import OnBad
 from loaders.sampling import planned
 from loaders.sound.spec import AudioSpec, Features
 from loaders.sound.window import Window, counts
 from loaders.works.added import Transform, wrapped
-from loaders.works.pieces import PieceWork, pack_stream
+from loaders.works.mels import mels
+from loaders.works.pieces import PieceWork, lengths
 from loaders.works.sources import by_stream, sourced
 from loaders.works.windows import WindowWork
 
@@ -84,6 +87,7 @@ class AudioLoader(Loader):
         copy: bool = False,
         quarantine_limit: float = 0.01,
         on_bad: OnBad = "replace",
+        quarantine_list: str | os.PathLike[str] | QuarantineList | None = None,
         isolate: bool | float = False,
         version: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -91,7 +95,9 @@ class AudioLoader(Loader):
         chosen = window if isinstance(window, Window) else Window() if window is None else Window(window)
         spec = AudioSpec(sample_rate, channels, chosen.seconds, policy, features)
         spec.samples()
-        delivery = arguments.delivery(arguments.output(device, None), threads, prefetch, sidecar, memory, copy)
+        group = 1 if features == "waveform" else GPU_BATCH
+        output = arguments.output(device, None)
+        delivery = arguments.delivery(output, threads, prefetch, sidecar, memory, copy, group=group)
         how = arguments.sampling(
             batch_size, rank, world_size, seed=seed, shuffle=shuffle, drop_last=drop_last, evaluate=evaluate
         )
@@ -110,22 +116,31 @@ class AudioLoader(Loader):
             if packing is not None:
                 inner: Work = PieceWork(spec, packing, apart)
             else:
-                lengths = shapes.windows(chosen, buckets, made.buckets)
-                inner = by_stream([WindowWork(one, replace(spec, seconds=one.seconds), apart) for one in lengths])
-            return sourced(wrapped(inner, columns, transform), made.names)
+                windows = shapes.windows(chosen, buckets, made.buckets)
+                inner = by_stream([WindowWork(one, replace(spec, seconds=one.seconds), apart) for one in windows])
+            return sourced(wrapped(mels(inner, spec, delivery.output.device), columns, transform), made.names)
 
         pack, what = None, cast(Any, chosen)
         if packing is not None:
             if window is not None or buckets is not None:
                 raise UsageError("packing takes recordings whole", hint="leave window and buckets out")
             PieceWork(spec, packing)
-            what, on_bad = [packing.capacity, packing.lookahead, packing.long, sample_rate], "shorter"
-            pack = partial(pack_stream, packing=packing, rate=sample_rate)
+            what, on_bad = [packing.capacity, packing.lookahead, packing.long, packing.anew, sample_rate], "shorter"
+            pack = Pack(packing, partial(lengths, rate=sample_rate))
         sorting = shapes.sorting_sound(buckets, chosen)
         made, owned = planned(url_or_dataset, version, storage_options, find, what, how, sorting, pack)
-        super().__init__(made, work, delivery, quarantine_limit=quarantine_limit, on_bad=on_bad, owned=owned)
+        super().__init__(
+            made,
+            work,
+            delivery,
+            quarantine_limit=quarantine_limit,
+            on_bad=on_bad,
+            quarantine_list=quarantine_list,
+            owned=owned,
+        )
 
     @property
     def packed(self) -> tuple[Packed, ...]:
-        """With `packing`, the sequences of each source: their number, `waste` and what was `dropped`."""
-        return tuple(stream.sequences for stream in self._plan.streams if isinstance(stream, PackedStream))
+        """With `packing`, the sequences of each source in the current epoch: their number, `waste` and what was `dropped`."""
+        streams = self._plan.of(self.epoch).streams
+        return tuple(stream.sequences for stream in streams if isinstance(stream, PackedStream))

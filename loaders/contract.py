@@ -35,13 +35,22 @@ class Fit:
     length: int
 
 
+class Known(Protocol):
+    """What was known of bad samples when a place was planned."""
+
+    def refuses(self, place: Place) -> MillraceError | None:
+        """Why the sample of this place is not read, or None."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Part `number` (a clip, a window) of `sample`, a sample of the plan's dataset number `source`.
 
     `virtual` is the place's number in the order, `attempt` counts the substitutes before it. `seed` and `epoch` are those of
     the source, and enter what is drawn for the sample. `stream` is the plan's list of samples that the place is of: a
-    source, a bucket. `fit` is there where several places share a row of the batch.
+    source, a bucket. `fit` is there where several places share a row of the batch, `asof` where a list of bad samples is
+    gone by.
     """
 
     epoch: int
@@ -53,27 +62,31 @@ class Place:
     seed: int = 0
     stream: int = 0
     fit: Fit | None = None
+    asof: Known | None = None
 
     def key(self, purpose: int) -> U64:
         """The key of everything that is drawn for this place and `purpose`."""
         return key_of(purpose, self.seed, self.epoch, self.sample.id, self.number, self.attempt)
 
 
-class Plan(Protocol):
-    """One rank's share of an order."""
+class Coming(Protocol):
+    """One rank's batches, one after the other."""
 
-    @property
-    def datasets(self) -> Sequence[Dataset]:
-        """What places read from, by `Place.source`."""
-        ...
-
-    @property
-    def batches(self) -> int:
+    def batches_in(self, epoch: int) -> int:
         """Batches in an epoch."""
         ...
 
     def places(self, epoch: int, batch: int) -> Sequence[Place]:
         """This rank's part of a global batch; maybe empty."""
+        ...
+
+
+class Plan(Coming, Protocol):
+    """One rank's share of an order."""
+
+    @property
+    def datasets(self) -> Sequence[Dataset]:
+        """What places read from, by `Place.source`."""
         ...
 
     def substitute(self, place: Place, attempt: int) -> Place | None:

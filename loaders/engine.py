@@ -39,6 +39,7 @@ from loaders.force import Loss, forced
 from loaders.order import Order
 from loaders.plan import OrderPlan
 from loaders.refusals import Refusal
+from loaders.samples.listed import Listed, QuarantineList, go_by_state
 from loaders.samples.maker import Maker, OnBad
 from loaders.samples.quarantine import Quarantine, refusals_allowed
 from loaders.samples.source import Source
@@ -78,15 +79,24 @@ class Loader(IterableDataset[dict[str, Any]]):
         *,
         quarantine_limit: float = 0.01,
         on_bad: OnBad = "replace",
+        quarantine_list: str | os.PathLike[str] | QuarantineList | None = None,
         owned: Sequence[Dataset] = (),
     ) -> None:
         self._plan, self._start_work, self._delivery = plan, start_work, delivery
         folder = refusals.directory()
-        self._quarantine = Quarantine(
-            refusals_allowed(quarantine_limit, plan.samples),
-            lambda one: refusals.write(one, plan.datasets[one.source].version, folder),
-        )
         self._on_bad, self._owned = on_bad, owned
+        self._listed: Listed | None = None
+        try:
+            allowed = refusals_allowed(quarantine_limit, plan.samples)
+            self._listed = None if quarantine_list is None else Listed.of(quarantine_list, plan)
+        except BaseException:
+            self._let_go()
+            raise
+        self._quarantine = Quarantine(
+            allowed,
+            lambda one: refusals.write(one, plan.datasets[one.source].version, folder),
+            None if self._listed is None else self._listed.add,
+        )
         self._epoch = self._batch = 0
         self._ahead: Ahead | None = None
         self._finalizer: weakref.finalize[[], Loader] | None = None
@@ -94,8 +104,8 @@ class Loader(IterableDataset[dict[str, Any]]):
         self._closed = False
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
-        return self._plan.batches
+        """Batches in the current epoch."""
+        return self._plan.batches_in(self._epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The batches of the current epoch that are still to come."""
@@ -135,7 +145,8 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the trainer is: plain JSON types, equal on all ranks that received the same batches."""
-        position = states.Position(self._epoch, self._batch, self._quarantine.state())
+        listed = None if self._listed is None else self._listed.state(self._epoch)
+        position = states.Position(self._epoch, self._batch, self._quarantine.state(), listed)
         return states.dump(self._plan.fingerprint(self._epoch, self._batch), position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> Loss | None:
@@ -147,23 +158,41 @@ class Loader(IterableDataset[dict[str, Any]]):
         loss = None
         if force:
             position, loss = forced(self._plan, *states.read(state))
-            if loss:
-                _log.warning("a state that does not fit was forced: %s", loss)
         else:
             position = states.load(self._plan.fingerprint, state)
-        if position.batch > self._plan.batches:
-            raise UsageError(f"the loader's state is at batch {position.batch} of {self._plan.batches}")
+        batches = self._plan.batches_in(position.epoch)
+        if position.batch > batches:
+            raise UsageError(f"the loader's state is at batch {position.batch} of {batches}")
+        other = go_by_state(self._listed, position)
+        if other is not None:
+            if loss is None:
+                raise states.mismatch(other)
+            loss = loss.also(other)
+        if loss:
+            _log.warning("a state that does not fit was forced: %s", loss)
         self._stop()
         self._epoch, self._batch = position.epoch, position.batch
         self._quarantine.load(position.quarantine)
         return loss
 
+    def update_quarantine(self, version: int | None = None) -> int:
+        """From the next batch on, go by this version of the `quarantine_list`, by default the newest; the version.
+
+        An epoch takes over what the list has when it begins; this is for those who cannot wait. Every rank has to call it after
+        the same batch with the same version.
+        """
+        if self._listed is None:
+            raise UsageError("the loader goes by no list of bad samples", hint="give it quarantine_list=...")
+        chosen = self._listed.list.newest() if version is None else version
+        self._listed.go_by(self._epoch, chosen)
+        self._stop()
+        return chosen
+
     def close(self) -> None:
         """End the threads and let go of the dataset. Closing twice is allowed."""
         self._closed = True
         self._stop()
-        for dataset in self._owned:
-            dataset.close()
+        self._let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +204,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         """The next batch, or None once at the end of every epoch."""
         if self._closed:
             raise UsageError("the loader is closed")
-        if self._batch >= self._plan.batches:
+        if self._batch >= self._plan.batches_in(self._epoch):
             self._epoch, self._batch = self._epoch + 1, 0
             return None
         batch = self._wait()
@@ -191,7 +220,8 @@ class Loader(IterableDataset[dict[str, Any]]):
             with span("loader.wait", epoch=self._epoch, batch=self._batch):
                 self._ahead = self._ahead or self._start()
                 batch = self._ahead.next()
-            self._quarantine.deliver(refusal for sample in batch.samples if sample for refusal in sample.refusals)
+            refused = (refusal for sample in batch.samples if sample for refusal in sample.refusals)
+            self._quarantine.deliver(refused, self._epoch)
         except BaseException:  # also Ctrl-C: the position stays, the threads end
             self._meter.got(0, steps=0)
             self._stop()
@@ -208,10 +238,16 @@ class Loader(IterableDataset[dict[str, Any]]):
         output = how.output
         buffers = Buffers(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch + 3)
         prefetcher = Prefetcher(maker.make, work.layout, output, how.threads, how.group, buffers)
-        batches = batches_from(plan, self._epoch, self._batch)
+        batches = batches_from(self._listed or plan, self._epoch, self._batch)
         ahead = Ahead(batches, work, sources, prefetcher, how.prefetch, memory)
         self._finalizer = weakref.finalize(self, ahead.close)
         return ahead
+
+    def _let_go(self) -> None:
+        for dataset in self._owned:
+            dataset.close()
+        if self._listed is not None:
+            self._listed.close()
 
     def _stop(self) -> None:
         if self._finalizer is not None:

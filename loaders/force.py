@@ -12,13 +12,14 @@ Failure behaviour: none of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dataio.core.errors import MillraceError
 from loaders.order import Order
+from loaders.order.mixed_buckets import MixedBuckets
 from loaders.order.mixture import Mixed
 from loaders.order.permutation import I64
 from loaders.order.schedule import Plain
@@ -44,6 +45,10 @@ class Loss:
     def __bool__(self) -> bool:
         return bool(self.fields)
 
+    def also(self, other: Difference) -> Loss:
+        """This, and one field more."""
+        return replace(self, fields=(*self.fields, other))
+
     def __str__(self) -> str:
         if not self:
             return "nothing is lost"
@@ -57,14 +62,15 @@ class Loss:
 
 def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tuple[Position, Loss]:
     """Where `plan` goes on after a state that may not fit it, and what that loses."""
+    plan = plan.of(position.epoch)
     found = tuple(differences(plan.fingerprint(position.epoch, position.batch), saved))
-    if not found and position.batch <= plan.batches:
+    if not found and position.batch <= plan.schedule.batches:
         return position, Loss((), position.epoch, position.batch, 0, 0)
     other = any("digest" in one.field or one.field == "sources" for one in found)
     batch = _batch(plan, saved, position)
     again, missed = (None, None) if other else _counted(plan, saved, position, batch)
     dropped = other and bool(position.quarantine)
-    new = Position(position.epoch, batch, () if other else position.quarantine)
+    new = Position(position.epoch, batch, () if other else position.quarantine, position.listed)
     return new, Loss(found, new.epoch, batch, again, missed, dropped)
 
 
@@ -72,8 +78,8 @@ def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int
     """The batch before which as many clips lie as before the saved one."""
     old, new = saved.get("global_batch"), plan.schedule.described(0, 0).get("global_batch")
     if isinstance(old, int) and isinstance(new, int) and old > 0:
-        return min(plan.batches, position.batch * old // new)
-    return min(plan.batches, position.batch)
+        return min(plan.schedule.batches, position.batch * old // new)
+    return min(plan.schedule.batches, position.batch)
 
 
 def _counted(
@@ -81,7 +87,7 @@ def _counted(
 ) -> tuple[int | None, int | None]:
     """Clips that come again, and not at all."""
     schedule = plan.schedule
-    if isinstance(schedule, Mixed) and isinstance(saved.get("sources"), dict):
+    if isinstance(schedule, (Mixed, MixedBuckets)) and _counts(saved.get("sources")):
         taken = schedule.taken(position.epoch, batch)
         moved = [taken[name] - old[2] for name, old in saved["sources"].items()]
         return sum(-n for n in moved if n < 0), sum(n for n in moved if n > 0)
@@ -96,10 +102,16 @@ def _counted(
     return int((seen & to_come).sum()), int((~seen & ~to_come).sum())
 
 
+def _counts(sources: Any) -> bool:
+    """Whether a state says how many samples each source gave; that of an evaluation does not."""
+    return isinstance(sources, dict) and all(isinstance(row[2], int) for row in sources.values())
+
+
 def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
     """The order of the saved state, if it was a plain one over the same clips."""
-    built, clip = saved.get("order"), plan.fingerprint(0, 0).values()["clip"]
-    if not _same_parts(saved.get("clip"), clip) or not isinstance(built, list) or len(built) not in (0, 3):
+    named, clip = saved.get("order"), plan.fingerprint(0, 0).values()["clip"]
+    built = [one for one in named if isinstance(one, int)] if isinstance(named, list) else None
+    if not _same_parts(saved.get("clip"), clip) or built is None or len(built) not in (0, 3):
         return None
     try:
         chunk, lanes, window = built or (1, 1, 1)

@@ -2,6 +2,7 @@
 
 Purpose: the join between `loaders.order.packing`, which packs lengths, and datasets. What the order permutes is sequences.
 Invariants: those of `loaders.plan`; the pieces of a row come one after the other, in the order of the recordings' numbers.
+A position is (epoch, batch), so a packing that is made anew for every epoch needs to know no other epoch than its own.
 Failure behaviour: nobody stands in for a damaged piece, since no other has its length: its stretch stays silent and is not
 listed.
 """
@@ -9,16 +10,25 @@ listed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from loaders.contract import Fit, Place
-from loaders.order.packing import Packed, Piece
+from loaders.order.packing import Packed, Packing, Piece, pack
+from loaders.order.permutation import I64, U64
 from loaders.order.schedule import Population
 from loaders.plan import OrderPlan, Stream
+from loaders.state import Fingerprint
 
-Pack = Callable[[Stream], Packed]
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """How recordings are packed, and how long each of a stream is in the packing's unit."""
+
+    packing: Packing
+    lengths: Callable[[Stream], I64]
 
 
 @dataclass(frozen=True)
@@ -28,8 +38,10 @@ class PackedStream(Stream):
     packed: Packed | None = None
 
     @classmethod
-    def from_(cls, stream: Stream, pack: Pack) -> PackedStream:
-        return cls(stream.dataset, stream.ids, stream.parts, stream.source, pack(stream))
+    def from_(cls, stream: Stream, how: Pack, key: U64 | None = None) -> PackedStream:
+        """The recordings of a stream, packed; otherwise for every `key`."""
+        packed = pack(how.lengths(stream), how.packing, key)
+        return cls(stream.dataset, stream.ids, stream.parts, stream.source, packed)
 
     @property
     def sequences(self) -> Packed:
@@ -82,6 +94,33 @@ class PackedPlan(OrderPlan):
                 for piece, fit in _fits(row, sequence)
             ]
         return found
+
+
+class EpochPlan(PackedPlan):
+    """The plan of one epoch, which may have no batch: another packing of a tiny dataset may fill none."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class RepackedPlan(PackedPlan):
+    """A plan that is another one in every epoch; by itself it is that of the first. `epochs` makes them, and keeps some."""
+
+    epochs: Callable[[int], EpochPlan] | None = field(default=None, compare=False)
+
+    def of(self, epoch: int) -> OrderPlan:
+        assert self.epochs is not None
+        return self.epochs(epoch)
+
+    def places(self, epoch: int, batch: int) -> list[Place]:
+        return self.of(epoch).places(epoch, batch)
+
+    def about(self, epoch: int, batch: int) -> dict[str, Any]:
+        return self.of(epoch).about(epoch, batch)
+
+    def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
+        return self.of(epoch).fingerprint(epoch, batch)
 
 
 def _fits(row: int, sequence: tuple[Piece, ...]) -> list[tuple[Piece, Fit]]:

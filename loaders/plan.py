@@ -23,6 +23,7 @@ from loaders.contract import Place
 from loaders.order import Order
 from loaders.order.buckets import Bucketed
 from loaders.order.evaluation import Evaluation, dry
+from loaders.order.mixed_buckets import MixedBuckets
 from loaders.order.mixture import Mixed
 from loaders.order.permutation import I64
 from loaders.order.schedule import Population, Schedule
@@ -122,21 +123,25 @@ class OrderPlan:
 
     @property
     def datasets(self) -> Sequence[Dataset]:
-        return list({stream.source: stream.dataset for stream in self.streams}.values())
+        by_number = {stream.source: stream.dataset for stream in self.streams}
+        return [by_number[number] for number in sorted(by_number)]
 
     @property
     def order(self) -> Order:
         """The order of the first stream."""
         return self.schedule.orders[0]
 
-    @property
-    def batches(self) -> int:
-        return self.schedule.batches
+    def of(self, epoch: int) -> OrderPlan:
+        """The plan of this epoch; most plans are the same in all."""
+        return self
+
+    def batches_in(self, epoch: int) -> int:
+        return self.of(epoch).schedule.batches
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Which bucket each stream is; none without buckets."""
-        return self.schedule.buckets if isinstance(self.schedule, Bucketed) else ()
+        return self.schedule.buckets if isinstance(self.schedule, (Bucketed, Evaluation, MixedBuckets)) else ()
 
     @property
     def samples(self) -> int:
@@ -164,13 +169,14 @@ class OrderPlan:
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
         """What the trainer is told of a batch as a whole."""
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
+        told: dict[str, Any] = {} if share.bucket is None else {"bucket": share.bucket}
         if isinstance(self.schedule, Evaluation):
-            return {"sizes": list(share.sizes), "dry": dry(share)}
-        return {} if share.bucket is None else {"bucket": share.bucket}
+            told |= {"sizes": list(share.sizes), "dry": dry(share)}
+        return told
 
     def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
         """What else than the position makes the batches what they are, up to this position."""
-        taken = self.schedule.taken(epoch, batch) if isinstance(self.schedule, Mixed) else {}
+        taken = self.schedule.taken(epoch, batch) if isinstance(self.schedule, (Mixed, MixedBuckets)) else {}
         sources = [
             Identity(one.version, one.digest, taken.get(name))
             for one, name in zip(self.datasets, self._named, strict=True)

@@ -1,13 +1,14 @@
 """How batches are put together: from what is asked for to a plan.
 
-Purpose: choose the schedule (plain, evaluation, mixture, buckets) and build its streams; the loaders say only which samples
-they can use.
+Purpose: choose the schedule (plain, mixture, buckets, both, or an evaluation of any of them) and build its streams; the loaders
+say only which samples they can use.
 Invariant: nothing here depends on the rank but the share that it takes.
-Failure behaviour: `UsageError` for what cannot be asked for together, and where there is nothing to deliver.
+Failure behaviour: `UsageError` for a batch size beside buckets, and where there is nothing to deliver.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,14 @@ from dataio.shards.dataset import Dataset
 from loaders.mixture import Mixture, Opened, Place, opened
 from loaders.order.buckets import Bucketed
 from loaders.order.evaluation import Evaluation
+from loaders.order.mixed_buckets import MixedBuckets
 from loaders.order.mixture import Mixed
-from loaders.order.permutation import I64
+from loaders.order.permutation import I64, key_of
 from loaders.order.schedule import Plain, Schedule
-from loaders.packed import Pack, PackedPlan, PackedStream
+from loaders.packed import EpochPlan, Pack, PackedPlan, PackedStream, RepackedPlan
 from loaders.plan import OrderPlan, Stream
 
+_PACK = 11  # keeps the key apart from those of the other rooms
 Find = Callable[[Dataset], tuple[I64, int | I64]]
 """The samples of a dataset that a loader can use, and how many parts each has."""
 Sort = Callable[[Stream], I64]
@@ -64,25 +67,98 @@ def plan(
     source: Opened, find: Find, what: Any, how: Sampling, sorting: Sorting | None = None, pack: Pack | None = None
 ) -> OrderPlan:
     """The plan of what `find` finds in each of the datasets; `what` describes the parts, for the state."""
-    _check(source.mixture, how, sorting)
-    streams: list[Stream] = [
-        Stream.of(dataset, *find(dataset), source=number) for number, dataset in enumerate(source.datasets.values())
-    ]
+    if sorting is not None and how.batch_size is not None:
+        raise UsageError("with buckets the budget says how large batches are", hint="leave batch_size out")
+    streams: dict[str, Stream] = {
+        name: Stream.of(dataset, *find(dataset), source=number)
+        for number, (name, dataset) in enumerate(source.datasets.items())
+    }
+    if pack is not None and pack.packing.anew:
+        return _repacked(streams, source.mixture, what, how, pack)
     if pack is not None:
-        streams = [PackedStream.from_(stream, pack) for stream in streams]
-    names: Sequence[str] = ()
-    schedule: Schedule
-    if source.mixture is not None:
-        names = tuple(source.mixture.sources)
-        schedule = _mixed(source.mixture, dict(zip(names, streams, strict=True)), how)
-    elif sorting is not None:
-        schedule, streams = _bucketed(sorting, streams[0], how)
-    elif how.evaluate:
-        schedule = Evaluation.of(streams[0].population, how.batch, seed=how.seed)
-    else:
-        schedule = Plain(streams[0].population.order(how.batch, how.seed, how.shuffle), how.drop_last)
+        streams = {name: PackedStream.from_(stream, pack) for name, stream in streams.items()}
+    schedule, chosen = _scheduled(streams, source.mixture, how, sorting)
+    names = tuple(streams) if source.mixture is not None else ()
     kind = OrderPlan if pack is None else PackedPlan
-    return kind(tuple(streams), schedule, what, how.seed, how.rank, how.world_size, tuple(names))
+    return kind(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size, names)
+
+
+def _repacked(
+    streams: Mapping[str, Stream], mixture: Mixture | None, what: Any, how: Sampling, pack: Pack
+) -> RepackedPlan:
+    """A plan of other sequences in every epoch; those of two epochs are kept."""
+    if mixture is not None:
+        raise UsageError(
+            "a mixture has no epoch at whose beginning its sources could be packed anew", hint="leave Packing.anew out"
+        )
+    (stream,) = streams.values()
+
+    @functools.lru_cache(maxsize=2)
+    def of(epoch: int) -> EpochPlan:
+        packed = PackedStream.from_(stream, pack, key_of(_PACK, how.seed, 0 if how.evaluate else epoch))
+        schedule, chosen = _scheduled({"": packed}, None, how, None)
+        return EpochPlan(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size)
+
+    first = of(0)
+    return RepackedPlan(first.streams, first.schedule, what, how.seed, how.rank, how.world_size, epochs=of)
+
+
+def _scheduled(
+    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, sorting: Sorting | None
+) -> tuple[Schedule, Sequence[Stream]]:
+    """The schedule over these sources, and its streams: the sources, or what each of them has in each bucket."""
+    if sorting is not None:
+        return _bucketed(streams, mixture, how, sorting)
+    populations = {name: stream.population for name, stream in streams.items()}
+    every = list(streams.values())
+    if how.evaluate:
+        return Evaluation.of(list(populations.values()), [how.batch] * len(every), seed=how.seed), every
+    if mixture is not None:
+        return Mixed.of(populations, how.batch, **_weighed(mixture, how)), every
+    (only,) = populations.values()
+    return Plain(only.order(how.batch, how.seed, how.shuffle), how.drop_last), every
+
+
+def _bucketed(
+    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, sorting: Sorting
+) -> tuple[Schedule, Sequence[Stream]]:
+    cells = {name: _sorted(stream, sorting) for name, stream in streams.items()}
+    populations = {name: [cell.population for cell in row] for name, row in cells.items()}
+    sizes, numbers = sorting.batches, sorting.numbers
+    if how.evaluate:
+        there = [(name, b) for name, row in cells.items() for b, cell in enumerate(row) if len(cell.ids)]
+        evaluation = Evaluation.of(
+            [populations[name][b] for name, b in there],
+            [sizes[b] for _, b in there],
+            seed=how.seed,
+            buckets=[b for _, b in there],
+            numbers=numbers,
+        )
+        return evaluation, [cells[name][b] for name, b in there]
+    if mixture is not None:
+        mixed = MixedBuckets.of(populations, sizes, numbers, **_weighed(mixture, how))
+        return mixed, [cells[name][b] for name, b in mixed.streams]
+    (name,) = streams
+    schedule = Bucketed.of(
+        sizes, populations[name], numbers, seed=how.seed, shuffle=how.shuffle, drop_last=how.drop_last
+    )
+    return schedule, [cells[name][b] for b in schedule.buckets]
+
+
+def _sorted(stream: Stream, sorting: Sorting) -> list[Stream]:
+    """What of a stream is in each bucket."""
+    chosen = sorting.sort(stream)
+    return [stream.choose(np.flatnonzero(chosen == bucket)) for bucket in range(len(sorting.batches))]
+
+
+def _weighed(mixture: Mixture, how: Sampling) -> dict[str, Any]:
+    return {
+        "weights": mixture.weights,
+        "temperature": mixture.temperature,
+        "epoch_batches": mixture.epoch_batches,
+        "seed": how.seed,
+        "shuffle": how.shuffle,
+    }
 
 
 def planned(
@@ -102,39 +178,3 @@ def planned(
     except BaseException:
         source.close()
         raise
-
-
-def _check(mixture: Mixture | None, how: Sampling, sorting: Sorting | None) -> None:
-    asked = [
-        name for name, there in (("a mixture", mixture), ("buckets", sorting), ("evaluate", how.evaluate)) if there
-    ]
-    if len(asked) > 1:
-        raise UsageError(f"{asked[0]} and {asked[1]} do not go together")
-    if sorting is not None and how.batch_size is not None:
-        raise UsageError("with buckets the budget says how large batches are", hint="leave batch_size out")
-
-
-def _mixed(mixture: Mixture, streams: Mapping[str, Stream], how: Sampling) -> Mixed:
-    return Mixed.of(
-        {name: stream.population for name, stream in streams.items()},
-        how.batch,
-        weights=mixture.weights,
-        temperature=mixture.temperature,
-        seed=how.seed,
-        shuffle=how.shuffle,
-        epoch_batches=mixture.epoch_batches,
-    )
-
-
-def _bucketed(sorting: Sorting, stream: Stream, how: Sampling) -> tuple[Bucketed, list[Stream]]:
-    chosen = sorting.sort(stream)
-    every = [stream.choose(np.flatnonzero(chosen == bucket)) for bucket in range(len(sorting.batches))]
-    schedule = Bucketed.of(
-        sorting.batches,
-        [one.population for one in every],
-        sorting.numbers,
-        seed=how.seed,
-        shuffle=how.shuffle,
-        drop_last=how.drop_last,
-    )
-    return schedule, [every[bucket] for bucket in schedule.buckets]

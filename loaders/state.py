@@ -1,9 +1,9 @@
 """A loader's state: where it is, and the fingerprint of everything that decides what comes next.
 
 Purpose: resume exactly, on any number of ranks, from a few bytes.
-Invariants: a state is JSON of less than 200 bytes, and about 50 more for each source of a mixture, as long as nothing is
-quarantined; it is the same on every rank, and has the same keys wherever a loader is. The position counts global
-batches that the trainer received.
+Invariants: a state is JSON, as `json.dumps` writes it, of less than 200 bytes, and about 45 more for each source of a mixture, as
+long as nothing is quarantined; it is the same on every rank, and has the same keys wherever a loader is. The position counts
+global batches that the trainer received.
 Failure behaviour: `MismatchError` names the field, what was saved and what is here; `UsageError` for what is no state at all.
 """
 
@@ -16,19 +16,21 @@ from typing import Any
 
 from dataio.core.errors import MismatchError, UsageError
 
-DIGEST_CHARACTERS = 16
+DIGEST_CHARACTERS = 10
+"""Enough to tell versions of one's own datasets from each other; nobody is kept from making two that collide."""
 MAX_COUNT = 1 << 32
 """Epochs, and batches in one; beyond, positions would not fit 64 bits."""
 _HINTS = {
+    "quarantine_list": "give the loader the list that the interrupted run had",
     "global_batch": "keep batch_size times world size as it was",
     "version": "open the dataset with version=",
     "digest": "this is another dataset, or it was packed again",
-    "order": "another way of sampling, or the sample order of another release of Millrace: finish the run with that",
+    "order": "another way of sampling (shuffle, drop_last, evaluate), or another release of Millrace: finish the run with that",
     "weights": "weights may change from the step of the state on, not before it",
     "buckets": "keep shapes, budget, patch and multiple as they were",
 }
 _FORCE = "load_state_dict(state, force=True) goes on and says what is lost"
-_POSITION = ("epoch", "batch", "quarantine")
+_POSITION = ("epoch", "batch", "quarantine", "listed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,7 @@ class Fingerprint:
 
     def values(self) -> dict[str, Any]:
         """As plain JSON types, in the order in which differences are looked for."""
-        clip = dataclasses.astuple(self.clip) if dataclasses.is_dataclass(self.clip) else self.clip  # type: ignore[arg-type]
-        return {**self._identity(), "seed": self.seed, "clip": plain(clip), **plain(dict(self.order))}
+        return {**self._identity(), "seed": self.seed, "clip": parts(self.clip), **plain(dict(self.order))}
 
     def _identity(self) -> dict[str, Any]:
         if isinstance(self.sources, Identity):
@@ -67,11 +68,13 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Batches of `epoch` that were delivered; samples condemned so far, as (source, number)."""
+    """Batches of `epoch` that were delivered; samples condemned so far, as (source, number); and version and digest of the
+    list of bad samples that the epoch goes by, if there is one."""
 
     epoch: int
     batch: int
     quarantine: tuple[tuple[int, int], ...] = ()
+    listed: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +93,22 @@ def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
     """The state as plain JSON types."""
     mixture = not isinstance(fingerprint.sources, Identity)
     condemned = [[source, number] if mixture else number for source, number in position.quarantine]
-    return fingerprint.values() | {"epoch": position.epoch, "batch": position.batch, "quarantine": condemned}
+    where = {"epoch": position.epoch, "batch": position.batch, "quarantine": condemned}
+    return fingerprint.values() | where | ({} if position.listed is None else {"listed": list(position.listed)})
 
 
 def load(fingerprint: Callable[[int, int], Fingerprint], state: Mapping[str, Any]) -> Position:
     """The position in `state`, once its fingerprint was found to be the one that is here at that position."""
     saved, position = read(state)
     for difference in differences(fingerprint(position.epoch, position.batch), saved):
-        hint = _HINTS.get(difference.field.rpartition(".")[2], "make the loader with the same arguments")
-        raise MismatchError(str(difference), hint=f"{hint}; {_FORCE}")
+        raise mismatch(difference)
     return position
+
+
+def mismatch(difference: Difference) -> MismatchError:
+    """The error that says so."""
+    hint = _HINTS.get(difference.field.rpartition(".")[2], "make the loader with the same arguments")
+    return MismatchError(str(difference), hint=f"{hint}; {_FORCE}")
 
 
 def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
@@ -115,8 +124,19 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
     numbers = [saved["epoch"], saved["batch"], *(number for pair in condemned for number in pair)]
     if not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in numbers) or any(len(p) != 2 for p in condemned):
         raise UsageError("the loader's state holds an impossible position", hint="pass what state_dict() returned")
-    position = Position(saved["epoch"], saved["batch"], tuple((source, number) for source, number in condemned))
+    position = Position(
+        saved["epoch"], saved["batch"], tuple((source, number) for source, number in condemned), _listed(saved)
+    )
     return {name: value for name, value in saved.items() if name not in _POSITION}, position
+
+
+def _listed(saved: Mapping[str, Any]) -> tuple[int, str] | None:
+    listed = saved.get("listed")
+    if listed is None:
+        return None
+    if not isinstance(listed, list) or [type(one) for one in listed] != [int, str] or listed[0] < 0:
+        raise UsageError("the loader's state names no version of a list", hint="pass what state_dict() returned")
+    return listed[0], listed[1]
 
 
 def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[Difference]:
@@ -138,6 +158,18 @@ def _of_sources(here: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> 
         for number, field in enumerate(("version", "digest")):
             if name in saved and old[number] != here[name][number]:
                 yield Difference(f"sources.{name}.{field}", old[number], here[name][number])
+
+
+def parts(described: Any) -> Any:
+    """What says how samples are cut into parts: the values of a dataclass in order, without defaults behind the last word;
+    numbers to nine digits."""
+    if not dataclasses.is_dataclass(described) or isinstance(described, type):
+        return plain(described)
+    fields = dataclasses.fields(described)
+    values = [getattr(described, field.name) for field in fields]
+    while not isinstance(values[-1], str) and values[-1] == fields[len(values) - 1].default:
+        values.pop()
+    return [float(f"{value:.9g}") if isinstance(value, float) else plain(value) for value in values]
 
 
 def plain(value: Any) -> Any:

@@ -28,6 +28,7 @@ from loaders.mixture import Mixture
 from loaders.order.buckets import Buckets
 from loaders.order.permutation import I64
 from loaders.plan import column, having
+from loaders.samples.listed import QuarantineList
 from loaders.samples.maker import OnBad
 from loaders.sampling import planned
 from loaders.sound.decode import decode_audio
@@ -35,6 +36,7 @@ from loaders.sound.spec import AudioSpec
 from loaders.works.added import Transform, wrapped
 from loaders.works.clips import ClipWork, Look
 from loaders.works.cut import Cut
+from loaders.works.mels import mels
 from loaders.works.sources import by_stream, sourced
 
 
@@ -110,6 +112,7 @@ class VideoLoader(Loader):
         copy: bool = False,
         quarantine_limit: float = 0.01,
         on_bad: OnBad = "replace",
+        quarantine_list: str | os.PathLike[str] | QuarantineList | None = None,
         isolate: bool | float = False,
         version: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -141,12 +144,21 @@ class VideoLoader(Loader):
             decoder = apart or AutoDecoder(output.device.type, output.device.index or 0)
             hear = apart.hear if apart else decode_audio
             works = [ClipWork(one, decoder, hear) for one in shapes.looks(look, buckets, made.buckets)]
-            return sourced(wrapped(by_stream(works), columns, transform), made.names)
+            heard = mels(by_stream(works), sound, output.device)
+            return sourced(wrapped(heard, columns, transform), made.names)
 
         made, owned = planned(
             url_or_dataset, version, storage_options, find, clip, how, shapes.sorting(buckets, look)
         )  # fmt: skip
-        super().__init__(made, work, delivery, quarantine_limit=quarantine_limit, on_bad=on_bad, owned=owned)
+        super().__init__(
+            made,
+            work,
+            delivery,
+            quarantine_limit=quarantine_limit,
+            on_bad=on_bad,
+            quarantine_list=quarantine_list,
+            owned=owned,
+        )
 
     def explain(self, sample: int | Sample = 0) -> str:
         """What happens to a sample, and by which rules: its stream, its decoder, its colours, its size."""

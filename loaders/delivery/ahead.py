@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from loaders.contract import Place, Plan, Work
+from loaders.contract import Coming, Place, Work
 from loaders.delivery.batch import Batch
 from loaders.delivery.memory import Memory
 from loaders.delivery.prefetch import Prefetcher
@@ -27,10 +27,10 @@ _THREAD = "millrace-loader-plan"
 Places = Sequence[Place]
 
 
-def batches_from(plan: Plan, epoch: int, batch: int) -> Iterator[Sequence[Place]]:
+def batches_from(plan: Coming, epoch: int, batch: int) -> Iterator[Sequence[Place]]:
     """A rank's batches from a position on, without end."""
     for later in itertools.count(epoch):
-        yield from (plan.places(later, number) for number in range(batch, plan.batches))
+        yield from (plan.places(later, number) for number in range(batch, plan.batches_in(later)))
         batch = 0
 
 

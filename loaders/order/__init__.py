@@ -9,6 +9,7 @@ from __future__ import annotations
 from loaders.order.buckets import Bucket, Bucketed, Buckets, Durations
 from loaders.order.evaluation import Evaluation
 from loaders.order.lanes import MAX_LANES, Order, lanes_for
+from loaders.order.mixed_buckets import MixedBuckets
 from loaders.order.mixture import Mixed
 from loaders.order.packing import Packing
 from loaders.order.quality import Quality, quality
@@ -22,6 +23,7 @@ __all__ = [
     "Durations",
     "Evaluation",
     "Mixed",
+    "MixedBuckets",
     "Order",
     "Packing",
     "Plain",

@@ -32,8 +32,8 @@ import numpy.typing as npt
 from dataio.core.errors import UsageError
 from loaders.order.interleave import Interleave
 from loaders.order.lanes import Order
-from loaders.order.permutation import I64, key_of
-from loaders.order.schedule import Population, Share, ordered_share
+from loaders.order.permutation import I64, key_of, short
+from loaders.order.schedule import Population, Share, ordered_share, orders_digest
 
 MAX_BUCKETS = 256
 MAX_SIDE = 16_384
@@ -183,7 +183,7 @@ class Bucketed:
         """Buckets whose global batches have so many clips, and what each holds; `numbers` stand for them in states."""
         there = tuple(bucket for bucket, population in enumerate(populations) if population.samples)
         orders = tuple(populations[bucket].order(batches[bucket], seed, shuffle) for bucket in there)
-        made = cls(orders, there, f"{int(key_of(*numbers)[0]):016x}", drop_last, seed)
+        made = cls(orders, there, short(key_of(*numbers)), drop_last, seed)
         if not made.batches:
             raise UsageError(
                 "no bucket has the clips of a whole batch", hint="lower the budget, or give drop_last=False"
@@ -203,12 +203,13 @@ class Bucketed:
         stream = self._interleave.stream(place, offset)
         before = int(self._interleave.before(stream, place, offset)[0])
         only = int(stream[0])
-        share = ordered_share(self.orders[only], only, epoch, before, rank, world_size)
-        return Share(share.stream, share.epoch, share.virtual, share.sizes, self.buckets[only])
+        return ordered_share(self.orders[only], only, epoch, before, rank, world_size, self.buckets[only])
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
-        chunks = key_of(*(n for o in self.orders for n in (o.chunk, o.lanes, o.window, o.shuffle)))
-        return {"buckets": self.name, "order": [f"{int(chunks[0]):016x}"], "drop_last": self.drop_last}
+        return {
+            "buckets": self.name,
+            "order": [orders_digest(self.orders), *(("drop_last",) if self.drop_last else ())],
+        }
 
     @cached_property
     def _counts(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ Failure behaviour: `UsageError` for weights that cannot be, naming the source.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,8 +36,8 @@ import numpy as np
 from dataio.core.errors import UsageError
 from loaders.order.interleave import Interleave
 from loaders.order.lanes import Order, lanes_for
-from loaders.order.permutation import I64, key_of
-from loaders.order.schedule import Population, Share, part, sizes
+from loaders.order.permutation import I64, key_of, short
+from loaders.order.schedule import Population, Share, orders_digest, part, sizes
 
 MAX_SOURCES = 1024
 MAX_SEGMENTS = 64
@@ -85,21 +86,30 @@ class Mixed:
         `weights` default to the numbers of clips; a list of (step, weights) changes them at those steps, the first of which
         is 0. A source's share is proportional to weight ** (1 / temperature).
         """
-        names = tuple(sources)
-        if not 1 <= len(names) <= MAX_SOURCES:
-            raise UsageError(f"a mixture has 1 to {MAX_SOURCES} sources, not {len(names)}")
+        counts = {name: population.virtual for name, population in sources.items()}
+        segments = segments_of(tuple(sources), counts if weights is None else weights, temperature)
+        length = length_of(epoch_batches, sum(counts.values()) // batch)
+        return cls.by_segments(sources, batch, segments, seed=seed, shuffle=shuffle, batches=length)
+
+    @classmethod
+    def by_segments(
+        cls,
+        sources: Mapping[str, Population],
+        batch: int,
+        segments: tuple[Segment, ...],
+        *,
+        seed: int,
+        shuffle: bool,
+        batches: int,
+    ) -> Mixed:
+        """As `of`, where the segments are known, in epochs of `batches`."""
         wanted = [population.order(batch, 0, False) for population in sources.values()]
         lanes = lanes_for(batch, max(-(-order.samples // order.chunk) for order in wanted))
         orders = tuple(
             population.order(lanes, int(key_of(_SOURCE, seed, *name.encode())[0]), shuffle)
             for name, population in sources.items()
         )
-        counts = {name: population.virtual for name, population in sources.items()}
-        segments = segments_of(names, counts if weights is None else weights, temperature)
-        if epoch_batches is not None and epoch_batches < 1:
-            raise UsageError(f"epoch_batches is at least 1, not {epoch_batches}")
-        length = epoch_batches or max(1, sum(counts.values()) // batch)
-        return cls(names, orders, batch, lanes, segments, length, seed)
+        return cls(tuple(sources), orders, batch, lanes, segments, batches, seed)
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
         """The part of `rank` in batch `number` of the mixture's `epoch`; `Share.epoch` holds the sources' own."""
@@ -108,7 +118,7 @@ class Mixed:
         slots = np.asarray(part(self.batch, rank, world_size), np.int64)
         each = self.batch // self.lanes
         step = epoch * self.batches + number
-        segment = self._segment(step)
+        segment = segment_at(self.segments, step)
         lane, place = slots // each, (step - self.segments[segment].step) * each + slots % each
         interleave, offsets = self._interleaves[segment], self._offsets[lane]
         stream = interleave.stream(place, offsets)
@@ -119,25 +129,19 @@ class Mixed:
     def taken(self, epoch: int, number: int) -> dict[str, int]:
         """How many samples each source gave before batch `number` of `epoch`."""
         step = epoch * self.batches + number
-        segment = self._segment(step)
+        segment = segment_at(self.segments, step)
         counts = self._bases[segment] + self._counts(segment, step)
         return dict(zip(self.names, counts.sum(axis=0).tolist(), strict=True))
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
         step = epoch * self.batches + number
-        used = [s for s in self.segments if s.step < step]  # weights of the future may still be changed
-        digest = int(key_of(*(n for s in used for n in (s.step, *s.quotas)))[0]) if used else 0
-        order = key_of(*(n for o in self.orders for n in (o.chunk, o.lanes, o.window, o.shuffle)))
         return {
             "global_batch": self.batch,
-            "order": [self.lanes, self.batches, f"{int(order[0]):016x}"],
-            "weights": f"{digest:016x}",
+            "order": [self.batches, orders_digest(self.orders, self.lanes)],
+            "weights": weights_digest(self.segments, step),
         }
 
     # -- inside
-
-    def _segment(self, step: int) -> int:
-        return int(np.searchsorted(self._starts, step, side="right")) - 1
 
     def _of_sources(self, stream: I64, pick: I64, lane: I64) -> tuple[I64, I64]:
         """Epoch and virtual sample of the `pick`-th place that `lane` takes of each `stream`."""
@@ -146,10 +150,6 @@ class Mixed:
             at = stream == source
             epochs[at], virtual[at] = _endless(self.orders[source], pick[at] * self.lanes + lane[at])
         return epochs, virtual
-
-    @cached_property
-    def _starts(self) -> I64:
-        return np.array([segment.step for segment in self.segments], np.int64)
 
     @cached_property
     def _interleaves(self) -> list[Interleave]:
@@ -188,10 +188,30 @@ def _endless(order: Order, places: I64) -> tuple[I64, I64]:
     return epochs, samples
 
 
+def segment_at(segments: Sequence[Segment], step: int) -> int:
+    """Which of the segments a step is in."""
+    return bisect_right(segments, step, key=lambda segment: segment.step) - 1
+
+
+def length_of(epoch_batches: int | None, filled: int) -> int:
+    """Batches in an epoch: as many as are asked for, or as all samples fill."""
+    if epoch_batches is not None and epoch_batches < 1:
+        raise UsageError(f"epoch_batches is at least 1, not {epoch_batches}")
+    return epoch_batches or max(1, filled)
+
+
+def weights_digest(segments: Sequence[Segment], step: int) -> str:
+    """Stands for the weights before `step`; those to come may still be changed."""
+    used = [s for s in segments if s.step < step]
+    return short(key_of(*(n for s in used for n in (s.step, *s.quotas)))) if used else "0"
+
+
 def segments_of(
     names: Sequence[str], weights: Weights | Sequence[tuple[int, Weights]], temperature: float
 ) -> tuple[Segment, ...]:
     """The segments that `weights` mean."""
+    if not 1 <= len(names) <= MAX_SOURCES:
+        raise UsageError(f"a mixture has 1 to {MAX_SOURCES} sources, not {len(names)}")
     if not temperature > 0:
         raise UsageError(f"temperature is a positive number, not {temperature!r}")
     changes = [(0, weights)] if isinstance(weights, Mapping) else list(weights)

@@ -8,10 +8,13 @@ How. Recordings longer than `capacity` are cut into pieces of that length and a 
 sequence that still takes it. Within a window nothing depends on what comes before or after, so the packing is a pure
 function of the lengths, and a sequence's pieces lie near each other in their shard.
 
+With a key, pieces are first shuffled inside groups of `GROUP` windows, which begin elsewhere for every key: so other
+recordings share a sequence in each epoch, and still lie near each other.
+
 Invariants: every piece is in exactly one sequence; no sequence is longer than `capacity`; the pieces of a sequence are in
-the order of their numbers; at most `lookahead` pieces are considered at a time. The same recordings share a sequence in
-every epoch; which sequences share a batch changes.
-Cost: about 1 µs a piece, once, when a loader is opened.
+the order of their numbers; at most `lookahead` pieces are considered at a time. Without a key (`anew=False`) the same recordings
+share a sequence in every epoch, and which sequences share a batch changes. How many sequences there are depends on the key.
+Cost: about 1 µs a piece, when a loader is opened; with `anew` in every epoch, of which two are kept.
 Failure behaviour: `UsageError` for a capacity or lookahead that cannot be, and where nothing is left to pack.
 """
 
@@ -26,19 +29,25 @@ from typing import Literal
 import numpy as np
 
 from dataio.core.errors import UsageError
-from loaders.order.permutation import I64
+from loaders.order.permutation import I64, U64, key_of, permute
 
 MAX_LOOKAHEAD = 65_536
+GROUP = 4
+"""So many windows' pieces are shuffled among each other."""
 MAX_CAPACITY = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Sequences of `capacity` units (samples of sound, or tokens). `long` says what becomes of recordings beyond it."""
+    """Sequences of `capacity` units (samples of sound, or tokens). `long` says what becomes of recordings beyond it.
+
+    `anew` packs again for every epoch, so that other recordings share a sequence; epochs then differ a little in length.
+    """
 
     capacity: int
     lookahead: int = 256
     long: Literal["split", "drop"] = "split"
+    anew: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.capacity <= MAX_CAPACITY or not 1 <= self.lookahead <= MAX_LOOKAHEAD:
@@ -92,8 +101,8 @@ class Packed:
         return 1.0 - int(self.lengths.sum()) / (len(self.lengths) * self.packing.capacity)
 
 
-def pack(lengths: Sequence[int] | I64, packing: Packing) -> Packed:
-    """The sequences of recordings 0 … N-1 of these lengths."""
+def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None) -> Packed:
+    """The sequences of recordings 0 … N-1 of these lengths; other recordings share one for every `key`."""
     counts = np.asarray(lengths, np.int64)
     if counts.size and counts.min() < 0:
         raise UsageError("a recording has a negative length")
@@ -102,13 +111,25 @@ def pack(lengths: Sequence[int] | I64, packing: Packing) -> Packed:
     if not len(samples):
         raise UsageError("there is no recording to pack", hint="are all of them longer than the capacity?")
     chosen, ends = list[int](), list[int]()
+    sequence = np.arange(len(samples)) if key is None else _shuffled(len(samples), packing.lookahead * GROUP, key)
     for first in range(0, len(samples), packing.lookahead):
-        for bin_ in _best_fit(sizes[first : first + packing.lookahead].tolist(), packing.capacity):
-            chosen.extend(first + piece for piece in sorted(bin_))
+        window = np.sort(sequence[first : first + packing.lookahead])
+        for bin_ in _best_fit(sizes[window].tolist(), packing.capacity):
+            chosen.extend(window[sorted(bin_)].tolist())
             ends.append(len(chosen))
     rows = np.array(chosen, np.int64)
     left_out = int(len(counts) - usable.sum())
     return Packed(packing, samples[rows], starts[rows], sizes[rows], np.array(ends, np.int64), left_out)
+
+
+def _shuffled(count: int, group: int, key: U64) -> I64:
+    """0 … count-1, shuffled inside groups of so many neighbours, of which the first is shorter."""
+    places = np.arange(count)
+    short = int(key[0] % np.uint64(group)) + 1
+    number = (places + group - short) // group
+    starts = np.maximum(0, number * group - (group - short))
+    sizes = np.minimum(count, (number + 1) * group - (group - short)) - starts
+    return starts + permute(places - starts, sizes, key_of(key.astype(np.int64), number))
 
 
 def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:

@@ -42,6 +42,11 @@ def key_of(*parts: int | I64) -> U64:
     return key
 
 
+def short(key: U64) -> str:
+    """Eight characters that stand for a key, in states."""
+    return f"{int(key[0]) >> 32:08x}"
+
+
 def permute(values: I64, n: int | I64, key: U64) -> I64:
     """Where each of `values` goes in the permutation of [0, n) that `key` names. All three broadcast to one dimension."""
     return _walk(values, n, key, range(_ROUNDS))

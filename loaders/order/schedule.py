@@ -19,7 +19,7 @@ import numpy as np
 
 from dataio.core.errors import UsageError
 from loaders.order.lanes import Order
-from loaders.order.permutation import I64
+from loaders.order.permutation import I64, key_of, short
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,16 @@ class Plain:
         order = self.order
         return {
             "global_batch": order.batch,
-            "order": [order.chunk, order.lanes, order.window] if order.shuffle else [],
-            "drop_last": self.drop_last,
+            "order": [
+                *((order.chunk, order.lanes, order.window) if order.shuffle else ()),
+                *(("drop_last",) if self.drop_last else ()),
+            ],
         }
 
 
-def ordered_share(order: Order, stream: int, epoch: int, number: int, rank: int, world_size: int) -> Share:
+def ordered_share(
+    order: Order, stream: int, epoch: int, number: int, rank: int, world_size: int, bucket: int | None = None
+) -> Share:
     """A share of a batch all of which comes from one stream."""
     virtual = order.batch_of(epoch, number, rank, world_size)
     size = order.batch if number < order.full_batches else order.tail
@@ -124,7 +128,13 @@ def ordered_share(order: Order, stream: int, epoch: int, number: int, rank: int,
         np.full(len(virtual), epoch, np.int64),
         virtual,
         sizes(size, world_size),
+        bucket,
     )
+
+
+def orders_digest(orders: Sequence[Order], *more: int) -> str:
+    """Stands for what the orders of several streams are, beside their samples and the seed."""
+    return short(key_of(*(n for o in orders for n in (o.chunk, o.lanes, o.window, o.shuffle)), *more))
 
 
 def part(size: int, rank: int, world_size: int) -> range:

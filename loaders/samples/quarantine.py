@@ -3,7 +3,8 @@
 Purpose: one damaged sample costs itself and nothing else; nobody has to guess which it was.
 
 Invariants: what is refused is a pure function of the stored bytes and the order, never of timing, so every world size and every
-resumed run refuses and substitutes the same. Wrong *bytes* (a checksum that does not match, a missing shard) condemn
+resumed run refuses and substitutes the same; a list that is shared (`listed`) enters by its
+version. Wrong *bytes* (a checksum that does not match, a missing shard) condemn
 the sample wherever it comes up again: its number is part of the loader's state, so a later repair does not change a run that goes
 on. A *clip* that does not decode is refused in that one place; other clips of the same video may be whole.
 Failure behaviour: `CorruptionError` when more than `limit` samples were refused: then something larger is wrong. Each sample is
@@ -33,14 +34,24 @@ def refusals_allowed(limit: float, samples: int) -> int:
 
 
 class Quarantine:
-    """What one loader refused. Safe to share between threads."""
+    """What one loader refused. Safe to share between threads.
 
-    def __init__(self, limit: int, newly: Callable[[Refusal], None] = lambda _: None) -> None:
-        self._limit, self._newly = limit, newly
+    `newly` is told of each refused sample once, `keep` of each condemned one and its epoch: True if that remembers it
+    from now on, so that states need not.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        newly: Callable[[Refusal], None] = lambda _: None,
+        keep: Callable[[Refusal, int], bool] | None = None,
+    ) -> None:
+        self._limit, self._newly, self._keep = limit, newly, keep
         self._lock = threading.Lock()
         self._condemned: dict[tuple[int, int], MillraceError] = {}
         self._delivered: dict[tuple[int, int], Refusal] = {}
         self._loaded: frozenset[tuple[int, int]] = frozenset()
+        self._kept = set[tuple[int, int]]()
 
     def condemn(self, place: Place, error: MillraceError) -> None:
         """Never read this place's sample again. Known at once, listed when the batch is delivered."""
@@ -49,9 +60,10 @@ class Quarantine:
 
     def condemned(self, place: Place) -> MillraceError | None:
         """Why this place's sample is not read any more, or None."""
-        return self._condemned.get((place.source, place.sample.id))
+        known = place.asof.refuses(place) if place.asof is not None else None
+        return known or self._condemned.get((place.source, place.sample.id))
 
-    def deliver(self, refusals: Iterable[Refusal]) -> None:
+    def deliver(self, refusals: Iterable[Refusal], epoch: int = 0) -> None:
         """Take in what was refused for a batch that the trainer now gets; `newly` is told of each sample once."""
         for refusal in refusals:
             metrics.quarantined_samples.labels(refusal.code).inc()
@@ -63,6 +75,8 @@ class Quarantine:
                 self._newly(refusal)
             if known is None or (refusal.for_good and not known.for_good):
                 self._delivered[which] = refusal
+                if refusal.for_good and self._keep is not None and self._keep(refusal, epoch):
+                    self._kept.add(which)
         if len(self._delivered) > self._limit:
             last = next(reversed(self._delivered.values()))
             raise CorruptionError(
@@ -76,12 +90,13 @@ class Quarantine:
         return tuple(self._delivered.values())
 
     def state(self) -> tuple[tuple[int, int], ...]:
-        """Source and number of the samples that batches delivered so far condemned for good."""
-        return tuple(sorted(self._loaded | {which for which, r in self._delivered.items() if r.for_good}))
+        """Source and number of the samples that batches delivered so far condemned for good, and nobody else remembers."""
+        found = {which for which, refusal in self._delivered.items() if refusal.for_good}
+        return tuple(sorted((self._loaded | found) - self._kept))
 
     def load(self, condemned: Sequence[tuple[int, int]]) -> None:
         """Become what `state` returned."""
         reason = CorruptionError("its bytes were found to be wrong before this run was resumed")
         with self._lock:
             self._condemned = dict.fromkeys(condemned, reason)
-        self._delivered, self._loaded = {}, frozenset(condemned)
+        self._delivered, self._loaded, self._kept = {}, frozenset(condemned), set()

@@ -45,11 +45,6 @@ class AudioSpec:
         ):
             raise UsageError(f"{self} is not known", hint="policy 'mix' or 'first', features 'waveform' or LogMel(...)")
 
-    @property
-    def name(self) -> str:
-        """What the tensor is called in a batch."""
-        return "audio" if self.features == "waveform" else "mel"
-
     def samples(self, clip: Clip | None = None) -> int:
         """Samples a channel: seconds times rate, rounded half to even."""
         if self.seconds is not None:

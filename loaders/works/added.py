@@ -26,7 +26,7 @@ Tensors = Mapping[str, torch.Tensor]
 Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
 
 
-class _Around:
+class Around:
     """A work that does what another does, and more."""
 
     def __init__(self, inner: Work) -> None:
@@ -56,7 +56,7 @@ class _Around:
         raise NotImplementedError
 
 
-class WithColumns(_Around):
+class WithColumns(Around):
     """Lists these columns of the index, or promoted fields of the samples' JSON, in every batch; None where a sample
     has none."""
 
@@ -86,7 +86,7 @@ def check_columns(columns: Sequence[str], known: Sequence[str]) -> tuple[str, ..
     return tuple(dict.fromkeys(columns))
 
 
-class Transformed(_Around):
+class Transformed(Around):
     """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it; what it returns is batched."""
 
     def __init__(self, inner: Work, transform: Transform) -> None:

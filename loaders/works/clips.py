@@ -24,7 +24,7 @@ from loaders.samples.maker import DAMAGE
 from loaders.sound.decode import Hear, decode_audio
 from loaders.sound.spec import AudioSpec
 from loaders.works.cut import Cut
-from loaders.works.windows import finished_sound, silence
+from loaders.works.windows import finished_sound
 
 _WHOLE = Cut()
 
@@ -43,8 +43,8 @@ class Look:
 
 
 class ClipWork:
-    """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S) or
-    "mel", of which "audio_samples" are real."""
+    """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S),
+    of which "audio_samples" are real."""
 
     def __init__(self, look: Look, decoder: Decoder, hear: Hear = decode_audio) -> None:
         self._look, self._decoder, self._hear = look, decoder, hear
@@ -53,7 +53,7 @@ class ClipWork:
     def layout(self) -> Layout:
         if self._look.audio is None:
             return Layout(("video",), {"clip": torch.float64})
-        return Layout(("video", self._look.audio.name), {"clip": torch.float64, "audio_samples": torch.int64})
+        return Layout(("video", "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
 
     def members(self, sample: Sample) -> list[str]:
         infos = (sample.video, sample.audio if self._look.audio else None)
@@ -100,7 +100,7 @@ class ClipWork:
                 sound, values["audio_samples"] = self._sound(loaded, request, start, self._look.audio)
             except DAMAGE as error:
                 return error
-            tensors[self._look.audio.name] = sound
+            tensors["audio"] = sound
         return Finished(loaded.place.sample, tensors, values)
 
     def _fit(self, loaded: Loaded, request: Request, frames: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class ClipWork:
         info, video = loaded.place.sample.audio, request.info
         samples = spec.samples(self._look.clip)
         if info is None:
-            return silence(spec, samples), 0
+            return torch.zeros(spec.channels, samples), 0
         if info.ext != video.ext:  # a file of its own: it begins when the video does
             start -= video.start_pts * video.time_base
         return finished_sound(self._hear, loaded, info, start, spec, samples)

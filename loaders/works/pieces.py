@@ -15,7 +15,8 @@ import numpy as np
 from dataio.core.errors import MillraceError, UnsupportedError, UsageError
 from loaders.contract import Finished, Layout, Loaded
 from loaders.decode.isolated import IsolatedDecoder
-from loaders.order.packing import Packed, Packing, pack
+from loaders.order.packing import Packing
+from loaders.order.permutation import I64
 from loaders.plan import Stream, column
 from loaders.samples.maker import DAMAGE
 from loaders.sound.spec import AudioSpec
@@ -35,7 +36,7 @@ class PieceWork(WindowWork):
 
     @property
     def layout(self) -> Layout:
-        return Layout((self._spec.name,), {"start": None, "audio_samples": None}, self._capacity)
+        return Layout(("audio",), {"start": None, "audio_samples": None}, self._capacity)
 
     def _one(self, loaded: Loaded) -> Finished | MillraceError:
         info, fit = loaded.place.sample.audio, loaded.place.fit
@@ -47,10 +48,10 @@ class PieceWork(WindowWork):
         except DAMAGE as error:
             return error
         values = {"start": float(start), "audio_samples": real, "fit": fit}
-        return Finished(loaded.place.sample, {self._spec.name: sound}, values)
+        return Finished(loaded.place.sample, {"audio": sound}, values)
 
 
-def pack_stream(stream: Stream, packing: Packing, rate: int) -> Packed:
-    """The recordings of a stream packed by their lengths at `rate` Hz, as the index knows them."""
+def lengths(stream: Stream, rate: int) -> I64:
+    """Samples of each recording of a stream at `rate` Hz, as the index knows them."""
     samples, rates = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))
-    return pack(np.floor(samples / rates * rate + 1e-6).astype(np.int64), packing)
+    return np.floor(samples / rates * rate + 1e-6).astype(np.int64)

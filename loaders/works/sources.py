@@ -13,10 +13,10 @@ from dataclasses import replace
 from dataio.core.errors import MillraceError
 from dataio.shards.contract import Sample
 from loaders.contract import Finished, Layout, Loaded, Place, Work
-from loaders.works.added import _Around
+from loaders.works.added import Around
 
 
-class Named(_Around):
+class Named(Around):
     """Lists the name of each sample's source as "source"."""
 
     def __init__(self, inner: Work, names: Sequence[str]) -> None:

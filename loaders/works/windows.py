@@ -1,4 +1,4 @@
-"""Sound alone: choose the window, decode it, resample it, and compute its features.
+"""Sound alone: choose the window, decode it, and resample it.
 
 Purpose: the `Work` behind `AudioLoader`, and `finished_sound`, by which clips get theirs.
 Invariants: those of `loaders.contract`; the first sample of a window is the one that `loaders.sound.window.begin` names.
@@ -18,14 +18,12 @@ from loaders.contract import Finished, Layout, Loaded
 from loaders.decode.isolated import IsolatedDecoder
 from loaders.samples.maker import DAMAGE
 from loaders.sound.decode import Hear, decode_audio
-from loaders.sound.features import LogMel
-from loaders.sound.mel import log_mel
 from loaders.sound.spec import AudioSpec
 from loaders.sound.window import Window, begin
 
 
 class WindowWork:
-    """Makes windows: "audio" float32 (C, S) or "mel" (C, bands, frames), "start" their beginning in seconds after the sound's
+    """Makes windows: "audio" float32 (C, S), "start" their beginning in seconds after the sound's
     own, and "audio_samples", how many samples are real sound."""
 
     def __init__(self, window: Window, spec: AudioSpec, apart: IsolatedDecoder | None = None) -> None:
@@ -34,7 +32,7 @@ class WindowWork:
 
     @property
     def layout(self) -> Layout:
-        return Layout((self._spec.name,), {"start": torch.float64, "audio_samples": torch.int64})
+        return Layout(("audio",), {"start": torch.float64, "audio_samples": torch.int64})
 
     def members(self, sample: Sample) -> list[str]:
         return [] if sample.audio is None else [sample.audio.ext]
@@ -61,7 +59,7 @@ class WindowWork:
             )
         except DAMAGE as error:
             return error
-        return Finished(loaded.place.sample, {self._spec.name: sound}, {"start": float(start), "audio_samples": real})
+        return Finished(loaded.place.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
 
 
 def finished_sound(
@@ -76,13 +74,4 @@ def finished_sound(
 ) -> tuple[torch.Tensor, int]:
     """The tensor of `samples` samples from `start`, as `spec` wants it, and how many of them are real sound."""
     sound, real = hear(loaded.members[info.ext], info, start, spec, samples, from_first)
-    tensor = torch.from_numpy(sound)
-    if isinstance(spec.features, LogMel):
-        tensor = log_mel(tensor, spec.sample_rate, spec.features)
-    return tensor, real
-
-
-def silence(spec: AudioSpec, samples: int) -> torch.Tensor:
-    """What stands for sound that is not there."""
-    tensor = torch.zeros(spec.channels, samples)
-    return log_mel(tensor, spec.sample_rate, spec.features) if isinstance(spec.features, LogMel) else tensor
+    return torch.from_numpy(sound), real

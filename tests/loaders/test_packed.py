@@ -17,7 +17,8 @@ from dataio import pack
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import AudioLoader, Durations, LogMel, Mixture, Packing, Window
-from loaders.works.pieces import pack_stream
+from loaders.order.packing import pack as packed_by
+from loaders.works.pieces import lengths as lengths_at
 
 RATE = 8_000
 LENGTHS = [0.1, 0.45, 0.3, 0.8, 0.2, 1.7, 0.5, 0.25, 0.6, 0.35, 0.15, 0.9]
@@ -84,6 +85,58 @@ def test_every_sample_of_every_recording_comes_once_an_epoch_and_all_else_is_sil
                     rest[begin:end] = False
                 assert not sound[0, rest].any()
         assert all((counts == 1).all() for counts in heard.values())
+
+
+def heard(batches: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], ...]]:
+    """Which recordings share each row."""
+    return [tuple(tuple(keys) for keys in batch["key"]) for batch in batches]
+
+
+ANEW = Packing(RATE, lookahead=3, anew=True)
+
+
+def test_packed_anew_other_recordings_share_a_row_in_each_epoch_and_all_come_once(make: Make) -> None:
+    loader = make(packing=ANEW)
+    partners = []
+    for epoch in range(6):
+        assert loader.epoch == epoch
+        (packed,) = loader.packed
+        batches = list(loader)
+        assert sum(len(batch["key"]) for batch in batches) == len(packed)
+        assert len(batches) == -(-len(packed) // 2)
+        lasting = dict.fromkeys(map("{:02}".format, range(len(LENGTHS))), 0)
+        for batch in batches:
+            for pieces, keys in zip(batch["pieces"], batch["key"], strict=True):
+                for (begin, end), key in zip(pieces.tolist(), keys, strict=True):
+                    lasting[key] += end - begin
+        assert lasting == {f"{number:02}": len(tone(number)) for number in range(len(LENGTHS))}
+        partners.append({frozenset(keys) for batch in batches for keys in batch["key"]})
+    assert len({frozenset(rows) for rows in partners}) > 3
+
+
+def test_packed_anew_any_world_size_and_any_resume_see_the_same_rows(make: Make) -> None:
+    alone = make(batch_size=6, packing=ANEW)
+    whole = [row for _ in range(3) for row in heard(list(alone))]
+    ranks = [make(batch_size=3, packing=ANEW, rank=rank, world_size=2) for rank in range(2)]
+    found = []
+    for _ in range(2):
+        found += [sum(parts, ()) for parts in zip(*(heard(list(rank)) for rank in ranks), strict=True)]
+    state = json.loads(json.dumps(ranks[0].state_dict()))
+    last = make(batch_size=6, packing=ANEW)
+    last.load_state_dict(state)
+    found += heard(list(last))
+    assert found == whole
+    middle = make(batch_size=2, packing=ANEW, rank=2, world_size=3)
+    middle.load_state_dict(state | {"epoch": 2, "batch": 1})
+    assert heard(list(middle)) == [row[2 * len(row) // 3 :] for row in heard(list(_third(make)))[1:]]
+    loss = make(batch_size=6, packing=PACKING).load_state_dict(state, force=True)
+    assert loss is not None
+
+
+def _third(make: Make) -> AudioLoader:
+    loader = make(batch_size=6, packing=ANEW)
+    loader.load_state_dict(loader.state_dict() | {"epoch": 2})
+    return loader
 
 
 def test_the_loader_says_how_much_is_padding(make: Make) -> None:
@@ -158,7 +211,7 @@ def test_rates_are_those_that_are_asked_for(make: Make, recordings: Dataset) -> 
     lengths = [end - begin for pieces in batch["pieces"] for begin, end in pieces.tolist()]
     assert set(lengths) <= {min(2 * len(tone(n)), 2 * RATE) for n in range(12)} | {2 * len(tone(5)) - 2 * RATE}
     stream = loader._plan.streams[0]
-    assert len(pack_stream(stream, PACKING, RATE)) == len(make().packed[0])
+    assert len(packed_by(lengths_at(stream, RATE), PACKING)) == len(make().packed[0])
 
 
 def test_buckets_of_durations_give_batches_of_one_length(make: Make) -> None:
@@ -177,12 +230,13 @@ def test_buckets_of_durations_give_batches_of_one_length(make: Make) -> None:
     assert sorted(seen) == [f"{number:02}" for number in range(12)]
 
 
-def test_what_does_not_go_with_packing_is_refused(make: Make) -> None:
+def test_what_does_not_go_with_packing_is_refused(make: Make, recordings: Dataset) -> None:
     for match, options in (
         ("leave window and buckets out", {"window": 1.0}),
         ("leave window and buckets out", {"buckets": Durations((1,), 5), "batch_size": None}),
         ("start='every'", {"buckets": Durations((1,), 5), "packing": None, "window": Window(start="every")}),
         ("samples of sound", {"features": LogMel()}),
+        ("Packing.anew", {"source": Mixture({"all": recordings}), "packing": ANEW}),
     ):
         with pytest.raises(UsageError, match=match):
             make(**options)

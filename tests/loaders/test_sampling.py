@@ -118,7 +118,7 @@ def test_each_source_has_its_own_epochs_and_draws_its_clips_anew(make: Make, mix
         assert any(sorted(one) != sorted(next_) for one, next_ in pairwise(epochs))
 
 
-@pytest.mark.parametrize("kind", ["mixture", "buckets", "evaluation"])
+@pytest.mark.parametrize("kind", ["mixture", "buckets", "both", "evaluation"])
 def test_any_world_size_sees_the_same_batches_and_resumes_where_the_other_stopped(
     make: Make, mixture: Mixture, dataset: Dataset, kind: str
 ) -> None:
@@ -130,6 +130,8 @@ def test_any_world_size_sees_the_same_batches_and_resumes_where_the_other_stoppe
             return make(mixture, 6 // world_size, **place)
         if kind == "buckets":
             return make(dataset, None, size=None, buckets=SHAPES, clip=Clip(2, 2, per_video=4), **place)
+        if kind == "both":
+            return make(mixture, None, size=None, buckets=SHAPES, clip=Clip(2, 2, per_video=4), **place)
         return make(dataset, 6 // world_size, evaluate=True, clip=Clip(2, 2, per_video=3), **place)
 
     whole = take(loader(1, 0), 6)
@@ -164,6 +166,48 @@ def test_buckets_give_batches_of_one_shape_within_the_budget(make: Make, dataset
             assert abs(math.log(height / width) - tall) == min(abs(math.log(h / w) - tall) for h, w in sizes)
         seen.update(zip(batch["key"], batch["clip"].tolist(), strict=True))
     assert sum(seen.values()) == 8 * 4
+
+
+def test_a_mixture_in_buckets_keeps_to_the_weights_and_every_batch_is_of_one_shape(
+    make: Make, mixture: Mixture
+) -> None:
+    loader = make(mixture, None, size=None, buckets=SHAPES, clip=Clip(2, 2, per_video=4))
+    batches = take(loader, 24)
+    for batch in batches:
+        bucket = SHAPES.buckets[batch["bucket"]]
+        assert batch["video"].shape[3:] == bucket.size
+    late = Counter(source for batch in batches[4:] for source in batch["source"])
+    assert late["five"] / late.total() == pytest.approx(5 / 6, abs=0.12)
+    taken = {name: row[2] for name, row in loader.state_dict()["sources"].items()}
+    assert taken == Counter(source for batch in batches for source in batch["source"])
+    plain = make(mixture, clip=Clip(2, 2, per_video=4))
+    with pytest.raises(MismatchError, match=r"(buckets|global_batch) was"):
+        plain.load_state_dict(loader.state_dict())
+    loss = plain.load_state_dict(loader.state_dict(), force=True)
+    assert loss is not None
+    assert loss.again is not None
+
+
+@pytest.mark.parametrize("in_buckets", [False, True])
+def test_an_evaluation_of_a_mixture_sees_each_source_once_and_each_batch_is_of_one(
+    make: Make, mixture: Mixture, in_buckets: bool
+) -> None:
+    options: dict[str, Any] = {"evaluate": True, "clip": Clip(2, 2, start="center")}
+    if in_buckets:
+        options |= {"buckets": SHAPES, "size": None, "batch_size": None}
+    loader = make(mixture, **options)
+    for _ in range(2):
+        seen, per_source = [], Counter[str]()
+        for batch in loader:
+            assert len(set(batch["source"])) == 1
+            assert sum(batch["sizes"]) == len(batch["key"])
+            assert ("bucket" in batch) == in_buckets
+            seen.extend(zip(batch["source"], batch["key"], strict=True))
+            per_source[batch["source"][0]] += batch["sizes"][0]
+        assert len(set(seen)) == len(seen) == 8
+        assert per_source == {"five": 5, "three": 3}
+    for force in (False, True):
+        assert not make(mixture, **options).load_state_dict(loader.state_dict(), force=force)
 
 
 def test_an_evaluation_sees_every_clip_once_and_names_the_dry_ranks(make: Make) -> None:
@@ -276,9 +320,6 @@ def test_forcing_another_dataset_says_that_nobody_knows_and_drops_the_quarantine
 
 def test_what_does_not_go_together_is_refused(make: Make, mixture: Mixture, dataset: Dataset) -> None:
     for match, wrong in (
-        ("a mixture and buckets", lambda: make(mixture, None, buckets=SHAPES, size=None)),
-        ("a mixture and evaluate", lambda: make(mixture, evaluate=True)),
-        ("buckets and evaluate", lambda: make(dataset, None, buckets=SHAPES, size=None, evaluate=True)),
         ("batch_size is missing", lambda: make(dataset, None)),
         ("leave batch_size out", lambda: make(dataset, 4, buckets=SHAPES, size=None)),
         ("leave size out", lambda: make(dataset, None, buckets=SHAPES)),

@@ -8,15 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataio.core.errors import UsageError
-from loaders.order.packing import MAX_LOOKAHEAD, Packing, Piece, pack
+from loaders.order.packing import GROUP, MAX_LOOKAHEAD, Packing, Piece, pack
+from loaders.order.permutation import U64, key_of
 
 lengths = st.lists(st.integers(0, 300), min_size=1, max_size=120).filter(any)
 packings = st.builds(Packing, st.integers(1, 200), st.integers(1, 40))
 
 
-@given(lengths, packings)
-def test_every_unit_of_sound_is_in_exactly_one_piece(sizes: list[int], packing: Packing) -> None:
-    packed = pack(sizes, packing)
+keys = st.none() | st.integers(0, 2**64 - 1).map(key_of)
+
+
+@given(lengths, packings, keys)
+def test_every_unit_of_sound_is_in_exactly_one_piece(sizes: list[int], packing: Packing, key: U64 | None) -> None:
+    packed = pack(sizes, packing, key)
     pieces = sorted(
         (p for n in range(len(packed)) for p in packed.sequence(n)), key=lambda piece: (piece.sample, piece.start)
     )
@@ -29,9 +33,9 @@ def test_every_unit_of_sound_is_in_exactly_one_piece(sizes: list[int], packing: 
     assert packed.dropped == sizes.count(0)
 
 
-@given(lengths, packings)
-def test_no_sequence_is_longer_than_the_capacity(sizes: list[int], packing: Packing) -> None:
-    packed = pack(sizes, packing)
+@given(lengths, packings, keys)
+def test_no_sequence_is_longer_than_the_capacity(sizes: list[int], packing: Packing, key: U64 | None) -> None:
+    packed = pack(sizes, packing, key)
     used = [sum(piece.length for piece in packed.sequence(n)) for n in range(len(packed))]
     assert max(used) <= packing.capacity
     assert min(used) > 0
@@ -49,6 +53,30 @@ def test_pieces_of_a_sequence_are_ordered_and_within_the_lookahead(sizes: list[i
         at = [number[piece.sample, piece.start] for piece in packed.sequence(n)]
         assert at == sorted(at)
         assert at[0] // packing.lookahead == at[-1] // packing.lookahead
+
+
+@given(lengths, packings, keys)
+def test_with_a_key_pieces_of_a_sequence_lie_within_a_group_of_windows(
+    sizes: list[int], packing: Packing, key: U64 | None
+) -> None:
+    packed = pack(sizes, packing, key)
+    number = {}
+    for sample, size in enumerate(sizes):
+        for start in range(0, size, packing.capacity):
+            number[sample, start] = len(number)
+    for n in range(len(packed)):
+        at = [number[piece.sample, piece.start] for piece in packed.sequence(n)]
+        assert at == sorted(at)
+        assert at[-1] - at[0] < 2 * GROUP * packing.lookahead
+
+
+def test_every_key_packs_otherwise_and_as_tightly() -> None:
+    spoken = np.random.default_rng(3).integers(1, 100, 4000)
+    found = [pack(spoken, Packing(250, 64), key) for key in (None, key_of(1), key_of(2))]
+    rows = [{tuple(piece.sample for piece in one.sequence(n)) for n in range(len(one))} for one in found]
+    assert len(rows[0] & rows[1]) + len(rows[1] & rows[2]) < 0.1 * len(rows[0])
+    assert max(one.waste for one in found) < 0.06
+    assert all((found[1].ends == pack(spoken, Packing(250, 64), key_of(1)).ends).tolist())
 
 
 @given(lengths, st.integers(1, 200))

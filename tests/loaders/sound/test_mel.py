@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from dataio.core.errors import UsageError
+from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError, UsageError
+from dataio.shards.contract import Sample
 from loaders import AudioSpec, LogMel
+from loaders.contract import Finished, Layout, Loaded, Place, Work
+from loaders.sound.dali_mel import MAX_CHANNELS, DaliMel
 from loaders.sound.mel import log_mel
+from loaders.works.mels import mels
 
 RATE = 16_000
 
@@ -56,7 +62,7 @@ def _inverse(mel: Any, wanted: float, high: float) -> float:
     return low
 
 
-@pytest.mark.parametrize(
+EACH = pytest.mark.parametrize(
     "what",
     [
         LogMel(),
@@ -64,10 +70,25 @@ def _inverse(mel: Any, wanted: float, high: float) -> float:
         LogMel(bands=23, low=60.0, high=7600.0, floor=1e-5),
     ],
 )
+
+
+def sweep(seconds: float = 1.0) -> np.ndarray:
+    """A rising tone and noise: float32 (S,)."""
+    time = np.arange(round(seconds * RATE)) / RATE
+    noise = np.random.default_rng(7).standard_normal(len(time))
+    return (0.3 * np.sin(2 * np.pi * (100 + 2000 * time) * time) + 0.05 * noise).astype(np.float32)
+
+
+def apart(one: torch.Tensor, other: torch.Tensor, what: LogMel) -> float:
+    """How far two spectrograms differ where the power is at least 1e-6 of the largest."""
+    power = other.exp() if what.log == "natural" else 10**other
+    loud = power >= 1e-6 * power.max()
+    return float((one - other)[loud].abs().max())
+
+
+@EACH
 def test_log_mel_is_within_its_stated_tolerance(what: LogMel) -> None:
-    rng = np.random.default_rng(7)
-    time = np.arange(RATE) / RATE
-    sound = (0.3 * np.sin(2 * np.pi * (100 + 2000 * time) * time) + 0.05 * rng.standard_normal(RATE)).astype(np.float32)
+    sound = sweep()
     found = log_mel(torch.from_numpy(sound[None]), RATE, what)[0].numpy()
     expected = slow(sound, what)
     assert found.shape == expected.shape == (what.bands, what.frames(RATE))
@@ -97,10 +118,60 @@ def test_spectrograms_that_the_sound_cannot_fill_are_refused_before_anything_sta
         AudioSpec(16000, seconds=0.01, features=LogMel()).samples()
 
 
+@pytest.fixture
+def several() -> list[torch.Tensor]:
+    """Sounds of other lengths and channels, more channels than one run of a graph takes."""
+    stereo = torch.from_numpy(np.stack([sweep(), sweep()[::-1].copy()]))
+    return [stereo, torch.zeros(1, 3000), *(torch.from_numpy(sweep(0.1 + n / 100))[None] for n in range(MAX_CHANNELS))]
+
+
+@EACH
+def test_dalis_graph_is_within_the_stated_tolerance_on_the_cpu(what: LogMel, several: list[torch.Tensor]) -> None:
+    graph = DaliMel(what, RATE)
+    for _ in range(2):  # the second time by the graph that is there
+        for found, sound in zip(graph(several), several, strict=True):
+            expected = log_mel(sound, RATE, what)
+            assert found.shape == expected.shape
+            assert found.dtype == torch.float32
+            assert apart(found, expected, what) < 1e-3
+    graph.close()
+
+
+def test_dalis_graph_is_not_there_without_the_gpu_that_is_asked_for() -> None:
+    with pytest.raises(UnsupportedError, match="no GPU number 99"):
+        DaliMel(LogMel(), RATE, 99)
+
+
+def test_spectrograms_stand_in_the_place_of_sound_for_clips_and_windows_alike() -> None:
+    sample = Sample(0, "a", "s", (), 1.0)
+    place = Loaded(Place(0, 0, sample), {})
+
+    class Heard:
+        layout = Layout(("video", "audio"), {"clip": torch.float64})
+
+        def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+            sound = torch.from_numpy(sweep())[None]
+            whole = Finished(sample, {"video": torch.zeros(1), "audio": sound}, {"clip": 0.5})
+            return [whole, CorruptionError("bad"), replace(whole, tensors=whole.tensors | {"audio": sound * 0})]
+
+    work = mels(cast(Work, Heard()), AudioSpec(RATE, seconds=1.0, features=LogMel()), torch.device("cpu"))
+    assert work.layout.tensors == ("video", "mel")
+    first, bad, last = work.do([place] * 3)
+    assert isinstance(bad, CorruptionError)
+    assert isinstance(first, Finished)
+    assert isinstance(last, Finished)
+    assert list(first.tensors) == ["video", "mel"]
+    assert first.values == {"clip": 0.5}
+    assert torch.equal(first.tensors["mel"], log_mel(torch.from_numpy(sweep())[None], RATE, LogMel()))
+    assert torch.all(last.tensors["mel"] == math.log(1e-10))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-def test_on_a_gpu_it_is_within_the_same_tolerance() -> None:
-    sound = 0.1 * torch.randn(2, RATE)
-    cpu, gpu = log_mel(sound, RATE, LogMel()), log_mel(sound.cuda(), RATE, LogMel())
-    assert gpu.is_cuda
-    assert (gpu.cpu() - cpu).abs().max() < 1e-3
+@EACH
+def test_on_a_gpu_it_is_within_the_same_tolerance(what: LogMel, several: list[torch.Tensor]) -> None:
+    graph = DaliMel(what, RATE, 0)
+    for found, sound in zip(graph(several), several, strict=True):
+        assert found.is_cuda
+        assert apart(found.cpu(), log_mel(sound, RATE, what), what) < 1e-3
+        assert apart(log_mel(sound.cuda(), RATE, what).cpu(), log_mel(sound, RATE, what), what) < 1e-3

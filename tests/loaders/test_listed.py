@@ -1,0 +1,295 @@
+"""A shared list of bad samples: in versions, agreed on without talking, and the same for a run that is restored later."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
+from dataio.shards.dataset import Dataset
+from dataio.store.contract import Buffer, Store
+from dataio.store.open import open_store
+from dataio.store.wrapper import Wrapper
+from loaders import Clip, QuarantineList, VideoLoader
+from loaders.samples import listed
+from loaders.samples.listed import Entry, spot_of
+
+Make = Callable[..., VideoLoader]
+
+
+def entry(number: int, **more: Any) -> Entry:
+    return Entry("s3://bucket/clips", "shards/0.tar", number, f"key{number}", "corruption", "it is bad", **more)
+
+
+# -- the list itself
+
+
+def test_a_version_holds_all_that_was_added_up_to_it_and_never_changes(store: Store) -> None:
+    one = QuarantineList(store)
+    assert (one.newest(), one.entries(), one.digest(0)) == (0, [], "")
+    assert one.append([entry(1), entry(2)]) == 1
+    assert one.append([entry(2)]) == 1  # it is there
+    before = one.digest(1)
+    other = QuarantineList(store)
+    assert other.append([entry(2), entry(3)]) == 2
+    for each in (one, other):
+        assert [e.offset for e in each.entries(1)] == [1, 2]
+        assert [e.offset for e in each.entries()] == [1, 2, 3]
+        assert each.digest(1) == before != each.digest(2)
+    with pytest.raises(CorruptionError, match="has 2 versions, and version 7"):
+        one.digest(7)
+
+
+def test_writers_at_once_lose_nothing_and_agree_on_each_epochs_version(tmp_path: Path) -> None:
+    lists = [QuarantineList(tmp_path / "list") for _ in range(4)]
+    decided: list[list[int]] = [[] for _ in lists]
+    begin = threading.Barrier(len(lists))
+
+    def rank(number: int) -> None:
+        begin.wait()
+        for epoch in range(6):
+            lists[number].append([entry(100 * number + epoch)])
+            decided[number].append(lists[number].adopted("run", epoch))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(lists))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert decided.count(decided[0]) == len(lists)
+    assert len(lists[0].entries()) == 24
+    assert QuarantineList(tmp_path / "list").adopted("run", 3) == decided[0][3]
+
+
+def test_what_a_run_goes_by_is_its_version_and_what_it_found_itself_by_then(tmp_path: Path) -> None:
+    bad = QuarantineList(tmp_path / "list")
+    bad.append([entry(1)])
+    bad.append([entry(2, run="mine", epoch=3)])
+    bad.append([entry(3, run="another")])
+
+    def refused(version: int, epoch: int) -> list[int]:
+        return [n for n in (1, 2, 3, 4) if bad.refused(entry(n).spot, version, "mine", epoch)]
+
+    assert refused(0, 2) == []
+    assert refused(1, 2) == [1]
+    assert refused(1, 3) == refused(1, 4) == [1, 2]
+    assert refused(3, 0) == [1, 2, 3]
+
+
+def test_a_pinned_list_stays_as_it_is_and_writes_nothing(tmp_path: Path) -> None:
+    QuarantineList(tmp_path / "list").append([entry(1)])
+    files = sorted(tmp_path.rglob("*"))
+    pinned = QuarantineList(tmp_path / "list", version=1)
+    assert pinned.adopted("run", 5) == 1
+    with pytest.raises(UsageError, match="opened at version 1"):
+        pinned.append([entry(2)])
+    assert sorted(tmp_path.rglob("*")) == files
+    with pytest.raises(UsageError, match="no version -1"):
+        QuarantineList(tmp_path / "list", version=-1)
+
+
+@pytest.mark.parametrize("broken", [b"", b"[]", b'{"format": 9, "entries": [], "nonce": ""}', b'{"format": 1}'])
+def test_objects_that_are_no_part_of_a_list_are_refused(store: Store, broken: bytes) -> None:
+    store.put("entries/00000001.json", broken)
+    with pytest.raises(CorruptionError, match=r"entries/00000001\.json"):
+        QuarantineList(store).newest()
+
+
+def test_a_list_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listed, "MAX_VERSIONS", 2)
+    bad = QuarantineList(store)
+    for number in range(2):
+        bad.append([entry(number)])
+    with pytest.raises(CapacityError, match="full"):
+        bad.append([entry(2)])
+
+
+# -- loaders that go by it
+
+
+@pytest.fixture
+def damaged(made_dataset: Dataset, tmp_path: Path) -> Path:
+    """A copy of the dataset, and a function's worth of damage: see `hurt`."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(made_dataset.url.removeprefix("file://"), copy)
+    return copy
+
+
+def hurt(folder: Path, number: int) -> None:
+    """Change a byte of a sample; twice repairs it."""
+    with Dataset(folder) as dataset:
+        sample = dataset.sample(number)
+    member = sample.member(sample.video.ext if sample.video else "")
+    with (folder / sample.shard).open("r+b") as shard:
+        shard.seek(member.offset + member.length // 2)
+        byte = shard.read(1)
+        shard.seek(-1, 1)
+        shard.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.fixture
+def make(damaged: Path, tmp_path: Path) -> Iterator[Make]:
+    made = []
+
+    def loader(**options: Any) -> VideoLoader:
+        options = {"batch_size": 4, "quarantine_list": tmp_path / "list", "quarantine_limit": 8, "seed": 5} | options
+        made.append(VideoLoader(damaged, clip=Clip(2, per_video=3), size=(16, 16), sidecar=None, threads=2, **options))
+        return made[-1]
+
+    yield loader
+    for one in made:
+        one.close()
+
+
+def take(loader: VideoLoader, count: int) -> list[tuple[list[int], str]]:
+    """Numbers and pixels of so many batches."""
+    found: list[tuple[list[int], str]] = []
+    while len(found) < count:
+        for batch in loader:
+            found.append((batch["id"].tolist(), batch["video"].numpy().tobytes().hex()))
+            if len(found) == count:
+                break
+    return found
+
+
+def by_hand(folder: Path, number: int) -> Entry:
+    with Dataset(folder) as dataset:
+        sample = dataset.sample(number)
+        return Entry(*spot_of(sample, dataset.url), sample.key, "corruption", "looked at by hand")
+
+
+def ids(batches: list[tuple[list[int], str]]) -> set[int]:
+    return {number for numbers, _ in batches for number in numbers}
+
+
+def test_a_restored_run_repeats_its_substitutions_although_the_list_has_grown(
+    make: Make, damaged: Path, tmp_path: Path
+) -> None:
+    bad = QuarantineList(tmp_path / "list")
+    bad.append([by_hand(damaged, 1)])
+    interrupted = make()
+    before = take(interrupted, 2)
+    state = json.loads(json.dumps(interrupted.state_dict()))
+    assert state["listed"] == [1, bad.digest(1)]
+    assert state["quarantine"] == []  # the list remembers
+    whole = before + take(interrupted, 4)
+    assert 1 not in ids(whole)
+    bad.append([by_hand(damaged, 6)])
+    assert 6 in ids(whole)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert before + take(resumed, 4) == whole
+    assert take(resumed, 6) == take(interrupted, 6)  # the next epoch, by the version that was agreed on
+    fresh = make(seed=6)
+    assert not {1, 6} & ids(take(fresh, 6))
+
+
+def test_ranks_that_come_late_to_an_epoch_go_by_the_version_of_the_first(
+    make: Make, damaged: Path, tmp_path: Path
+) -> None:
+    alone = make()
+    first = take(alone, 6)
+    QuarantineList(tmp_path / "list").append([by_hand(damaged, 2)])
+    parts = [take(make(batch_size=2, rank=rank, world_size=2), 6) for rank in range(2)]
+    assert [a + b for (a, _), (b, _) in zip(*parts, strict=True)] == [numbers for numbers, _ in first]
+    assert 2 in ids(first)
+
+
+def test_what_a_run_finds_itself_is_left_out_also_when_it_was_repaired_before_the_resume(
+    make: Make, damaged: Path, tmp_path: Path
+) -> None:
+    hurt(damaged, 3)
+    interrupted = make()
+    state = json.loads(json.dumps(interrupted.state_dict()))
+    whole = take(interrupted, 12)
+    assert 3 not in ids(whole)
+    (found,) = QuarantineList(tmp_path / "list").entries()
+    assert (found.shard, found.epoch) == (interrupted.dataset.sample(3).shard, 0)
+    assert interrupted.state_dict()["quarantine"] == []
+    hurt(damaged, 3)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert take(resumed, 12) == whole
+    assert [one.id for one in resumed.quarantine] == [3]
+    assert 3 in ids(take(make(quarantine_list=None), 6))
+
+
+def test_newer_entries_are_taken_over_when_asked_for_and_the_state_says_so(
+    make: Make, damaged: Path, tmp_path: Path
+) -> None:
+    loader, other = make(), make()
+    take(loader, 2)
+    take(other, 2)
+    QuarantineList(tmp_path / "list").append([by_hand(damaged, n) for n in (0, 4)])
+    assert loader.update_quarantine() == 1
+    assert other.update_quarantine(1) == 1
+    rest = take(loader, 4)
+    assert not {0, 4} & ids(rest)
+    assert take(other, 2) == rest[:2]
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(other.state_dict())))
+    assert take(resumed, 2) == rest[2:]
+    with pytest.raises(UsageError, match="goes by no list"):
+        make(quarantine_list=None).update_quarantine()
+
+
+def test_a_state_says_which_list_it_needs(make: Make, damaged: Path, tmp_path: Path) -> None:
+    QuarantineList(tmp_path / "list").append([by_hand(damaged, 1)])
+    QuarantineList(tmp_path / "other").append([by_hand(damaged, 2)])
+    state = make().state_dict()
+    for wrong in (None, tmp_path / "other", tmp_path / "empty"):
+        loader = make(quarantine_list=wrong)
+        with pytest.raises(MismatchError, match="quarantine_list was"):
+            loader.load_state_dict(state)
+        loss = loader.load_state_dict(state, force=True)
+        assert loss is not None
+        assert [one.field for one in loss.fields] == ["quarantine_list"]
+    none = make(quarantine_list=None).state_dict()
+    assert "listed" not in none
+    late = make()
+    late.load_state_dict(none)  # the interrupted run had no list: this epoch has none
+    assert 1 in ids(take(late, 6))
+    with pytest.raises(UsageError, match="names no version"):
+        late.load_state_dict(state | {"listed": ["x", 1]})
+
+
+class Sealed(Wrapper):
+    """A store that takes no entries."""
+
+    refused = 0
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        if key.startswith("entries"):
+            Sealed.refused += 1
+            raise TransientError("nobody writes here")
+        return super().put_if_absent(key, data)
+
+
+def test_what_the_list_cannot_take_stays_in_the_state(
+    make: Make, damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hurt(damaged, 3)
+    with open_store(tmp_path / "sealed") as store:
+        loader = make(quarantine_list=QuarantineList(Sealed(store)))
+        take(loader, 6)
+        assert Sealed.refused
+        assert loader.state_dict()["quarantine"] == [3]
+        assert "cannot take them" in caplog.text
+        pinned = make(quarantine_list=QuarantineList(store, version=0))
+        take(pinned, 6)
+        assert pinned.state_dict()["quarantine"] == [3]
+    assert torch.utils.data.get_worker_info() is None
+
+
+def test_a_list_that_cannot_be_opened_lets_go_of_the_dataset(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for wrong in ({"quarantine_list": "nosuch://x"}, {"quarantine_limit": -1}):
+        with pytest.raises(UsageError):
+            make(**wrong)
