@@ -22,7 +22,8 @@ class SaveResult:
     "sidecar" or "process". `waited`: seconds that the trainer was held later, by what was still being copied (an optimizer's
     step, `copied`, `staged`). `sliced`: the state was larger than the memory for staging it. `kept`:
     seconds after which all of it was in the node's tier, None where there is none; what is only kept is not a result.
-    `encodings`: by codec, (raw, stored) bytes of what this rank wrote.
+    `encodings`: by codec, (raw, stored) bytes of what this rank wrote. `diverged`: tensors that should be the same on several
+    ranks and were not.
     """
 
     run: str
@@ -39,6 +40,7 @@ class SaveResult:
     sliced: bool = False
     encodings: dict[str, tuple[int, int]] = field(default_factory=dict)
     kept: float | None = None
+    diverged: tuple[str, ...] = ()
 
 
 class Copy(Protocol):
@@ -50,13 +52,15 @@ class Copy(Protocol):
 
 
 class Handle:
-    """One save. `stall` in seconds; `carrier` says who carries it: "process", or "sidecar" once it has taken over."""
+    """One save. `stall` in seconds; `carrier` says who carries it: "process", or "sidecar" once it has taken over; `diverged` as
+    in `SaveResult`."""
 
     def __init__(self, step: int, attempt: str) -> None:
         self.step, self.attempt = step, attempt
         self.stall = 0.0
         self.carrier = "process"
         self.fetched = False
+        self.diverged: tuple[str, ...] = ()
         self._copy: Copy | None = None
         self._waited = 0.0
         self._staged, self._done = threading.Event(), threading.Event()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -71,22 +71,33 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """A tensor, or a part of one, of which several ranks (`holders`, ascending) have what should be the same bytes."""
+
+    key: str
+    name: str
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Division:
-    """Who writes what. `holders` in ascending order; `digest` is that of all tables."""
+    """Who writes what. `replicas` are the same list on all ranks; `digest` is that of all tables."""
 
     owners: dict[str, int]
-    holders: dict[str, tuple[int, ...]]
+    replicas: tuple[Replica, ...]
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What this rank writes: `mine`. `shared`: what other ranks hold too. `replicas`: the digest that all ranks must share."""
+    """What this rank writes: `mine`. `replicas`: the digest that all ranks must share. `replicated`: what several ranks hold,
+    on whichever ranks; `shared`: those of them that are here, by key."""
 
     tree: bytes
     mine: list[Leaf]
     replicas: bytes
-    shared: list[Leaf]
+    replicated: tuple[Replica, ...] = ()
+    shared: dict[str, Leaf] = field(default_factory=dict)
 
     def specs(self) -> list[TensorSpec]:
         """The tensors of `mine`, for the layout: a shard that is cut in an inner dimension as its bands."""
@@ -116,14 +127,15 @@ def take_apart(given: object, kinds: Kinds) -> Taken:
 def prepare(taken: Taken, ranks: Exchange) -> Prepared:
     """This rank's share; called by all ranks."""
     division = divide(tuple(ranks.gather(taken.table())))
-    mine, shared = [], []
+    mine, here = [], {}
     for leaf in taken.leaves:
-        owner = division.owners.get(_key(leaf.name, leaf.seen.box), None if leaf.replicated else ranks.rank)
-        if owner == ranks.rank:
+        key = _key(leaf.name, leaf.seen.box)
+        if division.owners.get(key, None if leaf.replicated else ranks.rank) == ranks.rank:
             mine.append(leaf)
-        if len(division.holders.get(_key(leaf.name, leaf.seen.box), ())) > 1:
-            shared.append(leaf)
-    return Prepared(taken.tree, mine, division.digest, shared)
+        if leaf.replicated:
+            here[key] = leaf
+    shared = {replica.key: here[replica.key] for replica in division.replicas if replica.key in here}
+    return Prepared(taken.tree, mine, division.digest, division.replicas, shared)
 
 
 def expected(taken: Taken, rank: int, world_size: int) -> list[TensorSpec]:
@@ -134,7 +146,7 @@ def expected(taken: Taken, rank: int, world_size: int) -> list[TensorSpec]:
     )
     found = owners(sizes)
     mine = [leaf for leaf in taken.leaves if found.get(leaf.name, rank) == rank and not _empty(leaf)]
-    return Prepared(b"", mine, b"", []).specs()
+    return Prepared(b"", mine, b"").specs()
 
 
 @functools.lru_cache(maxsize=2)
@@ -150,7 +162,9 @@ def divide(tables: tuple[bytes, ...]) -> Division:
     _check(rows, holders)
     held = ((key, dtypes.nbytes(row.dtype, row.local), _may_write(row, holders[key])) for key, row in rows.items())
     whole = digest(msgspec.msgpack.encode([digest(table) for table in tables]))
-    return Division(owners(held), {key: tuple(ranks) for key, ranks in holders.items()}, whole)
+    replicas = (Replica(k, row.name, tuple(holders[k])) for k, row in rows.items() if len(holders[k]) > 1)
+    compared = tuple(replica for replica in replicas if not rows[replica.key].first)
+    return Division(owners(held), compared, whole)
 
 
 def _decode(table: bytes) -> list[Row]:

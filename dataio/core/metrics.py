@@ -44,6 +44,11 @@ checkpoint_bytes = Counter(
     "millrace_checkpoint_bytes", "Bytes of state saved, by what became of them", ["kind"], registry=REGISTRY
 )
 checkpoint_saves = Counter("millrace_checkpoint_saves", "Saves by outcome", ["outcome"], registry=REGISTRY)
+checkpoint_replicas_diverged = Counter(
+    "millrace_checkpoint_replicas_diverged",
+    "Tensors found in a save that should be the same on several ranks and are not",
+    registry=REGISTRY,
+)
 checkpoint_stall_seconds = Histogram(
     "millrace_checkpoint_stall_seconds", "Time save() held the trainer", buckets=_SECONDS, registry=REGISTRY
 )

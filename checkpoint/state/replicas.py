@@ -1,0 +1,139 @@
+"""Whether the ranks that hold the same tensor hold the same bytes.
+
+Replicas are written once, by one of the ranks that hold them, so a rank that has drifted away from the others (a fault of its
+hardware, a gradient that was not reduced, a seed that differs) would go unnoticed and be healed or spread by the next restore. So
+every rank hashes a sample of each replica, and the ranks compare a hash of those hashes: one all-reduce of 16 bytes for each set
+of ranks that hold the same tensors. Only when that differs are the hashes of the tensors concerned exchanged.
+
+The sample is `BLOCKS` runs of `BLOCK_BYTES`, evenly spread, at other places in every step; tensors up to 16 KiB whole. A rank
+that has drifted differs nearly everywhere. A single flipped bit in a large tensor is found with the chance that it is sampled.
+Invariant: every rank takes part in every exchange, and all come to the same answer. Modules' buffers are not compared: running
+means may differ, and the lowest rank's count.
+Failure behaviour: a rank that cannot hash its tensors takes part as one that holds none, then raises its error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import xxhash
+
+from checkpoint.state.kinds import as_bits, memory_of
+from checkpoint.state.prepare import Prepared, Replica
+
+BLOCKS, BLOCK_BYTES = 16, 1024
+POLICIES = ("trust", "warn", "error")
+_SET = 4096
+"""Tensors whose hashes are hashed together, and exchanged together when those differ."""
+_NAMED = 64
+"""Tensors that are named at most."""
+
+
+class Exchange(Protocol):
+    """What this room must know of the other ranks."""
+
+    @property
+    def rank(self) -> int: ...
+    def maximum(self, sent: bytes) -> bytes:
+        """The maximum over all ranks, byte by byte; called by all ranks with the same number of bytes."""
+        ...
+
+    def all(self, own: bytes) -> Sequence[bytes]:
+        """What every rank gave, by rank; the same number of bytes everywhere."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A tensor that is not the same on all ranks that hold it. `ranks`: those that differ from the most of them."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        who = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"{self.name} (rank {who})"
+
+
+def diverged(prepared: Prepared, ranks: Exchange, step: int) -> tuple[Divergence, ...]:
+    """The replicas that differ, at most `_NAMED` of them; called by all ranks of a job of several."""
+    sets = list(_sets(prepared.replicated))
+    if not sets:
+        return ()
+    error, hashes = None, {}
+    try:
+        hashes = _hashes(prepared, step)
+    except Exception as caught:  # the other ranks wait for this one
+        error = caught
+    own = [b"".join(hashes[replica.key] for replica in each) if _is_mine(each, hashes) else b"" for each in sets]
+    whole = b"".join(_both_ways(xxhash.xxh3_64_digest(one)) if one else bytes(16) for one in own)
+    most = ranks.maximum(whole)
+    found: list[Divergence] = []
+    for i, each in enumerate(sets):
+        if most[16 * i : 16 * i + 8] != _inverse(most[16 * i + 8 : 16 * i + 16]) and len(found) < _NAMED:
+            found += _named(each, ranks.all(own[i] or bytes(8 * len(each))))
+    if error is not None:
+        raise error
+    return tuple(found[:_NAMED])
+
+
+def sample(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """The bytes of a tensor that stand for it in this step: the same places wherever it lies and however it is strided."""
+    flat = as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous().view(-1)
+    count, size = flat.numel(), flat.element_size()
+    if count * size > BLOCKS * BLOCK_BYTES:
+        block, stride = BLOCK_BYTES // size, count // BLOCKS
+        start = xxhash.xxh3_64_intdigest(step.to_bytes(8, "little")) % (stride - block + 1)
+        flat = flat.as_strided((BLOCKS, block), (stride, 1), flat.storage_offset() + start).reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def _sets(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
+    """The tensors that the same ranks hold, in the same order on every rank, in sets of bounded size."""
+    groups: dict[tuple[int, ...], list[Replica]] = {}
+    for replica in sorted(replicas, key=lambda r: (r.holders, r.key)):
+        groups.setdefault(replica.holders, []).append(replica)
+    for members in groups.values():
+        yield from (members[i : i + _SET] for i in range(0, len(members), _SET))
+
+
+def _hashes(prepared: Prepared, step: int) -> dict[str, bytes]:
+    """Of what this rank holds. Samples on a device come to main memory in one copy."""
+    keys, samples = [], []
+    for key, leaf in prepared.shared.items():
+        keys.append(key)
+        samples.append(sample(leaf.seen.tensor, step))
+    found: dict[str, bytes] = {}
+    for device in {each.device for each in samples}:
+        there = [i for i, each in enumerate(samples) if each.device == device]
+        if device.type == "cpu":
+            found |= {keys[i]: xxhash.xxh3_64_digest(memory_of(samples[i])) for i in there}
+            continue
+        parts = torch.cat([samples[i] for i in there]).cpu().split([samples[i].numel() for i in there])
+        found |= {keys[i]: xxhash.xxh3_64_digest(memory_of(part)) for i, part in zip(there, parts, strict=True)}
+    return found
+
+
+def _is_mine(members: Sequence[Replica], hashes: dict[str, bytes]) -> bool:
+    return all(replica.key in hashes for replica in members)
+
+
+def _both_ways(value: bytes) -> bytes:
+    """The maxima of this are those of equal values only if the second half is still the inverse of the first."""
+    return value + _inverse(value)
+
+
+def _inverse(value: bytes) -> bytes:
+    return bytes(255 - byte for byte in value)
+
+
+def _named(members: Sequence[Replica], hashes: Sequence[bytes]) -> Iterator[Divergence]:
+    for i, replica in enumerate(members):
+        held = {rank: hashes[rank][8 * i : 8 * i + 8] for rank in replica.holders}
+        if len(set(held.values())) > 1:
+            most = Counter(held.values()).most_common(1)[0][0]
+            yield Divergence(replica.name, tuple(rank for rank, value in held.items() if value != most))
