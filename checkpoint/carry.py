@@ -31,7 +31,7 @@ from checkpoint.format.documents import Commit
 from checkpoint.format.manifest import Chunk, PackName
 from checkpoint.repository import commit, dedup
 from checkpoint.repository.ahead import in_order
-from checkpoint.repository.commit import Attempt
+from checkpoint.repository.commit import Attempt, FinalError
 from checkpoint.repository.lease import LeaseKeeper
 from checkpoint.saving import choose
 from checkpoint.saving import plan as plans
@@ -131,21 +131,32 @@ def _carry(
         except TransientError as error:
             if held.can_keep_alone and arena is not None:
                 with contextlib.suppress(MillraceError, OSError):  # then the store's error is all there is to say
-                    _keep(arena, plan, emit, held, clock)
+                    _keep(arena, plan, emit, held, book, clock)
             if held.kept is None:
                 raise
             raise saving.kept_alone(error, plan.step) from error
 
 
-def _keep(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], held: saving.Holding, clock: Clock) -> None:
-    """The store is away: keep the step in the tier, whole, since no lease protects what it could lean on."""
+def _keep(
+    arena: ArenaBytes,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    held: saving.Holding,
+    book: ProgressFile,
+    clock: Clock,
+) -> None:
+    """The store is away: keep the step in the tier, whole, since no lease protects what it could lean on. Whoever carries it next
+    sends it from there."""
     held.alone()
     tables, digests, known = _upload(
         arena, msgspec.structs.replace(plan, bases=()), emit, held.store, ProgressFile(None)
     )
-    emit(Released())
     manifest = _manifest(plan, tables, digests, known, clock)
-    held.complete(manifest, manifests.encode(manifest))
+    encoded = manifests.encode(manifest)
+    held.complete(manifest, encoded)
+    if held.kept is not None:
+        book.finished(encoded)
+        emit(Released())
 
 
 def _commit(
@@ -214,8 +225,8 @@ def _packed(
     return manifest, encoded
 
 
-def _lost(plan: PutPlan) -> TransientError:
-    return TransientError(
+def _lost(plan: PutPlan) -> FinalError:
+    return FinalError(
         f"step {plan.step} of run {plan.run} is lost: the processes that held its bytes ended before they were stored",
         hint="the earlier steps are untouched; save again",
     )
@@ -361,10 +372,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         shelf, plan = saving.shelf_of(options), _read_plan(options.plan_fd)
         result = carry(_mapped(options.arena_fd), plan, _print, shelf=shelf, progress=progress, gate=gate)
     except MillraceError as error:
-        _print(failed(error))
+        _print(failed(error, again=_may_succeed_later(error)))
         return error.exit_code
     _print(Done(result))
     return 0
+
+
+def _may_succeed_later(error: MillraceError) -> bool:
+    """Whether the same job may be tried again: the store was away, or the lease ran out meanwhile."""
+    return isinstance(error, TransientError) and not isinstance(error, FinalError)
 
 
 def _mapped(fd: int) -> memoryview | None:

@@ -32,6 +32,16 @@ _fate_written = declare("ckpt.fate-written", "the fate is commit, COMMIT is abse
 _commit_written = declare("ckpt.commit-written", "COMMIT is there, the lease too: committed")
 
 
+class FinalError(TransientError):
+    """This attempt cannot become the step any more, whatever the store does later; another save can."""
+
+
+class LateError(FinalError, DeadlineError):
+    """Other ranks did not come."""
+
+    code = DeadlineError.code
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One attempt to save one step."""
@@ -239,14 +249,14 @@ def _taken(attempt: Attempt, commit: Commit) -> ConflictError:
     )
 
 
-def _aborted(attempt: Attempt, fate: Fate) -> TransientError:
-    return TransientError(
+def _aborted(attempt: Attempt, fate: Fate) -> FinalError:
+    return FinalError(
         f"{attempt}: attempt {attempt.id} was aborted: {fate.reason or 'its lease was over'}", hint="save again"
     )
 
 
-def _late(attempt: Attempt, missing: Sequence[int], timeout: float) -> DeadlineError:
+def _late(attempt: Attempt, missing: Sequence[int], timeout: float) -> LateError:
     ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return DeadlineError(
+    return LateError(
         f"{attempt}: no manifest of rank {ranks} within {timeout:g} s", hint="look at the log of that rank"
     )

@@ -41,11 +41,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The step was not committed by this carrier."""
+    """The step was not committed by this carrier. `again`: the same plan may be carried to its commit later."""
 
     code: str
     message: str
     hint: str
+    again: bool = False
 
 
 Event = Progress | Released | Committing | Done | Failed
@@ -57,8 +58,8 @@ def to_json(event: Event) -> str:
     return json.dumps({"event": name} | {key: getattr(event, key) for key in event.__slots__})
 
 
-def failed(error: MillraceError) -> Failed:
-    return Failed(error.code, error.message, error.hint)
+def failed(error: MillraceError, *, again: bool = False) -> Failed:
+    return Failed(error.code, error.message, error.hint, again)
 
 
 def as_error(code: str, message: str, hint: str) -> MillraceError:

@@ -26,9 +26,10 @@ from checkpoint.format import manifest as manifests
 from checkpoint.format import names
 from checkpoint.format.manifest import Chunk, PackName
 from checkpoint.format.pack import Entry
+from checkpoint.repository.commit import FinalError
 from checkpoint.repository.dedup import Known, Stored
 from checkpoint.saving.plan import PutPlan
-from dataio.core.errors import NotFoundError, TransientError
+from dataio.core.errors import NotFoundError
 from dataio.core.limits import GIB
 from dataio.store.contract import Store
 from dataio.store.resume import Part, Resuming, Unfinished
@@ -135,7 +136,7 @@ class ProgressFile:
         for pack in manifest.packs:
             key = names.pack(pack.attempt, pack.name)
             if pack.attempt == plan.attempt and _size(store, key) < 0:
-                raise TransientError(f"{key} was not stored before its worker ended", hint="save again")
+                raise FinalError(f"{key} was not stored before its worker ended", hint="save again")
         return manifest
 
     def name(self, plan: PutPlan, number: int) -> PackName:

@@ -18,6 +18,7 @@ RESTART = (
     "http_port",
     "running_jobs",
     "queued_jobs",
+    "retry_seconds",
     "fetch_threads",
     "fetch_memory",
     "tier_dir",
@@ -61,6 +62,7 @@ class Config:
     queued_jobs: int = 16
     arena_bytes: int = field(default_factory=lambda: limits.memory_bytes() // 4)
     lost_seconds: float = 60.0
+    retry_seconds: float = 3600.0
     drain_seconds: float = 300.0
     fetch_threads: int = 16
     fetch_memory: int = 24 * limits.MIB

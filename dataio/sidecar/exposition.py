@@ -38,6 +38,8 @@ _ROOM = (
     ("queued", "Staged checkpoints that wait for their turn"),
     ("running", "Staged checkpoints that are being sent"),
     ("committing", "Staged checkpoints that wait for other ranks"),
+    ("retrying", "Staged checkpoints that failed and are tried again later, since nobody waits for them"),
+    ("retry_limit_seconds", "How long they are, from their first failure on"),
 )
 _TIERS = (
     ("used_bytes", "Bytes that a tier of the cache holds, the fast one being 0"),
@@ -109,6 +111,9 @@ class JobMetrics(Collector):
         for name, help_line in _ROOM:
             if name in room:
                 yield GaugeMetricFamily(f"millrace_staged_{name}", help_line, room[name])
+        yield CounterMetricFamily(
+            "millrace_staged_retries", "Workers started after one that failed", room.get("retries", 0)
+        )
 
     def _of_cache(self) -> Iterable[Metric]:
         cache = self._cache()

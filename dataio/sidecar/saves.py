@@ -30,6 +30,7 @@ class _Save:
     ended: float | None = None
     error: str | None = None
     phase: Callable[[], str] = lambda: "running"
+    trouble: Callable[[], str] = lambda: ""
 
 
 class Saves:
@@ -39,15 +40,20 @@ class Saves:
         self._committed, self._clock = committed, clock
         self._saves: OrderedDict[str, _Save] = OrderedDict()
         self.outcomes = {"committed": 0, "failed": 0}
-        self.room: Callable[[], Mapping[str, int]] = dict
+        self.room: Callable[[], Mapping[str, float]] = dict
         """How much room for arenas there is, and who waits for it."""
 
     def listener(
-        self, token: str, about: str, phase: Callable[[], str] = lambda: "running"
+        self,
+        token: str,
+        about: str,
+        phase: Callable[[], str] = lambda: "running",
+        trouble: Callable[[], str] = lambda: "",
     ) -> Callable[[m.JobEvent], None]:
-        """A new save; what is returned wants its events. `phase` says whether it waits, as its job's state."""
+        """A new save; what is returned wants its events. `phase` says whether it waits, as its job's state, and `trouble` why it
+        is tried again."""
         name = "".join(c for c in about if c.isprintable())
-        self._saves[token] = save = _Save(name, self._clock(), phase=phase)
+        self._saves[token] = save = _Save(name, self._clock(), phase=phase, trouble=trouble)
         return lambda event: self._heard(save, event)
 
     def listed(self) -> list[dict[str, object]]:
@@ -93,14 +99,14 @@ class Saves:
             "total": save.total,
             "seconds": round(until - save.accepted, 1),
             "age_seconds": round(self._clock() - until, 1),
-            "error": save.error,
+            "error": save.error or (save.trouble()[:300] if save.ended is None else "") or None,
         }
 
 
 def _state(save: _Save) -> str:
     if save.ended is not None:
         return "failed" if save.error else "committed"
-    if (phase := save.phase()) in ("waiting", "lost"):
+    if (phase := save.phase()) in ("waiting", "lost", "retrying"):
         return phase
     if phase in ("taken", "queued"):
         return "queued"

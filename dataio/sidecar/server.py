@@ -38,6 +38,7 @@ from dataio.sidecar.status import StatusServer
 from dataio.sidecar.stores import Stores
 from dataio.sidecar.tier.room import Tier
 from dataio.sidecar.transfer.jobs import Jobs
+from dataio.sidecar.transfer.patience import Patience
 from dataio.sidecar.transfer.schedule import Schedule
 from dataio.sidecar.view import View
 from dataio.store.contract import Location, Store
@@ -106,8 +107,9 @@ class Daemon:
             self._later,
             Schedule(self._config.running_jobs, self._config.queued_jobs, self._config.arena_bytes),
             self._config.lost_seconds,
+            Patience(self._config.retry_seconds),
         )
-        self._view.saves.room = self._jobs.schedule.room
+        self._view.saves.room = self._jobs.room
         self._tasks = Tasks(self._loop)
         self._reads = Reads(self._engine, self._stores, self._view.board, self._loop, self._tasks)
         staging = Staging(self._jobs, self._tier, self._view.saves, self._loop, self._tasks)

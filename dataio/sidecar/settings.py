@@ -135,6 +135,13 @@ SETTINGS = (
     Setting("running_jobs", _count(1, 1024), "2", "staged checkpoints that are carried out at once"),
     Setting("queued_jobs", _count(0, 65536), "16", "staged checkpoints that wait; more are refused"),
     Setting("arena_bytes", _share_of_memory, "25%", "the most memory that staged checkpoints hold", "SIZE|%"),
+    Setting(
+        "retry_seconds",
+        _seconds,
+        "3600",
+        "how long a checkpoint whose trainer is gone is tried again while the store is away",
+        "SECONDS",
+    ),
     Setting("drain_seconds", _seconds, "300", "how long SIGTERM waits for checkpoints", "SECONDS"),
     Setting("fetch_threads", _count(2, 256), "16", "the most requests to stores at once, for the cache"),
     Setting(

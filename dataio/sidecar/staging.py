@@ -58,7 +58,8 @@ class Staging:
 
     def show(self, job: Job) -> None:
         """On the page, from now on."""
-        listener = self._saves.listener(job.token, job.entry.about, lambda: self._jobs.state(job))
+        about = (job.token, job.entry.about)
+        listener = self._saves.listener(*about, lambda: self._jobs.state(job), lambda: self._jobs.trouble(job))
         self._jobs.follow(job, listener)
 
     def ended(self, client: Client) -> None:
@@ -78,7 +79,7 @@ class Staging:
     def _answer(self, client: Client, request: int, job: Job) -> None:
         client.carry_out(client.session.staged(request, job.token))
         if client.listener is not None and client.ready:
-            self._jobs.follow(job, client.listener)
+            self._jobs.attend(job, client.listener)
 
     async def _recall(self, client: Client, request: m.Recall) -> None:
         there = False

@@ -21,6 +21,7 @@ import selectors
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextvars import Context
 from typing import Any, TypeGuard, TypeVar
 
 import s3fs
@@ -130,13 +131,15 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__(selectors.PollSelector())
         self._handing_over: dict[int, None] = {}
 
-    def call_soon_threadsafe(self, *arguments: Any, **keywords: Any) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *arguments: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         """As ever. What was handed over may be used up, and the interpreter at its end, before the thread is out of here."""
         me = threading.get_ident()
         inside = me in self._handing_over
         self._handing_over[me] = None
         try:
-            return super().call_soon_threadsafe(*arguments, **keywords)
+            return super().call_soon_threadsafe(callback, *arguments, context=context)
         finally:
             if not inside:  # no call after this, so that no other thread's turn comes before this one is out
                 del self._handing_over[me]

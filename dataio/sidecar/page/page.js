@@ -158,7 +158,7 @@ function showCache(status) {
   ].map(([term, value, small]) => el("div", {}, el("dt", {}, term), el("dd", {}, `${value} `, el("small", {}, small || "")))));
 }
 
-const STATES = { waiting: "waits for room", queued: "queued", lost: "waits for its trainer", sending: "sending", committing: "sent, committing", committed: "committed", failed: "failed" };
+const STATES = { waiting: "waits for room", queued: "queued", lost: "waits for its trainer", retrying: "failed, will be tried again", sending: "sending", committing: "sent, committing", committed: "committed", failed: "failed" };
 
 function showSaves(saves) {
   const lines = saves.slice(0, 8).map((save) => {
@@ -167,7 +167,7 @@ function showSaves(saves) {
     const over = save.state === "committed" || save.state === "failed";
     const when = over ? `${span(save.age_seconds)} ago, in ${save.seconds < 10 ? save.seconds.toFixed(1) + " s" : span(save.seconds)}` : `${bytes(save.done)} of ${bytes(save.total)}, ${span(save.seconds)}`;
     return el("div", { class: "save" },
-      el("div", { class: "top" }, el("b", {}, save.about), el("span", { class: save.state === "failed" ? "warn" : "" }, STATES[save.state] || save.state)),
+      el("div", { class: "top" }, el("b", {}, save.about), el("span", { class: save.state === "failed" || save.state === "retrying" ? "warn" : "" }, STATES[save.state] || save.state)),
       over ? null : el("div", { class: "split" }, bar),
       el("div", { class: "quiet" }, when), save.error ? el("div", { class: "failed" }, save.error) : null);
   });

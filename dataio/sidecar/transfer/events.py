@@ -2,7 +2,7 @@
 
 {"event": "progress", "done": int, "total": int}, {"event": "released"}: the arena is the trainer's again, and the job could
 be finished without it; {"event": "committing"}: from now on it only waits for others; then {"event": "done", "result": {…}} or
-{"event": "failed", "code": str, "message": str, "hint": str}.
+{"event": "failed", "code": str, "message": str, "hint": str, "again": bool}; `again`: the same job may succeed later.
 
 Failure behaviour: a line that is longer than `LINE_BYTES` or no event is None, to be counted and otherwise ignored.
 """
@@ -27,6 +27,7 @@ class Event(msgspec.Struct, frozen=True):
     code: str = MillraceError.code
     message: str = ""
     hint: str = ""
+    again: bool = False
 
 
 _events = msgspec.json.Decoder(Event)

@@ -14,6 +14,7 @@ import msgspec
 
 from dataio.core.errors import CapacityError, MillraceError, TransientError
 from dataio.sidecar import messages as m
+from dataio.sidecar.transfer.events import Event
 from dataio.sidecar.transfer.journal import Entry, digest
 
 Listener = Callable[[m.JobEvent], None]
@@ -36,8 +37,16 @@ class Job:
     done: int = 0
     total: int = 0
     outcome: m.Done | m.JobFailed | None = None
+    failures: int = 0
+    """Lines that said so; `entry.failures` of them are dealt with."""
+    trouble: m.JobFailed | None = None
+    """Why it is tried again."""
+    next_try: float = 0.0
+    """When, on the monotonic clock."""
     bad_lines: int = 0
     listeners: list[Listener] = field(default_factory=list)
+    waiting: list[Listener] = field(default_factory=list)
+    """Those of the listeners who wait for its outcome, to act on it."""
 
     @property
     def token(self) -> str:
@@ -46,6 +55,7 @@ class Job:
 
 def describe(job: Job, state: str) -> dict[str, object]:
     """The job, for people and monitors."""
+    problem = job.outcome or job.trouble
     return {
         "token": job.token,
         "kind": job.entry.kind,
@@ -59,7 +69,9 @@ def describe(job: Job, state: str) -> dict[str, object]:
         "workers": job.entry.tries,
         "age_seconds": round(time.time() - job.entry.accepted, 3),
         "ignored_lines": job.bad_lines,
-        "error": job.outcome.message[:300] if isinstance(job.outcome, m.JobFailed) else None,
+        "error": problem.message[:300] if isinstance(problem, m.JobFailed) else None,
+        "failures": job.entry.failures,
+        "retry_in_seconds": round(max(job.next_try - time.monotonic(), 0.0), 1) if state == "retrying" else None,
     }
 
 
@@ -71,6 +83,17 @@ def with_plan(entry: Entry, plan: bytes) -> Entry:
 def replaced(entry: Entry, **changes: object) -> Entry:
     """The entry with these fields changed."""
     return msgspec.structs.replace(entry, **changes)
+
+
+def failure(job: Job, event: Event) -> m.JobFailed:
+    """What the worker said, within what a message may hold."""
+    return m.JobFailed(job.token, event.code[:64], event.message[:4096], event.hint[:4096])
+
+
+def given_up(failed: m.JobFailed, failures: int, seconds: float) -> m.JobFailed:
+    """The end of a job that was tried again and again."""
+    text = f" [the sidecar gave up after {failures} tries in {seconds:.0f} s]"
+    return m.JobFailed(failed.token, failed.code, failed.message[: 4096 - len(text)] + text, failed.hint)
 
 
 def no_room(wait: float) -> CapacityError:

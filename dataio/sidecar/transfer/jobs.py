@@ -8,14 +8,15 @@ that a client
 that reconnects can ask. All state belongs to one thread; files and the keeper to one other.
 Failure behaviour: a descriptor of the wrong kind, an unknown command, a full queue or an arena without room refuses the job and
 closes both descriptors. A worker that is killed is replaced `TRIES` times in all; one that ends by itself without "done" or
-"failed" has
-failed, with its last lines on standard error as the reason. A line that is no event is ignored and counted.
+"failed" has failed, with its last lines on standard error as the reason. One that says it may succeed later is tried again as
+`patience` allows, unless somebody waits for the outcome, who is told. A line that is no event is ignored and counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import threading
 import time
 import uuid
@@ -37,6 +38,8 @@ from dataio.sidecar.transfer.job import (
     Job,
     Listener,
     describe,
+    failure,
+    given_up,
     no_room,
     replaced,
     shutting_down,
@@ -44,6 +47,7 @@ from dataio.sidecar.transfer.job import (
 )
 from dataio.sidecar.transfer.journal import Entry, Journal, is_locked, read_plan
 from dataio.sidecar.transfer.memfd import check_arena, check_plan
+from dataio.sidecar.transfer.patience import Patience
 from dataio.sidecar.transfer.schedule import Schedule
 from dataio.sidecar.transfer.worker import End, Worker, started_at
 from dataio.sidecar.wire import close_all
@@ -72,8 +76,12 @@ class Jobs:
         later: Callable[[float, Callable[[], None]], Callable[[], None]],
         schedule: Schedule,
         lost_seconds: float = LOST_SECONDS,
+        patience: Patience | None = None,
     ) -> None:
         self._commands, self._call, self._later, self._lost_seconds = commands, call, later, lost_seconds
+        self._patience = patience or Patience()
+        self.retries = 0
+        """Workers that were started after one that failed."""
         self.schedule, self._journal = schedule, Journal(folder)
         self._held, self._gate = Held(folder), Gate(folder / "gate")
         self._files = ThreadPoolExecutor(1, thread_name_prefix="millrace-journal")
@@ -171,10 +179,17 @@ class Jobs:
         else:
             job.listeners.append(listener)
 
+    def attend(self, job: Job, listener: Listener) -> None:
+        """As `follow`, for one who acts on the outcome: a failure is told at once rather than tried again."""
+        self.follow(job, listener)
+        if job.outcome is None:
+            job.waiting.append(listener)
+
     def leave(self, listener: Listener) -> None:
         """The listener is gone."""
         for job in self._jobs.values():
             job.listeners = [other for other in job.listeners if other is not listener]
+            job.waiting = [other for other in job.waiting if other is not listener]
 
     @property
     def busy(self) -> int:
@@ -182,18 +197,27 @@ class Jobs:
         return len(self._jobs)
 
     def state(self, job: Job) -> str:
-        """waiting, taken, queued, running, committing, lost, done, failed; gone when it goes on as another."""
+        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as another."""
         if self._jobs.get(job.token) is not job and job.outcome is None:
             return "gone"
         if job.outcome is not None:
             return "done" if isinstance(job.outcome, m.Done) else "failed"
         return "lost" if job.lost else self.schedule.state(job.token)
 
+    def trouble(self, job: Job) -> str:
+        """Why it is tried again; empty when it is not."""
+        return job.trouble.message if job.trouble is not None else ""
+
+    def room(self) -> dict[str, float]:
+        """The schedule's numbers, and those of the retries."""
+        retries = {"retries": self.retries, "retry_limit_seconds": self._patience.limit}
+        return {**self.schedule.room(), **retries}
+
     def status(self) -> dict[str, object]:
         """Numbers and the latest jobs, for people and monitors."""
         latest = [*self._jobs.values(), *list(self._finished.values())[-16:]]
         return {
-            **self.schedule.room(),
+            **self.room(),
             "finished": len(self._finished),
             "kept": self._held.holds,
             "gate_closed": self._gate.closed,
@@ -350,7 +374,7 @@ class Jobs:
         elif kind == "done":
             self._settle(job, m.Done(job.token, bytes(event.result).decode()))
         elif kind == "failed":
-            self._settle(job, m.JobFailed(job.token, event.code[:64], event.message[:4096], event.hint[:4096]))
+            self._failed(job, event)
         else:
             job.bad_lines += 1
 
@@ -360,6 +384,15 @@ class Jobs:
             self._let_go(job)
             self._tell(job, m.Released(job.token))
             self._advance()
+
+    def _failed(self, job: Job, event: events.Event) -> None:
+        job.failures += 1
+        if job.failures <= job.entry.failures:  # heard again, by a daemon that started later
+            return
+        if event.again and not job.waiting:
+            job.trouble = failure(job, event)
+        else:
+            self._settle(job, failure(job, event))
 
     def _settle(self, job: Job, outcome: m.Done | m.JobFailed) -> None:
         job.outcome, job.lost = outcome, False
@@ -372,7 +405,9 @@ class Jobs:
         """Its worker is gone: the job is over, or gets another one."""
         if job.outcome is not None:
             self._over(job)
-        elif not end.killed or job.entry.tries >= TRIES:
+        elif job.trouble is not None and job.failures > job.entry.failures:
+            self._try_later(job, job.trouble)
+        elif not end.killed or job.entry.tries - job.entry.failures >= TRIES:
             text = f"the {job.entry.kind} job failed: {end.reason}"
             self._settle(job, m.JobFailed(job.token, TransientError.code, text[:4096], "save again"))
             self._over(job)
@@ -382,6 +417,30 @@ class Jobs:
             self._later(self._lost_seconds, partial(self._give_up, job))
         else:
             _log.warning("%s gets another worker: %s", job.entry.about or job.token, end.reason)
+            self.schedule.again(job.token)
+            self._advance()
+
+    def _try_later(self, job: Job, trouble: m.JobFailed) -> None:
+        """Its worker failed, and another may do better when the store is back."""
+        now = time.time()
+        since = job.entry.failing_since or now
+        pause = self._patience.pause(job.failures, now - since, random.random())
+        if pause is None:
+            self._settle(job, given_up(trouble, job.failures, now - since))
+            self._over(job)
+            return
+        about = job.entry.about or job.token
+        _log.warning("%s failed, nobody waits for it, and is tried again in %.0f s: %s", about, pause, trouble.message)
+        job.entry = replaced(job.entry, failures=job.failures, failing_since=since)
+        self._files.submit(self._journal.update, job.entry)
+        job.next_try = time.monotonic() + pause
+        self.schedule.later(job.token)
+        self._later(pause, partial(self._try_again, job))
+        self._advance()
+
+    def _try_again(self, job: Job) -> None:
+        if self._jobs.get(job.token) is job and self.schedule.state(job.token) == "retrying":
+            self.retries += 1
             self.schedule.again(job.token)
             self._advance()
 

@@ -55,6 +55,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     started: int = 0
     """The worker's start in clock ticks since the machine's: with `pid`, who it is."""
     tries: int = 0
+    failures: int = 0
+    """How many of them failed, by their own word, and are to be followed by another."""
+    failing_since: float = 0.0
+    """When the first of these did; Unix seconds."""
 
 
 class _Head(msgspec.Struct):

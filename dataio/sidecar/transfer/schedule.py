@@ -1,7 +1,8 @@
 """Which staged checkpoints are taken, which run, and who is held back. Sans-I/O.
 
 A job *waits* for room (its arena does not fit into the budget: nobody has promised anything), is *taken* (being journaled),
-*queued*, *running*, *committing* (its manifest is written; it waits for other ranks and needs no place), and over. Urgent jobs
+*queued*, *running*, *committing* (its manifest is written; it waits for other ranks and needs no place), and over. One that is
+*retrying* waits for the store to come back, and is queued again then. Urgent jobs
 have places, queue and budget of their own, as large as the others'.
 Invariants: the arenas that are held never exceed the budget of their class; within a class first come, first served, so a
 large one
@@ -65,6 +66,10 @@ class Schedule:
         """Its worker is gone; it needs another."""
         self._items[token].state = "queued"
 
+    def later(self, token: str) -> None:
+        """Its worker failed; it needs another after a pause."""
+        self._items[token].state = "retrying"
+
     def released(self, token: str) -> None:
         """Its arena is no longer held."""
         self._items[token].holds = 0
@@ -127,6 +132,7 @@ class Schedule:
             "queued": sum(item.state in ("taken", "queued") for item in items),
             "running": sum(item.state == "running" for item in items),
             "committing": sum(item.state == "committing" for item in items),
+            "retrying": sum(item.state == "retrying" for item in items),
         }
 
     # inside
@@ -138,7 +144,7 @@ class Schedule:
                 f"{format_bytes(self.budget)}",
                 hint="raise arena_bytes",
             )
-        before = sum(len(self._of(state, urgent)) for state in ("waiting", "taken", "queued"))
+        before = sum(len(self._of(state, urgent)) for state in ("waiting", "taken", "queued", "retrying"))
         if before - self._places(urgent) >= self._queued:
             raise CapacityError(f"{before} staged checkpoints wait already; the most is {self._queued}")
 

@@ -6,7 +6,7 @@ before and only what the progress file holds is left to be done; no gate, when n
 its own, and writes its
 events to standard output, which is the job's `.events` file. See `events` for what it may say.
 Invariants: the worker holds the lock on that file from before its first instruction to its end, so "does it live" has one answer
-for every daemon; a file is read from its beginning, so a new daemon hears all that an old one heard.
+for every daemon; a new daemon reads the file from its beginning, and so hears all that the old one heard.
 Failure behaviour: a worker that says more than `SAID_BYTES` is killed. One that cannot be started ends at once, with the reason.
 """
 
@@ -43,8 +43,8 @@ class End:
 class Worker:
     """A worker that was started here, or by an earlier daemon (`process` is None)."""
 
-    def __init__(self, journal: Journal, token: str, process: subprocess.Popen[bytes] | None) -> None:
-        self._journal, self._token, self._process = journal, token, process
+    def __init__(self, journal: Journal, token: str, process: subprocess.Popen[bytes] | None, start: int = 0) -> None:
+        self._journal, self._token, self._process, self._start = journal, token, process, start
         self._events = journal.open(token, "events")
         self._ended = select.poll()
         if process is not None:
@@ -67,6 +67,7 @@ class Worker:
             events = own(journal.open(token, "events", os.O_RDWR | os.O_CREAT | os.O_APPEND))
             log = own(journal.open(token, "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
             fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            start = _at_a_lines_start(events)
             numbers = {"--arena-fd": arena, "--plan-fd": plan, "--progress-fd": progress, "--gate-fd": passing}
             process = subprocess.Popen(
                 [*command, *(str(part) for pair in numbers.items() for part in pair)],
@@ -76,15 +77,15 @@ class Worker:
                 pass_fds=[fd for fd in numbers.values() if fd >= 0],
                 start_new_session=True,
             )
-        return cls(journal, token, process)
+        return cls(journal, token, process, start)
 
     @property
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
     def follow(self, heard: Callable[[bytes], object]) -> End:
-        """Give every line to `heard`, from the first one of the file, until the worker has ended."""
-        lines, at = Lines(), 0
+        """Give every line to `heard`, until the worker has ended: its own, or all there are when an earlier daemon started it."""
+        lines, at = Lines(), self._start
         try:
             while True:
                 gone = self._is_gone()  # asked before reading: what it said last is not missed
@@ -94,7 +95,7 @@ class Worker:
                         heard(line)
                 if gone:
                     return self._end()
-                if at > SAID_BYTES:
+                if at - self._start > SAID_BYTES:
                     self.kill()
         finally:
             os.close(self._events)
@@ -132,6 +133,12 @@ class Worker:
             finally:
                 os.close(fd)
         return []
+
+
+def _at_a_lines_start(events: int) -> int:
+    """The end of the file, where a new line begins: what the worker before was saying when it died stays apart."""
+    size = os.fstat(events).st_size
+    return size + os.write(events, b"\n") if size and os.pread(events, 1, size - 1) != b"\n" else size
 
 
 def started_at(pid: int) -> int:

@@ -249,6 +249,26 @@ def test_a_worker_that_takes_over_sends_what_only_the_tier_has(remote: Counting,
     assert load(remote, Base(1, 1, made.plan.attempt)) == tiny_state(1)
 
 
+def test_a_step_kept_while_the_store_was_away_altogether_is_sent_from_the_tier_by_the_next_worker(
+    remote: Counting, tier: Shelf, tmp_path: Path
+) -> None:
+    first = saved(remote, tier, step=1, seed=1)
+    made = make(remote, tiny_state(2), step=2, number=1, bases=(first,))
+    fd = os.open(tmp_path / "progress", os.O_RDWR | os.O_CREAT)
+    remote.before = away
+    with pytest.raises(TransientError, match="kept in this node's tier"):
+        carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+    os.lseek(fd, 0, os.SEEK_SET)
+    with pytest.raises(TransientError, match=r"the store is away$"):
+        carry(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+    remote.before = lambda _operation, _key: None
+    os.lseek(fd, 0, os.SEEK_SET)
+    carry(None, made.encoded, lambda _: None, store=remote, shelf=tier, progress=ProgressFile(fd))
+    os.close(fd)
+    assert load(remote, Base(1, 2, made.plan.attempt)) == tiny_state(2)
+    assert [r.committed > 0 for r in tier.records()] == [True, True]
+
+
 def test_a_newer_timeline_stops_what_only_the_tier_has(remote: Counting, tier: Shelf) -> None:
     first = saved(remote, tier)
     unfinished(remote, tier)

@@ -36,6 +36,9 @@ def main() -> int:
         until = time.monotonic() + 60
         while not Path(plan["gate"]).exists() and time.monotonic() < until:
             time.sleep(0.01)
+    if "store" in plan and not Path(plan["store"]).exists():
+        say(event="failed", code="transient", message="the store is away", hint="", again=True)
+        return 3
     digest = hashlib.sha256(arena).hexdigest()
     say(event="progress", done=len(arena), total=len(arena))
     for line in plan.get("lines", ()):

@@ -149,8 +149,20 @@ class Life(RuleBasedStateMachine):
             self.states[token] = "queued"
 
     @rule(data=st.data())
+    def later(self, data: st.DataObject) -> None:
+        if token := self.pick(data, "running", "committing"):
+            self.schedule.later(token)
+            self.states[token] = "retrying"
+
+    @rule(data=st.data())
+    def the_pause_is_over(self, data: st.DataObject) -> None:
+        if token := self.pick(data, "retrying"):
+            self.schedule.again(token)
+            self.states[token] = "queued"
+
+    @rule(data=st.data())
     def over(self, data: st.DataObject) -> None:
-        if token := self.pick(data, "waiting", "taken", "queued", "running", "committing"):
+        if token := self.pick(data, "waiting", "taken", "queued", "running", "committing", "retrying"):
             self.schedule.over(token)
             del self.states[token]
 
@@ -164,6 +176,9 @@ class Life(RuleBasedStateMachine):
                 if state == "taken":
                     self.schedule.journaled(token)
                     self.states[token] = "queued"
+                elif state == "retrying":
+                    self.schedule.again(token)
+                    self.states[token] = "queued"
             self.start()
             for token, state in list(self.states.items()):
                 if state in ("running", "committing"):
@@ -176,6 +191,7 @@ class Life(RuleBasedStateMachine):
         room = self.schedule.room()
         assert room["held_bytes"] <= 2 * BUDGET
         assert room["running"] <= 2 * RUNNING
+        assert room["retrying"] == sum(state == "retrying" for state in self.states.values())
         assert {token: self.schedule.state(token) for token in self.states} == self.states
 
 
