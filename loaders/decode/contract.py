@@ -4,9 +4,11 @@ Purpose: (compressed bytes, what the index says of them, which frames) -> pixels
 
 Invariants, for every back-end:
 
-* *Same pixels.* uint8 RGB, full resolution, rotation metadata ignored (`resize.rotate` turns the frames afterwards). With
+* *Same pixels.* uint8 RGB, rotation metadata ignored (`resize.rotate` turns the frames afterwards). With
   `color="bt601"` converted by BT.601 whatever the stream's tags say: CPU back-ends agree bit for bit; a GPU is expected
   within 1. "tagged" and "fast" follow the tags, which only PyAV can; "fast" takes libswscale's quickest way there.
+* *Same cut.* Frames come at full resolution, or with `Request.fit` as `resize.fit` makes them, to the bit; but "fast", with
+  antialiasing, scales and converts in one pass of libswscale.
 * *All or nothing.* A request gives exactly the frames it asked for, or an error: never zeros, stale frames of another
   request, or a neighbour in place of a frame that is missing.
 * *One by one.* A bad request never harms the others of the same call.
@@ -26,6 +28,7 @@ from dataio.core.errors import MillraceError
 from dataio.core.limits import GIB
 from dataio.shards.contract import VideoInfo
 from loaders.clip import Wanted
+from loaders.decode.geometry import Fit
 
 if TYPE_CHECKING:  # a process that decodes for another needs no torch
     import torch
@@ -43,11 +46,13 @@ class Request:
     info: VideoInfo
     wanted: Wanted
     color: Color = "bt601"
+    fit: Fit | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """`frames`: uint8 (T, H, W, 3) on the back-end's device. `pts`: the T time stamps, in the stream's time base."""
+    """`frames`: uint8 (T, H, W, 3), or fitted (T, 3, h, w), on the back-end's device. `pts`: the T time stamps, in the stream's
+    time base."""
 
     frames: torch.Tensor
     pts: tuple[int, ...]

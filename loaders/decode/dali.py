@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from loaders.decode import resize
 from loaders.decode.contract import Decoded, Request
 from loaders.decode.trim import Window, mux, open_window
 
@@ -156,7 +157,7 @@ def _checked(frames: torch.Tensor, pts: tuple[int, ...], request: Request) -> De
     expected = (len(pts), request.info.height, request.info.width, 3)
     if tuple(frames.shape) != expected:
         return CorruptionError(f"DALI decoded frames of shape {tuple(frames.shape)}, the index says {expected}")
-    return Decoded(frames, pts)
+    return Decoded(resize.apply(frames, request.fit), pts)
 
 
 def _check_clean_start(window: Window, request: Request) -> None:

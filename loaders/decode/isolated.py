@@ -19,8 +19,9 @@ import torch
 from dataio.core.errors import CorruptionError, DeadlineError, MillraceError, UsageError
 from dataio.shards.contract import AudioInfo
 from dataio.shards.workers.process import WorkerPool, run_module
-from loaders.decode import worker
+from loaders.decode import resize, worker
 from loaders.decode.contract import MAX_CLIP_BYTES, Decoded, Request
+from loaders.decode.pyav import is_quick
 from loaders.sound.decode import F32
 from loaders.sound.spec import AudioSpec
 
@@ -59,14 +60,17 @@ class IsolatedDecoder:
         self._pool.close()
 
     def _decode(self, request: Request) -> Decoded | MillraceError:
+        fit = request.fit if is_quick(request) else None
         try:
-            done = self._ask(worker.See(bytes(request.data), request.info, request.wanted, request.color))
+            done = self._ask(worker.See(bytes(request.data), request.info, request.wanted, request.color, fit))
         except MillraceError as error:
             return error
-        expected = (len(request.wanted.values), request.info.height, request.info.width, 3)
+        clip = len(request.wanted.values)
+        expected = (clip, request.info.height, request.info.width, 3) if fit is None else (clip, 3, *fit.size)
         if done.shape != expected or len(done.data) != np.prod(expected) or len(done.numbers) != expected[0]:
             return CorruptionError("reading it made the decoder answer nonsense")
-        return Decoded(torch.frombuffer(bytearray(done.data), dtype=torch.uint8).view(expected), done.numbers)
+        frames = torch.frombuffer(bytearray(done.data), dtype=torch.uint8).view(expected)
+        return Decoded(frames if fit else resize.apply(frames, request.fit), done.numbers)
 
     def _ask(self, task: worker.Task) -> worker.Done:
         try:

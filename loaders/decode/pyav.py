@@ -1,82 +1,117 @@
 """Decoding with FFmpeg through PyAV: every codec, on the CPU, with DALI's pixels.
 
 Purpose: the back-end that is always there.
-Invariants: colour conversion by BT.601 is the filter graph that was found bit-exact with DALI's CPU decoder. A decoded
-frame is told by its time stamp, or by counting where stamps say nothing; each wanted frame must come out, undamaged and
-in order.
+Invariants: a decoded frame is told by its time stamp, or by counting where stamps say nothing; each wanted frame must come
+out, undamaged and in order. Nothing is decoded that neither is wanted nor has others referring to it, as far as packets tell.
 Failure behaviour: as the contract says. One codec context a clip and one thread each: clips are what runs in parallel.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
-import numpy as np
-from av.filter import Graph
+from av.packet import Packet
 from av.video.frame import VideoFrame
-from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
 
 from dataio.core.errors import CorruptionError, MillraceError
 from dataio.shards.media import images
 from dataio.shards.media.container import IMAGE_EXTENSIONS
-from loaders.decode.contract import Color, Decoded, Request
+from loaders.decode.canvas import Canvas, Quick, Whole
+from loaders.decode.contract import Decoded, Request
+from loaders.decode.convert import U8, Converter
 from loaders.decode.trim import Window, open_window
 
-_FLAGS = "bilinear+full_chroma_int+accurate_rnd"
 _SKIPPING = frozenset(["h264", "hevc"])
 """Codecs whose decoders may be told anew with every packet whether to skip; dav1d listens only once."""
 
 
+Surface = TypeVar("Surface", bound=Canvas)
+Clip = tuple[U8, tuple[int, ...]]
+"""The clip and its T time stamps."""
+
+
 class PyAVDecoder:
-    """Stateless; safe to share between threads, since FFmpeg runs without the interpreter's lock."""
+    """Safe to share between threads, since FFmpeg runs without the interpreter's lock; each has a converter of its own."""
 
     name = "pyav"
 
+    def __init__(self) -> None:
+        self._mine = threading.local()
+
     def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
-        return [_decoded(clip_of(request)) for request in requests]
+        return [self._decode(request) for request in requests]
 
     def close(self) -> None:
-        pass
+        self._mine = threading.local()
+
+    def _decode(self, request: Request) -> Decoded | MillraceError:
+        if not hasattr(self._mine, "converter"):
+            self._mine.converter = Converter()
+        try:
+            return _decoded(request, self._mine.converter)
+        except MillraceError as error:
+            return error
 
 
-Clip = tuple[np.ndarray, tuple[int, ...]]
-"""(T, H, W, 3) uint8 and the T time stamps."""
+def _decoded(request: Request, converter: Converter) -> Decoded:
+    """Torch is imported where there is something for it."""
+    fit = request.fit
+    if fit is None or is_quick(request):
+        clip, pts = clip_of(request, converter)
+        import torch
+
+        return Decoded(torch.from_numpy(clip), pts)
+    from loaders.decode.fitted import Fitted
+
+    canvas, pts = _drawn(request, lambda: Fitted(request, fit, converter))
+    return Decoded(canvas.clip, pts)
 
 
-def clip_of(request: Request) -> Clip | MillraceError:
-    """What `PyAVDecoder` gives, as an array: this needs no torch."""
-    try:
-        return _picture(request) if request.info.ext in IMAGE_EXTENSIONS else _from_keys(request)
-    except MillraceError as error:
-        return error
+def is_quick(request: Request) -> bool:
+    """Whether scaling and converting are one."""
+    return request.fit is not None and request.fit.antialias and request.color == "fast"
 
 
-def _decoded(clip: Clip | MillraceError) -> Decoded | MillraceError:
-    if isinstance(clip, MillraceError):
-        return clip
-    import torch
+def clip_of(request: Request, converter: Converter | None = None) -> Clip:
+    """What `PyAVDecoder` gives, as an array: this needs no torch, and fits only what `is_quick`."""
+    used = converter or Converter()
+    fit = request.fit
+    if fit is not None:
+        quick, pts = _drawn(request, lambda: Quick(request, fit, used))
+        return quick.clip, pts
+    whole, pts = _drawn(request, lambda: Whole(request, used))
+    return whole.clip, pts
 
-    return Decoded(torch.from_numpy(clip[0]), clip[1])
+
+def _drawn(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
+    """A canvas with the clip on it, and its time stamps."""
+    return _picture(request, begin()) if request.info.ext in IMAGE_EXTENSIONS else _from_keys(request, begin)
 
 
-def _picture(request: Request) -> Clip:
+def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
     """A picture, as often as the clip has frames."""
     frame = images.decode(request.data)
     _check(frame, request)
     times = len(request.wanted.values)
-    return np.repeat(_Converter(request.color)(frame)[None], times, 0), (0,) * times
+    canvas.draw(0, frame)
+    for number in range(1, times):
+        canvas.again(number)
+    return canvas, (0,) * times
 
 
-def _from_keys(request: Request) -> Clip:
+def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
     """From the key frame before the clip; where that fails, from the ones before: a key frame may be only a point from
     which the picture recovers gradually."""
     first: CorruptionError | None = None
     for earlier in _starts(request):
         try:
             with open_window(earlier) as window:
-                return _clip(window, earlier), window.pts
+                return _clip(window, earlier, begin()), window.pts
         except CorruptionError as error:
             first = first or error
         except MillraceError as error:
@@ -93,22 +128,23 @@ def _starts(request: Request) -> Iterator[Request]:
         yield replace(request, wanted=replace(request.wanted, key=keys[number]))
 
 
-def _clip(window: Window, request: Request) -> np.ndarray:
-    """(T, H, W, 3) uint8: only wanted frames are converted, and a frame that is held is converted once."""
-    clip = np.empty((len(window.picks), request.info.height, request.info.width, 3), np.uint8)
-    convert = _Converter(request.color)
-    filled = 0
+def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
+    """Only wanted frames are drawn, and a frame that is held is drawn once."""
+    picks, filled = window.picks, 0
     for rank, frame in _ranked(window):
-        if window.picks[filled] < rank:
+        if picks[filled] < rank:
             break
         _check(frame, request)
-        while filled < len(clip) and window.picks[filled] == rank:
-            held = filled and window.picks[filled - 1] == rank
-            clip[filled] = clip[filled - 1] if held else convert(frame)
+        if picks[filled] > rank:
+            continue
+        canvas.draw(filled, frame)
+        filled += 1
+        while filled < len(picks) and picks[filled] == rank:
+            canvas.again(filled)
             filled += 1
-        if filled == len(clip):
-            return clip
-    raise CorruptionError(f"only {filled} of the clip's {len(clip)} frames could be decoded")
+        if filled == len(picks):
+            return canvas
+    raise CorruptionError(f"only {filled} of the clip's {len(picks)} frames could be decoded")
 
 
 def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
@@ -124,16 +160,23 @@ def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
 
 
 def _frames(window: Window) -> Iterator[VideoFrame]:
-    """What the decoder puts out. Pictures that nobody wants and no other picture refers to are not decoded."""
+    """What the decoder puts out. Pictures that nobody wants and no other picture refers to are not decoded, and nothing is
+    that comes after the last wanted one in the order of decoding."""
     context = window.stream.codec_context
     context.thread_count = 1
-    skipping = window.stamped and context.codec.canonical_name in _SKIPPING
     wanted = set(window.pts)
-    for packet in window.packets:
+    skipping = window.stamped and context.codec.canonical_name in _SKIPPING
+    for packet in _until(window.packets, wanted) if window.stamped else window.packets:
         if skipping:
             context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
         yield from context.decode(packet)
     yield from context.decode(None)
+
+
+def _until(packets: Sequence[Packet[VideoStream]], wanted: set[Any]) -> Sequence[Packet[VideoStream]]:
+    """The packets up to the last that holds a wanted frame."""
+    last = max((number for number, packet in enumerate(packets) if packet.pts in wanted), default=len(packets) - 1)
+    return packets[: last + 1]
 
 
 def _check(frame: VideoFrame, request: Request) -> None:
@@ -143,38 +186,3 @@ def _check(frame: VideoFrame, request: Request) -> None:
         raise CorruptionError(
             f"a frame of {frame.width}x{frame.height} in a video of {request.info.width}x{request.info.height}"
         )
-
-
-class _Converter:
-    """Frames to RGB arrays by one filter graph, made anew when the kind of frames changes."""
-
-    def __init__(self, color: Color) -> None:
-        self._color = color
-        self._kind: tuple[object, ...] | None = None
-        self._graph = Graph()
-        self._quick = VideoReformatter()
-
-    def __call__(self, frame: VideoFrame) -> np.ndarray:
-        if self._color == "fast":
-            return self._quick.reformat(frame, format="rgb24", threads=1).to_ndarray()
-        kind = (frame.width, frame.height, frame.format.name, frame.colorspace, frame.color_range)
-        if kind != self._kind:
-            self._kind, self._graph = kind, _rgb_graph(frame, self._color)
-        frame.pts = None
-        self._graph.vpush(frame)
-        return self._graph.vpull().to_ndarray()
-
-
-def _rgb_graph(frame: VideoFrame, color: Color) -> Graph:
-    graph = Graph()
-    graph.threads = 1  # clips are what runs in parallel
-    source = graph.add(
-        "buffer",
-        f"video_size={frame.width}x{frame.height}:pix_fmt={frame.format.name}:time_base=1/1"
-        f":colorspace={int(frame.colorspace)}:range={int(frame.color_range)}",
-    )
-    matrix = ":in_color_matrix=bt601" if color == "bt601" else ""
-    scale = graph.add("scale", f"flags={_FLAGS}{matrix}")
-    graph.link_nodes(source, scale, graph.add("format", "pix_fmts=rgb24"), graph.add("buffersink"))
-    graph.configure()
-    return graph

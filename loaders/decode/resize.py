@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from loaders.decode.geometry import Fit, covering, offset
+
 
 def fit(
     frames: torch.Tensor,
@@ -29,17 +31,10 @@ def fit(
     if size is not None and tuple(planes.shape[2:]) != size:
         height, width = covering(planes.shape[2], planes.shape[3], size)
         if (height, width) != tuple(planes.shape[2:]):
-            planes = _scale(planes, height, width, antialias)
-        top, left = _offset(height - size[0], at[0]), _offset(width - size[1], at[1])
+            planes = scale(planes, height, width, antialias)
+        top, left = offset(height - size[0], at[0]), offset(width - size[1], at[1])
         planes = planes[:, :, top : top + size[0], left : left + size[1]]
     return planes.flip(3) if mirror else planes
-
-
-def covering(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
-    """The smallest size of the same aspect ratio, rounded, that covers `size`."""
-    if size[0] * width >= size[1] * height:  # the height is what has to grow more
-        return size[0], max(size[1], round(width * size[0] / height))
-    return max(size[0], round(height * size[1] / width)), size[1]
 
 
 def rotate(frames: torch.Tensor, degrees: int) -> torch.Tensor:
@@ -47,12 +42,13 @@ def rotate(frames: torch.Tensor, degrees: int) -> torch.Tensor:
     return torch.rot90(frames, -degrees // 90 % 4, (1, 2))
 
 
-def _offset(room: int, at: float) -> int:
-    """The centre's offset is rounded down, as it always was; the others' are spread over 0 … room."""
-    return room // 2 if at == 0.5 else min(room, int(at * (room + 1)))
+def apply(frames: torch.Tensor, how: Fit | None) -> torch.Tensor:
+    """`fit` as a request asks for it; without, the frames as they are."""
+    return frames if how is None else fit(frames, how.size, antialias=how.antialias, at=how.at, mirror=how.mirror)
 
 
-def _scale(planes: torch.Tensor, height: int, width: int, antialias: bool) -> torch.Tensor:
+def scale(planes: torch.Tensor, height: int, width: int, antialias: bool) -> torch.Tensor:
+    """Planes (N, 3, H, W) to another size."""
     if planes.device.type == "cpu":
         return F.interpolate(planes, (height, width), mode="bilinear", antialias=antialias)
     scaled = F.interpolate(planes.float(), (height, width), mode="bilinear", antialias=antialias)

@@ -23,6 +23,7 @@ from dataio.shards.media.facts import decode_other, encode_other
 from dataio.shards.workers.probe_worker import die_with_parent, read_frame, write_frame
 from loaders.clip import Wanted
 from loaders.decode.contract import Color, Request
+from loaders.decode.geometry import Fit
 from loaders.decode.pyav import clip_of
 from loaders.sound.decode import decode_audio
 from loaders.sound.spec import AudioSpec
@@ -38,6 +39,7 @@ class See(msgspec.Struct, tag="see"):
     info: VideoInfo
     wanted: Wanted
     color: Color
+    fit: Fit | None = None
 
 
 class Listen(msgspec.Struct, tag="listen"):
@@ -84,10 +86,7 @@ def answer(task: Task) -> Answer:
 
 
 def _see(task: See) -> Answer:
-    result = clip_of(Request(memoryview(task.data), task.info, task.wanted, task.color))
-    if isinstance(result, MillraceError):
-        raise result
-    return _done(result[0], result[1])
+    return _done(*clip_of(Request(memoryview(task.data), task.info, task.wanted, task.color, task.fit)))
 
 
 def _listen(task: Listen) -> Answer:

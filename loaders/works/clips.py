@@ -15,11 +15,12 @@ from fractions import Fraction
 import torch
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
-from dataio.shards.contract import Sample
+from dataio.shards.contract import Sample, VideoInfo
 from loaders.clip import Clip, choose
-from loaders.contract import Finished, Layout, Loaded
+from loaders.contract import Finished, Layout, Loaded, Place
 from loaders.decode import resize
 from loaders.decode.contract import Color, Decoded, Decoder, Request
+from loaders.decode.geometry import Fit
 from loaders.samples.maker import DAMAGE
 from loaders.sound.decode import Hear, decode_audio
 from loaders.sound.spec import AudioSpec
@@ -85,7 +86,17 @@ class ClipWork:
             )
         except CorruptionError as error:
             return error
-        return Request(loaded.members[video.ext], video, wanted, self._look.color)
+        return Request(loaded.members[video.ext], video, wanted, self._look.color, self._cut(place, video))
+
+    def _cut(self, place: Place, video: VideoInfo) -> Fit | None:
+        """What the decoder is to make of the frames; nothing where they are turned before."""
+        look = self._look
+        if look.size is None or self._turned(video):
+            return None
+        return Fit(look.size, look.antialias, look.cut.at(place), look.cut.mirrored(place))
+
+    def _turned(self, video: VideoInfo) -> bool:
+        return self._look.rotate and video.rotation % 360 != 0
 
     def _finish(self, loaded: Loaded, request: Request, decoded: Decoded | MillraceError) -> Finished | MillraceError:
         if isinstance(decoded, MillraceError):
@@ -94,7 +105,7 @@ class ClipWork:
             return CorruptionError(f"{len(decoded.frames)} frames came out for the {len(request.wanted.values)} wanted")
         start = decoded.pts[0] * request.info.time_base
         values: dict[str, float] = {"clip": float(start)}
-        tensors = {"video": self._fit(loaded, request, decoded.frames)}
+        tensors = {"video": decoded.frames if request.fit else self._fit(loaded, request, decoded.frames)}
         if self._look.audio is not None:
             try:
                 sound, values["audio_samples"] = self._sound(loaded, request, start, self._look.audio)

@@ -1,0 +1,69 @@
+"""What decoded frames are drawn on: a clip, one picture after the other.
+
+Purpose: each frame is converted, scaled and cropped while it is still in the processor's cache, and a clip of whole frames is
+never there unless it was asked for.
+Invariants: `draw` gets the frames of the numbers 0, 1, … in turn; `again` repeats the picture before. When all were drawn,
+`clip` is the clip.
+Failure behaviour: libav's errors.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from av.video.frame import VideoFrame
+
+from loaders.decode import convert
+from loaders.decode.contract import Request
+from loaders.decode.convert import U8, Converter, Part
+from loaders.decode.geometry import Fit, axes
+
+
+class Canvas(Protocol):
+    """For one clip and one thread."""
+
+    def draw(self, number: int, frame: VideoFrame) -> None: ...
+
+    def again(self, number: int) -> None: ...
+
+
+class Whole:
+    """`clip`: uint8 (T, H, W, 3), frames as they are."""
+
+    def __init__(self, request: Request, converter: Converter) -> None:
+        self._color, self._convert = request.color, converter
+        self.clip: U8 = np.empty((len(request.wanted.values), request.info.height, request.info.width, 3), np.uint8)
+
+    def draw(self, number: int, frame: VideoFrame) -> None:
+        picture = self._convert(frame, convert.rgb(frame, self._color))
+        self.clip[number] = convert.plane(picture, samples=3).reshape(frame.height, frame.width, 3)
+
+    def again(self, number: int) -> None:
+        self.clip[number] = self.clip[number - 1]
+
+
+class Quick:
+    """`clip`: uint8 (T, 3, h, w), fitted by `fit` in the pass that converts the colours."""
+
+    def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
+        self._fit, self._convert = fit, converter
+        self.clip: U8 = np.empty((len(request.wanted.values), 3, *fit.size), np.uint8)
+
+    def draw(self, number: int, frame: VideoFrame) -> None:
+        down, across = axes(frame.height, frame.width, self._fit)
+        if convert.is_usual(frame):
+            top, rows, y, height = down.window()
+            left, columns, x, width = across.window()
+        else:
+            top, rows, y, height = 0, down.source, 0, down.scaled
+            left, columns, x, width = 0, across.source, 0, across.scaled
+        part = Part(top, top + rows, left, left + columns)
+        picture = self._convert(frame, convert.scaled(frame, part, height, width))
+        y, x = down.first - y, across.first - x
+        for channel, number_of_plane in enumerate((2, 0, 1)):  # they are stored as G, B, R
+            kept = convert.plane(picture, number_of_plane)[y : y + down.kept, x : x + across.kept]
+            self.clip[number, channel] = kept[:, ::-1] if self._fit.mirror else kept
+
+    def again(self, number: int) -> None:
+        self.clip[number] = self.clip[number - 1]

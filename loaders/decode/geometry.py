@@ -1,0 +1,97 @@
+"""How a picture is scaled and cropped, as arithmetic of its two sides: which pixels of the source the result needs.
+
+Purpose: nothing is converted or scaled that a crop throws away, and nothing of that changes a pixel.
+Invariants: pure; no torch, so that a process that decodes for another starts quickly.
+Failure behaviour: none; sizes were checked by the loader.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_SHIFT = 1 / 16
+"""By how much of a pixel the quick way may move a side of the picture, so that it begins at a whole one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Pictures are scaled to cover `size` (height, width), cropped, and maybe mirrored left to right.
+
+    `at` is where the crop lies between top and bottom, left and right: 0 to 1 each.
+    """
+
+    size: tuple[int, int]
+    antialias: bool = True
+    at: tuple[float, float] = (0.5, 0.5)
+    mirror: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One side: `source` pixels are scaled to `scaled`, of which `kept` are kept from `first` on."""
+
+    source: int
+    scaled: int
+    first: int
+    kept: int
+
+    @property
+    def step(self) -> float:
+        """Pixels of the source for each of the result."""
+        return self.source / self.scaled
+
+    def needed(self, antialias: bool = True) -> tuple[int, int]:
+        """Begin and end of the source's pixels that enter kept ones by bilinear filtering."""
+        reach = max(1.0, self.step) if antialias else 1.0
+        begin = math.floor(self.step * (self.first + 0.5) - reach) - 1
+        end = math.ceil(self.step * (self.first + self.kept - 0.5) + reach) + 1
+        return max(0, begin), min(self.source, end)
+
+    def factor(self, end: int) -> float | None:
+        """A scale whose inverse is `step` to the last bit, with which the first `end` pixels become enough; None when there is
+        none, or when they become as many as they are, which torch takes for nothing to do."""
+        guess = self.scaled / self.source
+        for factor in (guess, math.nextafter(guess, 0), math.nextafter(guess, 2 * guess)):
+            made = math.floor(end * factor)
+            if 1 / factor == self.step and made >= self.first + self.kept and (made != end or factor == 1):
+                return factor
+        return None
+
+    def window(self) -> tuple[int, int, int, int]:
+        """A part of the source that may be scaled alone: its begin and length, and those of what it becomes.
+
+        It begins and ends at even pixels (or the picture's end), as nearly as `_SHIFT`, and so far from what is kept that
+        its edges do not show.
+        """
+        margin = math.ceil((max(1.0, self.step) + 4) / self.step)
+        first = next(j for j in range(max(0, self.first - margin), -1, -1) if self._is_even(j))
+        last = next(
+            j for j in range(self.first + self.kept + margin, self.scaled + 1) if self._is_even(j) or j == self.scaled
+        ) if self.first + self.kept + margin < self.scaled else self.scaled  # fmt: skip
+        begin = 2 * round(self.step * first / 2)
+        end = self.source if last == self.scaled else 2 * round(self.step * last / 2)
+        return begin, end - begin, first, last - first
+
+    def _is_even(self, place: int) -> bool:
+        at = self.step * place
+        return abs(at - 2 * round(at / 2)) <= _SHIFT
+
+
+def axes(height: int, width: int, fit: Fit) -> tuple[Axis, Axis]:
+    """The sides of pictures of this size: down, across."""
+    high, wide = covering(height, width, fit.size)
+    down = Axis(height, high, offset(high - fit.size[0], fit.at[0]), fit.size[0])
+    return down, Axis(width, wide, offset(wide - fit.size[1], fit.at[1]), fit.size[1])
+
+
+def covering(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
+    """The smallest size of the same aspect ratio, rounded, that covers `size`."""
+    if size[0] * width >= size[1] * height:  # the height is what has to grow more
+        return size[0], max(size[1], round(width * size[0] / height))
+    return max(size[0], round(height * size[1] / width)), size[1]
+
+
+def offset(room: int, at: float) -> int:
+    """The centre's offset is rounded down, as it always was; the others' are spread over 0 … room."""
+    return room // 2 if at == 0.5 else min(room, int(at * (room + 1)))
