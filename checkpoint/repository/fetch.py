@@ -1,6 +1,7 @@
 """Reading chunks out of packs: coalesced ranges, bounded memory, every chunk checked, a bad one fetched once more, and then from
 every other copy that the store knows of.
 
+A chunk that is stored raw may be read straight to where it belongs (`Room`), and is checked there: no copy.
 Invariant: what is handed out are the bytes with the chunk's digest. Memory in flight is at most `_THREADS` batches of
 `BATCH_BYTES`, and a batch is one call to the store.
 Failure behaviour: a chunk that is wrong in every copy, or whose pack is missing or too short, is handed out
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from threading import local
 from typing import Generic, Protocol, TypeVar
 
-from checkpoint.format import codec
+from checkpoint.format import codec, names
 from checkpoint.format.chunk import CHUNK_BYTES
+from checkpoint.format.manifest import RAW
 from checkpoint.repository.ahead import in_order
 from dataio.core.errors import AccessDeniedError, NotFoundError, UsageError
 from dataio.core.limits import KIB
 from dataio.store.contract import Store
 
 BATCH_BYTES = 4 * CHUNK_BYTES
-_THREADS = 2
+_THREADS = 4
+"""More than hash at once: some wait for the store meanwhile."""
 _COPIES = 4
 _GAP = 64 * KIB
 """Ranges closer than this are read as one: cheaper than another request."""
@@ -80,17 +83,29 @@ def _join(ranges: Sequence[tuple[int, int]], chunk: Place) -> list[tuple[int, in
     return [*ranges, (chunk.offset, chunk.stored)]
 
 
-def fetch(store: Store, work: Iterable[Batch[P]], use: Callable[[str, P, memoryview | None], None]) -> None:
+def no_room(pack: str, chunk: object) -> None:
+    """Every chunk goes through a buffer of ours."""
+
+
+def fetch(
+    store: Store,
+    work: Iterable[Batch[P]],
+    use: Callable[[str, P, memoryview | None], None],
+    room: Callable[[str, P], memoryview | None] = no_room,
+) -> None:
     """Read every batch and hand each chunk to `use(pack, chunk, payload)`, from several threads.
 
-    The payload is valid during the call only.
+    `room(pack, chunk)` is where the bytes of a raw chunk may be put before they are checked, or None; the payload is then that
+    memory. Any other payload is valid during the call only.
     """
+    store.read_once(names.PACKS)
     buffers = local()
 
     def one(batch: Batch[P]) -> None:
-        if not hasattr(buffers, "bytes"):
+        rooms = [room(batch.pack, chunk) if chunk.codec == RAW else None for chunk in batch.chunks]
+        if None in rooms and not hasattr(buffers, "bytes"):
             buffers.bytes = memoryview(bytearray(BATCH_BYTES))
-        _read_batch(store, batch, buffers.bytes, use)
+        _read_batch(store, batch, rooms, getattr(buffers, "bytes", memoryview(b"")), use)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-read") as pool:
         for _ in in_order(pool, one, work, 2 * _THREADS):
@@ -98,18 +113,43 @@ def fetch(store: Store, work: Iterable[Batch[P]], use: Callable[[str, P, memoryv
 
 
 def _read_batch(
-    store: Store, batch: Batch[P], buffer: memoryview, use: Callable[[str, P, memoryview | None], None]
+    store: Store,
+    batch: Batch[P],
+    rooms: Sequence[memoryview | None],
+    buffer: memoryview,
+    use: Callable[[str, P, memoryview | None], None],
 ) -> None:
-    views, at = [], 0
-    for offset, length in batch.ranges:
+    views, places = _places(batch.chunks, rooms, buffer)
+    whole = _try_read(store, batch.pack, views)
+    for chunk, stored in zip(batch.chunks, places, strict=True):
+        good = codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest) if whole else None
+        use(batch.pack, chunk, good if good is not None else _read_again(store, batch.pack, chunk, stored))
+
+
+def _places(
+    chunks: Sequence[Place], rooms: Sequence[memoryview | None], buffer: memoryview
+) -> tuple[list[tuple[int, memoryview]], list[memoryview]]:
+    """What is to be read, as (offset, memory), and where each chunk's stored bytes then are. Pure.
+
+    Chunks without room lie in `buffer`, ranges that are near each other as one.
+    """
+    views = [(chunk.offset, room) for chunk, room in zip(chunks, rooms, strict=True) if room is not None]
+    runs: list[tuple[int, int]] = []
+    for chunk, room in zip(chunks, rooms, strict=True):
+        if room is None:
+            runs = _join(runs, chunk)
+    starts, at = [], 0
+    for offset, length in runs:
+        starts.append((offset, at))
         views.append((offset, buffer[at : at + length]))
         at += length
-    whole = _try_read(store, batch.pack, views)
-    for chunk in batch.chunks:
-        offset, view = next((o, v) for o, v in reversed(views) if o <= chunk.offset)
-        stored = view[chunk.offset - offset : chunk.offset - offset + chunk.stored]
-        good = codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest) if whole else None
-        use(batch.pack, chunk, good or _read_again(store, batch.pack, chunk, stored))
+    found = []
+    for chunk, room in zip(chunks, rooms, strict=True):
+        if room is None:
+            offset, at = next(start for start in reversed(starts) if start[0] <= chunk.offset)
+            room = buffer[at + chunk.offset - offset :][: chunk.stored]
+        found.append(room)
+    return sorted(views, key=lambda view: view[0]), found
 
 
 def _read_again(store: Store, pack: str, chunk: Place, stored: memoryview) -> memoryview | None:

@@ -1,9 +1,11 @@
 """Tensor bytes of a committed step, into whatever memory the caller has for them.
 
-Invariant: only bytes whose digest is right are copied into a caller's memory. A lease names the step while it is read, and
+Invariant: `read` returns when every byte was compared with its digest, where it lies: a raw chunk that belongs to one place is
+read straight there. A lease names the step while it is read, and
 the step is looked at again after the lease is written, so that no collector takes it away meanwhile.
 Failure behaviour: `CorruptionError` naming step, tensor, pack and offset; memory of tensors that were complete before it
-has then been changed, memory of the damaged one holds a mixture: the caller must restore another step or stop.
+has then been changed, memory of the damaged one holds a mixture, with zeros where the damage was: the caller must restore
+another step or stop.
 """
 
 from __future__ import annotations
@@ -78,10 +80,11 @@ class _Use:
 
 @dataclass(slots=True, eq=False)
 class Needed:
-    """A chunk in its pack with all its uses: the form in which `fetch` takes it."""
+    """A chunk in its pack with all its uses: the form in which `fetch` takes it. `there`: the use whose memory it is read to."""
 
     chunk: Chunk
     uses: list[_Use] = field(default_factory=list)
+    there: _Use | None = None
 
     @property
     def digest(self) -> bytes:
@@ -187,17 +190,35 @@ class Reading:
 
     def fetch(self, store: Store, chunks: Iterable[tuple[str, Needed]]) -> None:
         """Read some of the chunks and use them."""
-        fetch.fetch(store, self.batches(chunks), self.use)
+        fetch.fetch(store, self.batches(chunks), self.use, self.room)
+
+    def room(self, pack: str, wanted: Needed) -> memoryview | None:
+        """Where all bytes of a chunk belong, as one run, in one of its uses."""
+        for use in wanted.uses:
+            want, item = self._wants[use.want], dtypes.ITEM_BYTES[self._wants[use.want].saved.dtype]
+            if use.start == 0 and use.length == wanted.raw:
+                at = regions.place(use.shard, want.box, item, use.at, use.length)
+                if at is not None:
+                    wanted.there = use
+                    return self._target(use.want)[at : at + use.length]
+        return None
 
     def use(self, pack: str, wanted: Needed, payload: memoryview | None) -> None:
-        """Copy a chunk's bytes to where they belong; None when they could not be had."""
+        """Put a chunk's bytes where they belong and are not yet; None when they could not be had."""
         if payload is None:
+            if (wrong := self.room(pack, wanted) if wanted.there else None) is not None:
+                wrong[:] = bytes(len(wrong))
             raise self._damaged(pack, wanted)
         for use in wanted.uses:
-            want = self._wants[use.want]
-            part = payload[use.start : use.start + use.length]
-            regions.copy(use.shard, want.box, dtypes.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
-            self._done(use.want)
+            if use is not wanted.there:
+                self._put(use, payload)
+        if wanted.there is not None:
+            self._done(wanted.there.want)  # last: the others are copied from there
+
+    def _put(self, use: _Use, payload: memoryview) -> None:
+        want, part = self._wants[use.want], payload[use.start : use.start + use.length]
+        regions.copy(use.shard, want.box, dtypes.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
+        self._done(use.want)
 
     def _target(self, want: int) -> memoryview:
         with self._lock:

@@ -4,7 +4,7 @@ A run of a shard's row-major bytes is at most 2 n - 1 boxes (n dimensions and on
 row, whole rows, a part of a row, and so on inwards. Each is cut with the target's box and copied as one strided block.
 
 Invariant: `copy` writes exactly the bytes that lie in both shards, each to its place; `touches` says whether there are any,
-so that a chunk that holds none is not read at all.
+so that a chunk that holds none is not read at all; `place` says where a run lies in another shard that holds all of it.
 Failure behaviour: none; callers give boxes of the same global tensor.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from checkpoint.format.chunk import Box
+from checkpoint.format.chunk import Box, run_start
 
 Bytes = npt.NDArray[np.uint8]
 Part = tuple[tuple[int, ...], tuple[int, ...]]
@@ -47,6 +47,20 @@ def run_parts(shape: Sequence[int], start: int, stop: int) -> Iterator[Part]:
 def touches(source: Box, target: Box, item_bytes: int, start: int, length: int) -> bool:
     """Whether the `length` bytes from byte `start` of the shard `source` hold any of the shard `target`."""
     return any(True for _ in _common(source, target, item_bytes, start, length))
+
+
+def place(source: Box, target: Box, item_bytes: int, start: int, length: int) -> int | None:
+    """The byte of the shard `target` from which on it holds just the `length` bytes from byte `start` of the shard `source`.
+
+    None when it does not hold all of them, or not as one run.
+    """
+    if source == target:
+        return start
+    from_, to = run_start(source, item_bytes), run_start(target, item_bytes)
+    if from_ is None or to is None:
+        return None
+    at = from_ + start - to
+    return at if 0 <= at <= math.prod(target.local) * item_bytes - length else None
 
 
 def copy(

@@ -81,6 +81,9 @@ class Store(abc.ABC):
         for offset, buffer in ranges:
             self.get_into(key, offset, buffer)
 
+    def read_once(self, prefix: str) -> None:  # noqa: B027 - advice, which most stores have no use for
+        """Advice: large ranges of objects below `prefix` are not read again soon, and need no place in the page cache."""
+
     @abc.abstractmethod
     def put(self, key: str, data: Buffer) -> None:
         """Write or replace the object, in one request."""

@@ -1,12 +1,11 @@
-"""O_DIRECT: large ranges straight into the caller's buffer, or from it, past the page cache.
+"""O_DIRECT: large ranges straight into the caller's buffer, past the page cache. Writing so is `dataio.store.writer`'s.
 
 Purpose: a shard that is read once and cached elsewhere should not push everything else out of the page cache; it also
-costs about a quarter of the CPU. It does not help what is read again soon, so reading so is asked for, never assumed.
-Writing so is twice as fast as through the cache with the fsync that follows anyway, at a tenth of the CPU; large runs that
-happen to be aligned, as the chunks of a staged checkpoint are, always go this way.
-Invariants: only the part of a range that is aligned in the file and in memory goes this way, and only from `LEAST_BYTES`
-on; the rest, and everything where the file system or its device refuses, is read as usual. The bytes are the same either
-way.
+costs about a quarter of the CPU. It does not help what is read again soon, so reading so is asked for, never assumed; and what
+lies in the page cache already is taken from there, which is faster still.
+Invariants: only ranges from `LEAST_BYTES` on go this way; the rest, and everything where the file system or its device
+refuses, is read as usual. A buffer whose memory is not aligned as the file is (a tensor's never is) is filled through an aligned
+one of `_BOUNCE_BYTES`, one for each thread. The bytes are the same either way.
 Failure behaviour: a refusal (EINVAL and its kind) is no error; any other error is the read's own.
 """
 
@@ -15,12 +14,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
+import threading
+from collections.abc import Callable
+from functools import cache
 
 ALIGN = 4096
 """What every common file system and device is content with."""
 LEAST_BYTES = 1 << 20
-_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+_BOUNCE_BYTES = 4 << 20
+REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+"""How file systems and devices say that they cannot."""
+_CACHESTAT = 451
+"""The number of the system call, the same on all of Linux; since 6.5."""
 
 
 def aligned_part(offset: int, address: int, length: int) -> tuple[int, int]:
@@ -37,55 +44,77 @@ def fill_directly(fd: int, offset: int, buffer: memoryview) -> tuple[int, int]:
 
     `fd` must be used by nobody else meanwhile: its flags change and change back.
     """
-    if len(buffer) < LEAST_BYTES:
+    if len(buffer) < LEAST_BYTES or mostly_cached(fd, offset, len(buffer)):
         return 0, 0
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     start, stop = aligned_part(offset, address, len(buffer))
     if start == stop:
-        return 0, 0
+        return 0, _directly(fd, lambda: _bounced(fd, offset, address, len(buffer)))
+    return start, start + _directly(fd, lambda: _straight(fd, offset + start, buffer[start:stop]))
+
+
+def mostly_cached(fd: int, offset: int, length: int) -> bool:
+    """Whether most of the range is in the page cache; False where the kernel does not say."""
+    asked, told = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()
+    if _cachestat()(_CACHESTAT, fd, asked, told, 0):
+        return False
+    return int(told[0]) * mmap.PAGESIZE * 2 > length
+
+
+@cache
+def _cachestat() -> Callable[..., int]:
+    call: Callable[..., int] = ctypes.CDLL(None).syscall
+    return call
+
+
+def _directly(fd: int, read: Callable[[], int]) -> int:
+    """How many bytes `read` filled with the flag set; 0 where that is refused."""
     before = fcntl.fcntl(fd, fcntl.F_GETFL)
-    done = start
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, before | os.O_DIRECT)
-        while done < stop:
-            n = os.preadv(fd, [buffer[done:stop]], offset + done)
-            done += n
-            if n % ALIGN or not n:  # the file became shorter: whoever reads the rest will say so
-                break
+        return read()
     except OSError as error:
-        if error.errno not in _REFUSALS:
+        if error.errno not in REFUSALS:
             raise
+        return 0  # what was filled before is filled again
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, before)
-    return start, done
 
 
-def write_directly(fd: int, data: memoryview) -> int:
-    """Write what can be written of `data` (flat) from its beginning, at the file's position; how many bytes that was.
-
-    `fd` must be used by nobody else meanwhile: its flags change and change back.
-    """
-    length = len(data) - len(data) % ALIGN
-    if length < LEAST_BYTES:
-        return 0
-    import numpy as np  # for an address alone, and readers, such as the sidecar, do without it
-
-    if np.frombuffer(data, np.uint8).ctypes.data % ALIGN:
-        return 0
-    if os.lseek(fd, 0, os.SEEK_CUR) % ALIGN:
-        return 0
-    before = fcntl.fcntl(fd, fcntl.F_GETFL)
+def _straight(fd: int, offset: int, buffer: memoryview) -> int:
     done = 0
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, before | os.O_DIRECT)
-        while done < length:
-            n = os.write(fd, data[done:length])
-            done += n
-            if n % ALIGN:
-                break
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, before)
+    while done < len(buffer):
+        n = os.preadv(fd, [buffer[done:]], offset + done)
+        done += n
+        if n % ALIGN or not n:  # the file became shorter: whoever reads the rest will say so
+            break
+    return done
+
+
+class _Bounce(threading.local):
+    """An aligned buffer of this thread, made when it is needed."""
+
+    def __init__(self) -> None:
+        self.bytes = mmap.mmap(-1, _BOUNCE_BYTES)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+
+
+_bounce = _Bounce()
+
+
+def _bounced(fd: int, offset: int, address: int, length: int) -> int:
+    """Fill memory that is not aligned, from any offset."""
+    through, done = _bounce, 0
+    view = memoryview(through.bytes)
+    while done < length:
+        skip = (offset + done) % ALIGN
+        wanted = min(length - done, _BOUNCE_BYTES - skip)
+        n = os.preadv(fd, [view[: -(-(skip + wanted) // ALIGN) * ALIGN]], offset + done - skip)
+        got = min(n - skip, wanted)
+        if got <= 0:
+            break
+        ctypes.memmove(address + done, through.address + skip, got)  # other threads go on meanwhile
+        done += got
+        if got < wanted:
+            break
     return done

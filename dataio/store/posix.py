@@ -28,13 +28,16 @@ from dataio.core.crashpoints import declare
 from dataio.core.errors import AmbiguousWriteError, CapacityError, NotFoundError, TransientError, UnsupportedError
 from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from dataio.store.direct import fill_directly, write_directly
+from dataio.store.direct import fill_directly
 from dataio.store.oserrors import AMBIGUOUS, translated
+from dataio.store.writer import FileWriter
 
 TEMPORARY = ".millrace-tmp"
 _STALE_SECONDS = 24 * 3600.0
 _STALE_SCAN = 1024
 _PUBLISH_TRIES = 16
+_ADVICE = 16
+"""Prefixes that are remembered; advice beyond them is not heard."""
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK}
 
 _written = declare("store.posix.written", "the bytes are durable under a hidden name; the object is as it was before")
@@ -44,11 +47,12 @@ _named = declare("store.posix.named", "the object has its new content; its direc
 class PosixStore(Store):
     """Objects as files under `root`, which is made on the first write.
 
-    `direct` reads large ranges past the page cache where that is possible (`dataio.store.direct`).
+    `direct` reads large ranges past the page cache where that is possible (`dataio.store.direct`), of all objects.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = False) -> None:
         self._root, self._direct = os.path.realpath(os.fspath(root)), direct
+        self._once: frozenset[str] = frozenset()
         self._swept = False
 
     @property
@@ -68,10 +72,15 @@ class PosixStore(Store):
         self.get_ranges_into(key, [(offset, buffer)])
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        direct = self._direct or any(key.startswith(prefix) for prefix in self._once)
         with self._reading(key) as file:
             for offset, buffer in ranges:
                 check_range(self._name(key), offset, len(target := writable_bytes(buffer)), file.size)
-                file.fill(offset, target, direct=self._direct)
+                file.fill(offset, target, direct=direct)
+
+    def read_once(self, prefix: str) -> None:
+        if len(self._once) < _ADVICE:
+            self._once |= {prefix}
 
     def put(self, key: str, data: Buffer) -> None:
         self.put_multipart(key, [data])
@@ -179,7 +188,7 @@ class PosixStore(Store):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             try:
-                size = sum(_write_all(fd, part) for part in parts)
+                size = self._write(path, fd, parts)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -188,6 +197,13 @@ class PosixStore(Store):
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+    def _write(self, path: str, fd: int, parts: Iterable[Buffer]) -> int:
+        """Write the hidden file, open as `fd`; how many bytes it has."""
+        with FileWriter(fd) as file:
+            for part in parts:
+                file.write(part)
+            return file.finish()
 
     def _temporary_folder(self) -> str:
         folder = os.path.join(self._root, TEMPORARY)
@@ -290,14 +306,6 @@ def _sorted_names(path: str) -> list[tuple[str, bool]]:
         return []
     found = [(name, is_folder) for name, is_folder, is_file in kinds if is_folder or is_file]
     return sorted(found, key=lambda entry: entry[0] + "/" * entry[1])
-
-
-def _write_all(fd: int, data: Buffer) -> int:
-    view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
-    done = write_directly(fd, view)
-    while done < len(view):
-        done += os.write(fd, view[done:])
-    return done
 
 
 def _sync_folder(folder: str) -> None:

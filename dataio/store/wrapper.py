@@ -46,6 +46,9 @@ class Wrapper(Store):
         size = sum(buffer.nbytes for _, buffer in ranges)
         self._through("get_into", key, size, lambda: self.inner.get_ranges_into(key, ranges))
 
+    def read_once(self, prefix: str) -> None:
+        self.inner.read_once(prefix)
+
     def put(self, key: str, data: Buffer) -> None:
         self._through("put", key, memoryview(data).nbytes, lambda: self.inner.put(key, data))
 

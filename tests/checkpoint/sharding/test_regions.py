@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkpoint.format.chunk import Box
 from checkpoint.sharding.cover import flaw
 from checkpoint.sharding.owners import owners
-from checkpoint.sharding.regions import copy, run_parts, touches
+from checkpoint.sharding.regions import copy, place, run_parts, touches
 
 
 @st.composite
@@ -53,14 +53,28 @@ def test_runs_of_one_shard_fill_exactly_what_another_has_of_it(
     for start, stop in itertools.pairwise(edges):
         before = bytes(memory)
         copy(source, target, item, start, memoryview(given_bytes)[start:stop], memory)
+        at = place(source, target, item, start, stop - start)
+        assert at is None or memory[at : at + stop - start] == given_bytes[start:stop]
         assert touches(source, target, item, start, stop - start) or bytes(memory) == before
     expected = np.zeros_like(whole)
     for box in (source, target):  # what both have
         inside = np.zeros(shape, bool)
         inside[tuple(slice(a, a + n) for a, n in zip(box.offset, box.local, strict=True))] = True
         expected = np.where(inside[..., None], whole if box is source else expected, 0)
-    place = tuple(slice(a, a + n) for a, n in zip(target.offset, target.local, strict=True))
-    assert bytes(memory) == expected[place].tobytes()
+    there = tuple(slice(a, a + n) for a, n in zip(target.offset, target.local, strict=True))
+    assert bytes(memory) == expected[there].tobytes()
+
+
+def test_rows_lie_as_one_run_in_every_shard_of_rows_that_has_them() -> None:
+    whole, half, last = Box((8, 3), (0, 0), (8, 3)), Box((8, 3), (2, 0), (4, 3)), Box((8, 3), (6, 0), (2, 3))
+    column = Box((8, 3), (0, 1), (8, 1))
+    assert place(half, whole, 4, 12, 24) == 2 * 12 + 12
+    assert place(whole, half, 4, 3 * 12, 24) == 12
+    assert place(half, last, 4, 0, 12) is None
+    assert place(whole, half, 4, 12, 24) is None  # a part of it
+    assert place(whole, column, 4, 0, 12) is None
+    assert place(column, column, 4, 8, 16) == 8
+    assert place(Box((), (), ()), Box((), (), ()), 4, 0, 4) == 0
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), st.data())

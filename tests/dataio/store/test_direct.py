@@ -10,16 +10,19 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from dataio.core.errors import CapacityError
 from dataio.store import direct
-from dataio.store.direct import ALIGN, LEAST_BYTES, aligned_part, fill_directly
+from dataio.store.direct import ALIGN, LEAST_BYTES, aligned_part, fill_directly, mostly_cached
 from dataio.store.open import open_location, open_store
-from dataio.store.posix import TEMPORARY
+from dataio.store.posix import TEMPORARY, PosixStore
 from dataio.testing.conformance import some_bytes
 
 MIB = 1 << 20
@@ -57,6 +60,7 @@ def test_a_direct_read_gives_the_same_bytes(
     tmp_path: Path, offset: int, shift: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = _watched(monkeypatch)
+    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
     store, body = open_store(tmp_path / "store", direct=True), some_bytes(5 * MIB)
     store.put("k", body)
     with mmap.mmap(-1, 8 * MIB) as memory, memoryview(memory) as whole, whole[shift : shift + length] as buffer:
@@ -65,9 +69,57 @@ def test_a_direct_read_gives_the_same_bytes(
         assert bytes(whole[shift + length :]) == bytes(8 * MIB - shift - length)
     assert open_location(store.location).location == store.location
     ((start, stop),) = filled
-    if (offset - shift) % ALIGN == 0 and length >= 2 * MIB and stop == 0:
+    if length >= 2 * MIB and stop == 0:
         pytest.skip("this file system has no O_DIRECT; the bytes were right without it")
-    assert (stop > start) == ((offset - shift) % ALIGN == 0 and length >= MIB)
+    assert (stop > start) == (length >= MIB)
+    if (offset - shift) % ALIGN:
+        assert (start, stop) in ((0, length), (0, 0)), "through the aligned buffer, to the last byte"
+
+
+def _drop_from_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_what_is_in_the_page_cache_is_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = _watched(monkeypatch)
+    store, body = open_store(tmp_path / "store"), some_bytes(3 * MIB)
+    store.put("packs/k", body)
+    path, buffer = tmp_path / "store" / "packs" / "k", bytearray(len(body))
+    store.get_into("packs/k", 0, memoryview(buffer))
+    assert filled == [], "nobody asked for it"
+    store.read_once("packs/")
+    path.read_bytes()
+    with path.open("rb") as file:
+        if not mostly_cached(file.fileno(), 0, len(body)):
+            pytest.skip("the kernel does not say what is in the page cache, or keeps nothing there")
+    store.get_into("packs/k", 0, memoryview(buffer))
+    assert filled == [(0, 0)]
+    _drop_from_cache(path)
+    with path.open("rb") as file:
+        if mostly_cached(file.fileno(), 0, len(body)):
+            pytest.skip("a memory file system")
+    store.get_into("packs/k", 0, memoryview(buffer))
+    assert buffer == body
+
+
+def test_advice_is_bounded(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for number in range(100):
+        store.read_once(f"{number}/")
+    assert len(store._once) < 100
+
+
+def test_a_file_that_became_shorter_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
+    path = tmp_path / "short"
+    path.write_bytes(some_bytes(2 * MIB + 100))
+    buffer = bytearray(4 * MIB)
+    with path.open("rb") as file:
+        start, stop = fill_directly(file.fileno(), 5, memoryview(buffer))
+    assert (start, stop) in ((0, 2 * MIB + 95), (0, 0))
+    assert bytes(buffer[:stop]) == path.read_bytes()[5 : 5 + stop]
 
 
 def test_a_refusal_of_o_direct_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +131,13 @@ def test_a_refusal_of_o_direct_is_no_error(tmp_path: Path, monkeypatch: pytest.M
             raise OSError(errno.EINVAL, "no O_DIRECT here")
         return control(fd, command, flags)
 
+    store, body = open_store(tmp_path / "store", direct=True), some_bytes(3 * MIB)
+    store.put("k", body)
+    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
     monkeypatch.setattr(direct.fcntl, "fcntl", refuse)
-    _read_direct(tmp_path / "store")
+    buffer = bytearray(len(body))
+    store.get_into("k", 0, memoryview(buffer))
+    assert buffer == body
     assert len(refused) == 1
 
 
@@ -194,45 +251,99 @@ def aligned(size: int, shift: int = 0) -> memoryview:
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("shift", [0, 16])
 @pytest.mark.parametrize(
-    "sizes", [(4 * MIB, 4 * MIB), (4 * MIB + 100, ALIGN - 100, 3 * MIB), (100, 2 * MIB), (LEAST_BYTES - 1, 0, 5 * MIB)]
+    "sizes",
+    [
+        (4 * MIB, 4 * MIB),
+        (8 * MIB,),
+        (20 * MIB + 1, 0, 7),
+        (4 * MIB + 100, ALIGN - 100, 3 * MIB),
+        (100, 2 * MIB),
+        (LEAST_BYTES - 1, 0, 5 * MIB),
+        (LEAST_BYTES - 1,),
+        (),
+    ],
 )
 def test_what_is_written_past_the_cache_is_what_was_given(
     sizes: tuple[int, ...], shift: int, read_only: bool, tmp_path: Path
 ) -> None:
     parts = [aligned(size, shift) for size in sizes]
     with open_store(tmp_path / "s") as store:
-        store.put_multipart("pack", [part.toreadonly() if read_only else part for part in parts])
+        size = store.put_multipart("pack", [part.toreadonly() if read_only else part for part in parts])
         assert store.get("pack", max_bytes=64 * MIB) == b"".join(parts)
+        assert size == sum(sizes)
 
 
-def test_large_aligned_parts_do_go_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags: list[bool] = []
-    write = os.write
+def test_a_part_may_change_once_the_next_is_asked_for(tmp_path: Path) -> None:
+    area, expected = bytearray(3 * MIB), bytearray()
 
-    def watched(fd: int, data: memoryview) -> int:
-        flags.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
-        return write(fd, data)
+    def parts() -> Iterator[memoryview]:
+        for number in range(9):
+            area[:] = bytes([number]) * len(area)
+            expected.extend(area)
+            yield memoryview(area)
 
-    monkeypatch.setattr(os, "write", watched)
     with open_store(tmp_path / "s") as store:
-        store.put_multipart("pack", [aligned(4 * MIB), b"tail"])
-    assert flags == [True, False]
+        store.put_multipart("pack", parts())
+        assert store.get("pack", max_bytes=64 * MIB) == expected
+
+
+def _pwrites(monkeypatch: pytest.MonkeyPatch, error: Callable[[bool, int], int | None]) -> list[tuple[bool, int]]:
+    """(past the cache, length) of every `os.pwrite`; `error(past the cache, how many before)` is an errno to fail with."""
+    seen: list[tuple[bool, int]] = []
+    pwrite = os.pwrite
+
+    def watched(fd: int, data: memoryview, offset: int) -> int:
+        seen.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), len(data)))
+        if (failed := error(seen[-1][0], len(seen) - 1)) is not None:
+            raise OSError(failed, os.strerror(failed))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", watched)
+    return seen
+
+
+def test_large_files_are_written_in_whole_blocks_past_the_cache_but_for_their_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _pwrites(monkeypatch, lambda *_: None)
+    with open_store(tmp_path / "s") as store:
+        store.put_multipart("pack", [aligned(300 * 1024)] * 40 + [b"tail"])
+    if not seen:
+        pytest.skip("a memory file system")
+    assert seen == [(True, 8 * MIB), (True, 12_288_000 - 8 * MIB), (False, 4)]
 
 
 def test_a_refusal_to_write_past_the_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = 0
-    write = os.write
-
-    def refusing(fd: int, data: memoryview) -> int:
-        nonlocal refused
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            refused += 1
-            raise OSError(errno.EINVAL, "not here")
-        return write(fd, data)
-
-    monkeypatch.setattr(os, "write", refusing)
+    seen = _pwrites(monkeypatch, lambda straight, _: errno.EINVAL if straight else None)
     part = aligned(2 * MIB)
     with open_store(tmp_path / "s") as store:
         store.put_multipart("pack", [part])
         assert store.get("pack", max_bytes=64 * MIB) == part
-    assert refused == 1
+    if not seen:
+        pytest.skip("a memory file system")
+    assert seen == [(True, 2 * MIB), (False, 2 * MIB)]
+
+
+def test_a_write_that_fails_behind_the_back_of_the_one_who_gives_parts_is_raised_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _pwrites(monkeypatch, lambda _, before: errno.ENOSPC if before == 1 else None)
+    with open_store(tmp_path / "s") as store:
+        store.put("pack", b"old")
+        with pytest.raises(CapacityError):
+            store.put_multipart("pack", [aligned(4 * MIB)] * 10)
+        assert store.get("pack") == b"old"
+    assert len(seen) == 2
+    assert os.listdir(tmp_path / "s" / TEMPORARY) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("millrace-write")]
+
+
+def test_an_error_of_the_one_who_gives_parts_waits_for_the_write_in_flight(tmp_path: Path) -> None:
+    def parts() -> Iterator[memoryview]:
+        yield aligned(20 * MIB)
+        raise KeyError("no more")
+
+    with open_store(tmp_path / "s") as store, pytest.raises(KeyError):
+        store.put_multipart("pack", parts())
+    assert os.listdir(tmp_path / "s" / TEMPORARY) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("millrace-write")]
