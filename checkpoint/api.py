@@ -9,6 +9,7 @@ or `close` if nobody has fetched it by then; training goes on meanwhile and earl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -27,6 +28,9 @@ from checkpoint.format import names, ulid
 from checkpoint.format.codec import COMPRESSIONS
 from checkpoint.format.documents import Base, StepName
 from checkpoint.format.layout import TensorSpec
+from checkpoint.gds.file import Direct
+from checkpoint.gds.saving import RING_BYTES, DeviceSlices
+from checkpoint.gds.store import GdsStore, direct_for
 from checkpoint.handle import Handle, SaveResult
 from checkpoint.lifecycle.automatic import Retention
 from checkpoint.lifecycle.keep import Keep
@@ -86,6 +90,9 @@ class Checkpointer:
     what the trainer does next, and the next step of an optimizer in the state waits for what is not copied by then).
     `staging_bytes`: the most memory for the copy, None for what the state needs; a larger state is copied in slices, as
     fast as they are written, inside this process.
+    `gds`: by GPUDirect Storage where a probe of the directory says that it works, else as ever, which the log explains: raw
+    chunks go between tensors on the GPU and packs without the CPU. A save is then in slices (`staging_bytes`, 128 MiB if
+    nothing is said).
     `wait_seconds` bounds each wait: for the arena, for other ranks, for a save in flight on `close` and `restore`.
     Methods are for one thread at a time; handles are for any.
 
@@ -108,6 +115,7 @@ class Checkpointer:
         failed_saves: str = "log",
         staging: str = "eager",
         staging_bytes: int | None = None,
+        gds: bool | Direct = False,
         wait_seconds: float = 600.0,
         **storage_options: object,
     ) -> None:
@@ -121,6 +129,9 @@ class Checkpointer:
         self._ranks = Ranks.here(rank, world_size)
         self._owns_store = not isinstance(url, Store)
         self._store = url if isinstance(url, Store) else open_store(url, **storage_options)
+        self._direct = direct_for(self._store, gds)
+        if self._direct is not None:
+            staging_bytes = staging_bytes or RING_BYTES
         self._meter = SaveMeter(self._run)
         self._sidecar = sidecar
         self._carriers = Carriers(self._store, sidecar, self._meter)
@@ -238,17 +249,22 @@ class Checkpointer:
         for a step that is not there; `CorruptionError` naming step, tensor, pack and offset, with the state then partly
         restored.
         """
-        self._check_open()
-        selection = Selection.of(include, exclude, strict, cast)
-        source = self._run if run is None else names.check_run(run)
-        with node_tier(self._sidecar) as tier:
+        with contextlib.ExitStack() as stack:
+            with self._ranks.agreed():
+                self._check_open()
+                selection = Selection.of(include, exclude, strict, cast)
+                source = self._run if run is None else names.check_run(run)
+                tier = stack.enter_context(node_tier(self._sidecar))
             found = self._agree_on_base(source, step, tier)
             if found is None:
                 return None
-            base, near = found.base, tier.near(self._store)
-            opening = reading.away(near, source, base) if found.away else restore.reading(near, source, base)
-            with opening as opened:
-                skipped = apply(state, opened, self._ranks, selection, near)
+            with self._ranks.agreed():
+                base, near = found.base, tier.near(self._store)
+                if self._direct is not None and near is self._store:
+                    near = GdsStore(near, self._direct)
+                opening = reading.away(near, source, base) if found.away else restore.reading(near, source, base)
+                opened = stack.enter_context(opening)
+            skipped = apply(state, opened, self._ranks, selection, near)
             reading.told(near, base.step)
         if skipped:
             _log.warning("step %d: left as they are: %s", base.step, ", ".join(skipped[:8]))
@@ -375,9 +391,16 @@ class Checkpointer:
     ) -> Copying | SlicedState:
         if not staging.fits(layout):
             warn_once(_log, "the state is larger than staging_bytes: it is copied in slices, as fast as it is written")
-            return SlicedState(arena, tensors, specs, layout)
+            return self._slices(arena, tensors, specs, layout)
         late = governed.late(state, tensors) if self._lazy else frozenset()
         return Copying(staging.pool, arena, tensors, specs, layout, late)
+
+    def _slices(
+        self, arena: Arena, tensors: list[torch.Tensor], specs: list[TensorSpec], layout: layouts.Layout
+    ) -> SlicedState:
+        if self._direct is None or not any(tensor.device.type == self._direct.device for tensor in tensors):
+            return SlicedState(arena, tensors, specs, layout)
+        return DeviceSlices(self._direct, arena, tensors, specs, layout)
 
     def _cargo(
         self,
@@ -397,6 +420,7 @@ class Checkpointer:
             staging.abandon,
             handle.set_staged,
             urgent,
+            copying.store if isinstance(copying, DeviceSlices) else _as_it_is,
         )
 
     def _carry(self, cargo: Cargo, handle: Handle, copying: Copying | SlicedState) -> None:
@@ -515,6 +539,10 @@ def _before_exit(method: Callable[[], None]) -> None:
     register = getattr(threading, "_register_atexit", None)  # not public, but what concurrent.futures itself rests on
     if register is not None:
         register(lambda: (found := reference()) and found())
+
+
+def _as_it_is(store: Store) -> Store:
+    return store
 
 
 def _is_urgent(priority: str) -> bool:

@@ -2,14 +2,17 @@
 
 Invariant: every rank takes part in every exchange, also one that has already failed, so that no rank waits for another's
 exception; after it either all go on with the same message, or all raise. It is one all-reduce of a few dozen bytes
-(maximum, byte by byte: ranks other than 0 send zeros), and no pickle. Tables are gathered only when one has changed.
-Failure behaviour: a rank that failed raises its own error, the others `TransientError` naming it; ranks that ask for
-different steps raise `UsageError`.
+(maximum, byte by byte: ranks other than 0 send zeros), and no pickle. Tables are gathered only when one has changed, and
+reasons only when a rank has failed.
+Failure behaviour: a rank that failed raises its own error, the others `TransientError` naming the rank and its reason;
+ranks that ask for different steps raise `UsageError`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from dataio.core.errors import TransientError, UsageError
 
 _MESSAGE_BYTES = 512
+_REASON_BYTES = 512
 _NUMBER = struct.Struct(">Q")
 
 
@@ -56,6 +60,16 @@ class Ranks:
             raise error
         return message
 
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """What is done inside went well on all ranks, or this raises on all. Nothing inside may wait for other ranks."""
+        error = None
+        try:
+            yield
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        self.agree(0, b"", error)
+
     def gather(self, table: bytes) -> list[bytes]:
         """Every rank's table, by rank. While none changes, that costs one small all-reduce."""
         if self.world_size == 1:
@@ -67,6 +81,10 @@ class Ranks:
             framed = (_NUMBER.pack(len(table)) + table).ljust(_NUMBER.size + longest, b"\0")
             self._own, self._tables = table, [_unframed(each) for each in _all(framed, self.world_size)]
         return self._tables
+
+    def maximum(self, sent: bytes) -> bytes:
+        """The maximum over all ranks, byte by byte; the same number of bytes everywhere."""
+        return _maximum(sent) if self.world_size > 1 else sent
 
     def all(self, own: bytes) -> list[bytes]:
         """What every rank gave, by rank; the same number of bytes everywhere."""
@@ -87,14 +105,24 @@ class Ranks:
         sent = flags + numbers + struct.pack(">H", len(own)) + own.ljust(_MESSAGE_BYTES, b"\0")
         got = _maximum(sent)
         failed = [rank for rank in range(self.world_size) if got[rank]]
-        if error is None and failed:
-            raise TransientError(f"rank {failed[0]} could not take part", hint="see the error of that rank")
+        if failed:
+            reason = self._reasons(error)[failed[0]]
+            if error is None:
+                raise TransientError(
+                    f"rank {failed[0]} could not take part: {reason}", hint="see the whole error of that rank"
+                )
         if error is None and got[self.world_size :][: len(numbers)] != numbers:
             raise UsageError(
                 "the ranks ask for different steps", hint="call save and restore with the same step everywhere"
             )
         tail = got[self.world_size + len(numbers) :]
         return tail[2 : 2 + struct.unpack(">H", tail[:2])[0]]
+
+    def _reasons(self, error: Exception | None) -> list[str]:
+        """Why each rank failed, in its own words; called by all once one has failed."""
+        said = f"{type(error).__name__}: {error}".encode(errors="replace") if error is not None else b""
+        sent = _all(said[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0"), self.world_size)
+        return [each.rstrip(b"\0").decode(errors="ignore") for each in sent]
 
 
 def _maximum(sent: bytes) -> bytes:

@@ -1,4 +1,5 @@
-"""GPUDirect Storage: what the probe says, and GB/s of cuFile writes and reads beside copies through host memory.
+"""GPUDirect Storage: what the probe says, and GB/s of cuFile writes and reads, and of checkpoints that go so, beside copies
+through host memory.
 
 torch's own binding is used (`torch.cuda.gds.GdsFile`). Where the kernel module is absent cuFile may work in compatibility
 mode, which goes through host memory behind the scenes: the library is told to allow it, and the figures then say what
@@ -11,6 +12,7 @@ import importlib
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ def run(gpu: bool) -> PartResult:
     part = PartResult("gds", "GPUDirect Storage", against="through host memory")
     part.metric("write", "write, GB/s", "GB/s", "higher")
     part.metric("read", "read, GB/s", "GB/s", "higher")
+    part.metric("save", "a checkpoint saved, committed, GB/s", "GB/s", "higher")
+    part.metric("restore", "a checkpoint restored, checked, GB/s", "GB/s", "higher")
     part.settings = {"nvidia_fs": Path("/proc/driver/nvidia-fs/version").exists(), "probe": _probe()}
     if not gpu:
         part.notes.append("no GPU: only the probe ran")
@@ -37,7 +41,36 @@ def run(gpu: bool) -> PartResult:
             _direct(part, Path(folder) / "direct", size)
         except Exception as error:
             part.fail("cuFile", f"{type(error).__name__}: {error}")
+        for name, by in (("through host memory", False), ("cuFile", True)):
+            try:
+                checkpoints(part, name, Path(folder) / f"repo-{by:d}", size, by)
+            except Exception as error:
+                part.fail(name, f"{type(error).__name__}: {error}")
     return part
+
+
+def checkpoints(part: PartResult, name: str, where: Path, size: int, by: Any, device: str = "cuda") -> None:
+    """Save and restore `size` bytes with a `Checkpointer`, whose `gds` is `by`; every bit compared."""
+    import torch
+
+    from checkpoint import Checkpointer
+
+    state = {"w": torch.randn(size // 4, device=device)}
+    with Checkpointer(str(where), run="drill", sidecar=None, gds=by) as checkpointer:
+        for step in range(3):
+            state["w"] += 1  # nothing is found in the step before
+            began = time.perf_counter()
+            checkpointer.save(step, state).result(600)
+            part.add(name, "save", size / (time.perf_counter() - began) / 1e9)
+        into = {"w": torch.zeros_like(state["w"])}
+        for _ in range(3):
+            began = time.perf_counter()
+            checkpointer.restore(into)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            part.add(name, "restore", size / (time.perf_counter() - began) / 1e9)
+    if not torch.equal(into["w"], state["w"]):
+        raise AssertionError("what was restored is not what was saved")
 
 
 def _probe() -> str:

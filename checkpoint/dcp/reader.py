@@ -84,8 +84,7 @@ class RepositoryReader(StorageReader):
         """What the step holds, as this rank sees it. The step is leased until `read_data` returns."""
         self._open.close()
         with contextlib.ExitStack() as stack:
-            self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
-            base = self._find(self._store)
+            base = self._find(stack)
             self._opened_step = stack.enter_context(restore.reading(self._store, self._run, base))
             rank = self._rank()
             self._names = document.names_of(self._opened_step, rank)
@@ -130,23 +129,23 @@ class RepositoryReader(StorageReader):
     def _rank(self) -> int:
         return Ranks.here(None, None).rank if self._given_rank is None else self._given_rank
 
-    def _find(self, store: Store) -> Base:
-        if self._step != "latest":
-            found = repository.find(store, self._run, self._step)
-        else:
-            found = self._agree_on_latest(store)
-        if found is None:
-            raise NotFoundError(f"run {self._run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
-        self._base = found
-        return found
-
-    def _agree_on_latest(self, store: Store) -> Base | None:
-        ranks, found, error = Ranks.here(None, None), None, None
+    def _find(self, stack: contextlib.ExitStack) -> Base:
+        """The step, with the store open. All ranks come to the same one, or all raise: see `Ranks`."""
+        found, error = None, None
         try:
-            found = repository.find(store, self._run, "latest") if ranks.rank == 0 else None
+            self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
+            if self._step != "latest" or Ranks.here(None, None).rank == 0:
+                found = repository.find(self._store, self._run, self._step)
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
-        return msgspec.msgpack.decode(ranks.agree(0, msgspec.msgpack.encode(found), error), type=Base | None)
+        if self._step == "latest":
+            message = Ranks.here(None, None).agree(0, msgspec.msgpack.encode(found), error)
+            found = msgspec.msgpack.decode(message, type=Base | None)
+        elif error is not None:  # DCP tells the other ranks
+            raise error
+        if found is None:
+            raise NotFoundError(f"run {self._run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
+        return found
 
     def _metadata(self) -> Metadata:
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._names.values}

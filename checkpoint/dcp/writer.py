@@ -24,21 +24,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from checkpoint.carry import carry
 from checkpoint.dcp import document, session
+from checkpoint.dcp.carrying import Share, abort, carry_here
 from checkpoint.dcp.session import Ticket
-from checkpoint.format import layout as layouts
 from checkpoint.format import names
 from checkpoint.format.chunk import SMALL_BELOW, Box
 from checkpoint.format.codec import COMPRESSIONS
-from checkpoint.format.documents import Fate, encode
 from checkpoint.format.layout import TensorSpec
-from checkpoint.repository.commit import Attempt
-from checkpoint.repository.lease import DEFAULT_LIFE
-from checkpoint.saving import plan
 from checkpoint.sharding.owners import owners
-from checkpoint.staging.arena import Arena
-from checkpoint.staging.slices import LEAST_BYTES, SlicedState
 from checkpoint.state.kinds import TorchKinds, name_of
 from dataio.core.errors import UnsupportedError, UsageError
 from dataio.store.contract import Store
@@ -135,11 +128,13 @@ class RepositoryWriter(StorageWriter):
             raise _caching()
         orders: _Orders = plan.storage_data
         with self._store() as store:
+            share = self._share(orders)
             try:
-                self._carry(store, orders, plan.items, planner)
+                tensors, specs, tree = self._taken(plan.items, planner)
             except BaseException as error:
-                self._abort(store, orders, error)
+                abort(store, share, error)
                 raise
+            carry_here(store, share, tensors, specs, tree)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return future
@@ -160,53 +155,19 @@ class RepositoryWriter(StorageWriter):
         with open_store(self._url, **self._options) as store:
             yield store
 
-    def _carry(self, store: Store, orders: _Orders, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+    def _taken(
+        self, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> tuple[list[torch.Tensor], list[TensorSpec], bytes]:
         own = [item for item in self._own if item.type != WriteItemType.BYTE_IO]
         tensors = [_tensor(planner, item) for item in [*items, *own]]
         specs = [_spec(item, True) for item in items] + [_spec(item, False) for item in own]
         values = {item.index.fqn: _value(planner, item) for item in self._own if item.type == WriteItemType.BYTE_IO}
-        tree = document.encode(sorted({item.index.fqn for item in [*items, *own]}), values, self._paths)
-        layout = layouts.lay_out(specs)
-        put = self._plan(store, orders, specs, layout, tree)
-        arena = Arena(LEAST_BYTES)
-        sliced = SlicedState(arena, tensors, specs, layout)
-        try:
-            carry(sliced, plan.encode(put), lambda _: None, store=store)
-        finally:
-            sliced.cancel()
-            arena.close()
+        return tensors, specs, document.encode(sorted({i.index.fqn for i in [*items, *own]}), values, self._paths)
 
-    def _plan(
-        self, store: Store, orders: _Orders, specs: list[TensorSpec], layout: layouts.Layout, tree: bytes
-    ) -> plan.PutPlan:
-        ticket = msgspec.msgpack.decode(orders.ticket, type=Ticket)
+    def _share(self, orders: _Orders) -> Share:
         assert self._step is not None
-        return plan.PutPlan(
-            location=plan.PlanLocation(store.location.url, dict(store.location.options)),
-            run=self._run,
-            timeline=ticket.timeline,
-            step=self._step,
-            attempt=ticket.attempt,
-            rank=orders.rank,
-            world_size=orders.world_size,
-            bases=(ticket.base,) if ticket.base else (),
-            tensors=plan.plan_tensors(specs, layout),
-            small_bytes=layout.small_bytes,
-            tree=tree,
-            replicas=b"",
-            compression=self._compression,
-            lease_seconds=DEFAULT_LIFE,
-            commit_timeout=self._wait,
-        )
-
-    def _abort(self, store: Store, orders: _Orders, error: BaseException) -> None:
-        """Let the ranks that wait for this one's manifest know that it will not come."""
         ticket = msgspec.msgpack.decode(orders.ticket, type=Ticket)
-        assert self._step is not None
-        attempt = Attempt(self._run, ticket.timeline, self._step, ticket.attempt, orders.world_size)
-        reason = f"rank {orders.rank} failed: {error}"[:500]
-        with contextlib.suppress(Exception):  # the error that is on its way is the one to be seen
-            store.put_if_absent(attempt.fate_key, encode(Fate(attempt=attempt.id, fate="abort", reason=reason)))
+        return Share(self._run, self._step, ticket, orders.rank, orders.world_size, self._compression, self._wait)
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:

@@ -7,8 +7,7 @@ Failure behaviour: `MismatchError` with nothing changed; `CorruptionError` from 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,27 +35,19 @@ def apply(given: dict[str, Any], opened: Step, ranks: Ranks, selection: Selectio
     """
     todo: Fit | None = None
     saved: dict[str, Saved] = {}
-    with _agreed(ranks):
+    with ranks.agreed():
         saved, todo = _plan(given, opened, ranks.rank, selection)
     assert todo is not None
     with torch.no_grad():
         for targets, actions in ((todo.fresh, todo.early), (todo.in_place, todo.late)):
-            _read(store, opened, _wants(targets, saved), ranks)
-            with _agreed(ranks):
+            wants: list[Want] = []
+            with ranks.agreed():
+                wants = _wants(targets, saved)
+            _read(store, opened, wants, ranks)
+            with ranks.agreed():
                 for action in actions:
                     action()
     return todo.skipped
-
-
-@contextlib.contextmanager
-def _agreed(ranks: Ranks) -> Iterator[None]:
-    """What is done inside went well on all ranks, or raises on all."""
-    error = None
-    try:
-        yield
-    except Exception as caught:  # the other ranks must learn of it, whatever it is
-        error = caught
-    ranks.agree(0, b"", error)
 
 
 def _read(store: Store, opened: Step, wants: list[Want], ranks: Ranks) -> None:

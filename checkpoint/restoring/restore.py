@@ -15,7 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from checkpoint.format import dtypes, names, ulid
 from checkpoint.format.chunk import Box
@@ -45,6 +45,15 @@ class Sink(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsStraight(Protocol):
+    """A store that can fill some memory by a way of its own."""
+
+    def read_straight(self, reading: Reading, chunks: Iterable[tuple[str, Needed]]) -> list[tuple[str, Needed]]:
+        """Read and use what it can, checked; return the rest."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A tensor of a step as one rank sees it: the whole, in one or more shards, each with the manifest that holds it."""
@@ -68,7 +77,7 @@ class Want:
 
 
 @dataclass(slots=True)
-class _Use:
+class Use:
     """`length` bytes from byte `start` of a chunk are those from byte `at` of a shard with this box."""
 
     want: int
@@ -83,8 +92,8 @@ class Needed:
     """A chunk in its pack with all its uses: the form in which `fetch` takes it. `there`: the use whose memory it is read to."""
 
     chunk: Chunk
-    uses: list[_Use] = field(default_factory=list)
-    there: _Use | None = None
+    uses: list[Use] = field(default_factory=list)
+    there: Use | None = None
 
     @property
     def digest(self) -> bytes:
@@ -149,7 +158,7 @@ def read(store: Store, step: Step, wants: Sequence[Want]) -> None:
     reading.fetch(store, reading.needed())
 
 
-def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, _Use]]:
+def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, Use]]:
     """Every chunk that holds something of what is wanted, with its pack's key."""
     item = dtypes.ITEM_BYTES[want.saved.dtype]
     for manifest, tensor in want.saved.shards:
@@ -159,7 +168,7 @@ def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, _Use]]:
         for span in tensor.spans:
             if tensor.box == want.box or regions.touches(tensor.box, want.box, item, at, span.length):
                 chunk = manifest.chunks[span.chunk]
-                yield manifest.packs[chunk.pack].key, chunk, _Use(number, tensor.box, at, span.start, span.length)
+                yield manifest.packs[chunk.pack].key, chunk, Use(number, tensor.box, at, span.start, span.length)
             at += span.length
 
 
@@ -167,7 +176,7 @@ class Reading:
     """Which chunks some wants need; copies chunks into the sinks. Opens a sink at its first byte and closes it after its last."""
 
     def __init__(self, step: Step, wants: Sequence[Want]) -> None:
-        self._step, self._wants = step, wants
+        self._step, self.wants = step, wants
         self._left = [0] * len(wants)
         self._open: dict[int, memoryview] = {}
         self._lock = threading.Lock()
@@ -190,12 +199,13 @@ class Reading:
 
     def fetch(self, store: Store, chunks: Iterable[tuple[str, Needed]]) -> None:
         """Read some of the chunks and use them."""
-        fetch.fetch(store, self.batches(chunks), self.use, self.room)
+        rest = store.read_straight(self, chunks) if isinstance(store, ReadsStraight) else chunks
+        fetch.fetch(store, self.batches(rest), self.use, self.room)
 
     def room(self, pack: str, wanted: Needed) -> memoryview | None:
         """Where all bytes of a chunk belong, as one run, in one of its uses."""
         for use in wanted.uses:
-            want, item = self._wants[use.want], dtypes.ITEM_BYTES[self._wants[use.want].saved.dtype]
+            want, item = self.wants[use.want], dtypes.ITEM_BYTES[self.wants[use.want].saved.dtype]
             if use.start == 0 and use.length == wanted.raw:
                 at = regions.place(use.shard, want.box, item, use.at, use.length)
                 if at is not None:
@@ -208,34 +218,37 @@ class Reading:
         if payload is None:
             if (wrong := self.room(pack, wanted) if wanted.there else None) is not None:
                 wrong[:] = bytes(len(wrong))
-            raise self._damaged(pack, wanted)
+            raise self.damaged(pack, wanted)
         for use in wanted.uses:
             if use is not wanted.there:
-                self._put(use, payload)
+                self.put(use, payload)
         if wanted.there is not None:
-            self._done(wanted.there.want)  # last: the others are copied from there
+            self.done(wanted.there.want)  # last: the others are copied from there
 
-    def _put(self, use: _Use, payload: memoryview) -> None:
-        want, part = self._wants[use.want], payload[use.start : use.start + use.length]
+    def put(self, use: Use, payload: memoryview) -> None:
+        """Copy what one use needs of a chunk."""
+        want, part = self.wants[use.want], payload[use.start : use.start + use.length]
         regions.copy(use.shard, want.box, dtypes.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
-        self._done(use.want)
+        self.done(use.want)
 
     def _target(self, want: int) -> memoryview:
         with self._lock:
             if want not in self._open:
-                self._open[want] = self._wants[want].sink.open()
+                self._open[want] = self.wants[want].sink.open()
             return self._open[want]
 
-    def _done(self, want: int) -> None:
+    def done(self, want: int) -> None:
+        """One use of a want's is over."""
         with self._lock:
             self._left[want] -= 1
             if self._left[want]:
                 return
-            del self._open[want]
-        self._wants[want].sink.close()
+            self._open.pop(want, None)
+        self.wants[want].sink.close()
 
-    def _damaged(self, pack: str, wanted: Needed) -> CorruptionError:
-        base, names_hit = self._step.base, sorted({self._wants[use.want].name for use in wanted.uses})
+    def damaged(self, pack: str, wanted: Needed) -> CorruptionError:
+        """The error of a chunk that cannot be had."""
+        base, names_hit = self._step.base, sorted({self.wants[use.want].name for use in wanted.uses})
         more = f" and {len(names_hit) - 1} more" if len(names_hit) > 1 else ""
         return CorruptionError(
             f"step {base.step} of run {self._step.run} is damaged: tensor {names_hit[0]!r:.200}{more}, "

@@ -7,7 +7,7 @@ Failure behaviour: a rank that cannot read raises its own error, the others `Tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,17 @@ from dataio.store.contract import Store
 
 def read(store: Store, step: Step, wants: Sequence[Want], ranks: Ranks) -> None:
     """Fill the sinks of all `wants`; called by all ranks."""
-    reading = Reading(step, wants)
-    places = _places(step)
-    number = {place: i for i, place in enumerate(places)}
-    mine = {number[key, chunk.offset]: (key, chunk) for key, chunk in reading.needed()}
+    with ranks.agreed():
+        reading = Reading(step, wants)
+        places = _places(step)
+        number = {place: i for i, place in enumerate(places)}
+        mine = {number[key, chunk.offset]: (key, chunk) for key, chunk in reading.needed()}
     needs = ranks.all(pack_needs(list(mine), len(places)))
     sizes = [places[place] for place in places]
     common = shared(needs, sizes)
     together = {each.chunk for each in common}
-    _agreed(ranks, lambda: reading.fetch(store, [place for n, place in mine.items() if n not in together]))
+    with ranks.agreed():
+        reading.fetch(store, [place for n, place in mine.items() if n not in together])
     for turn in turns(common, sizes):
         _take_turn(store, reading, mine, turn, sizes, ranks)
 
@@ -60,7 +62,8 @@ def _take_turn(
         reading.use(key, chunk, payload)
         held[own[key, chunk]] = torch.frombuffer(bytearray(payload or b""), dtype=torch.uint8)
 
-    _agreed(ranks, lambda: fetch.fetch(store, reading.batches(own), keep))
+    with ranks.agreed():
+        fetch.fetch(store, reading.batches(own), keep)
     sending: list[Any] = []
     for tag, each in enumerate(turn):
         if each.reader == ranks.rank:
@@ -71,7 +74,8 @@ def _take_turn(
     for request in sending:
         request.wait()
     received = [each for each in turn if ranks.rank in each.others]
-    _agreed(ranks, lambda: _use_all(reading, mine, held, received))
+    with ranks.agreed():
+        _use_all(reading, mine, held, received)
 
 
 def _use_all(
@@ -83,12 +87,3 @@ def _use_all(
         if digest(payload) != chunk.digest:
             raise CorruptionError(f"rank {each.reader} sent {len(payload)} other bytes of {key} than were saved")
         reading.use(key, chunk, payload)
-
-
-def _agreed(ranks: Ranks, work: Callable[[], None]) -> None:
-    error = None
-    try:
-        work()
-    except Exception as caught:  # the other ranks must learn of it, whatever it is
-        error = caught
-    ranks.agree(0, b"", error)

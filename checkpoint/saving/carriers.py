@@ -47,7 +47,7 @@ _log = get_logger(__name__)
 class Cargo:
     """A staged save. `give_back` and `abandon` are the arena's; `handed_over` is told "sidecar" or "process".
 
-    `arena_fd` is -1 for a state that comes in slices, which only this process can carry.
+    `arena_fd` is -1 for a state that comes in slices, which only this process can carry; `through` is how it then sees the store.
     """
 
     plan: PutPlan
@@ -57,6 +57,7 @@ class Cargo:
     abandon: Callable[[], None]
     handed_over: Callable[[str], None]
     urgent: bool = False
+    through: Callable[[Store], Store] = lambda store: store
 
 
 class Carriers:
@@ -132,7 +133,8 @@ class Carriers:
         try:
             with node_tier(self._wanted) as tier:
                 plan, shelf = plans.encode(cargo.plan), tier.shelf
-                return carry(cargo.view(), plan, emit, store=self._store, shelf=shelf, clock=self._clock)
+                store = cargo.through(self._store)
+                return carry(cargo.view(), plan, emit, store=store, shelf=shelf, clock=self._clock)
         finally:
             if not done:
                 let_go()

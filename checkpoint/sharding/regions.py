@@ -76,13 +76,23 @@ def copy(
         np.copyto(into[start : start + len(given)], given)
         return
     grid = into.reshape((*target.local, item_bytes))
+    for done, extent, from_, to in blocks(source, target, item_bytes, start, len(given)):
+        np.copyto(grid[to], given[done : done + math.prod(extent)].reshape(extent)[from_])
+
+
+def blocks(
+    source: Box, target: Box, item_bytes: int, start: int, length: int
+) -> Iterator[tuple[int, tuple[int, ...], _Slices, _Slices]]:
+    """What a run of `source`'s bytes holds of `target`, as strided blocks.
+
+    Each: where in the run it begins, its extents (the bytes of an element last), and the part of it that goes to which part
+    of the target's.
+    """
     done = 0
-    for (_, extent), found in _walk(source, target, item_bytes, start, len(given)):
-        size = math.prod(extent)
+    for (_, extent), found in _walk(source, target, item_bytes, start, length):
         if found is not None:
-            from_, to = found
-            np.copyto(grid[to], given[done : done + size].reshape(extent)[from_])
-        done += size
+            yield done, extent, *found
+        done += math.prod(extent)
 
 
 _Slices = tuple[slice, ...]

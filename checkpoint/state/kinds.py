@@ -186,6 +186,11 @@ class TensorSink:
         self._dtype = dtype or tensor.dtype
         self._copy: torch.Tensor | None = None
 
+    @property
+    def straight(self) -> torch.Tensor | None:
+        """The tensor, where the bytes are just those of its memory: whoever can write there need not open the sink."""
+        return self._tensor if self._dtype == self._tensor.dtype and self._tensor.is_contiguous() else None
+
     def open(self) -> memoryview:
         if self._dtype == self._tensor.dtype and has_plain_memory(self._tensor):
             return memory_of(self._tensor)

@@ -1,0 +1,90 @@
+"""This rank's share of a save that other software planned, carried to its commit inside this process.
+
+Invariant: no more than `LEAST_BYTES` of copies at once, besides the tensors themselves, which must not change meanwhile.
+Failure behaviour: a rank that fails aborts the attempt, so that the others do not wait for its manifest until their time is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint.carry import carry
+from checkpoint.dcp.session import Ticket
+from checkpoint.format import layout as layouts
+from checkpoint.format.documents import Fate, encode
+from checkpoint.format.layout import Layout, TensorSpec
+from checkpoint.repository.commit import Attempt
+from checkpoint.repository.lease import DEFAULT_LIFE
+from checkpoint.saving import plan
+from checkpoint.staging.arena import Arena
+from checkpoint.staging.slices import LEAST_BYTES, SlicedState
+from dataio.store.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which step, as which attempt, and who of how many writes this. `wait`: seconds for the other ranks."""
+
+    run: str
+    step: int
+    ticket: Ticket
+    rank: int
+    world_size: int
+    compression: str = "none"
+    wait: float = 600.0
+
+
+def carry_here(
+    store: Store, share: Share, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], tree: bytes
+) -> None:
+    """Store the tensors; returns when the step is committed, by all ranks."""
+    try:
+        _carry(store, share, tensors, list(specs), tree)
+    except BaseException as error:
+        abort(store, share, error)
+        raise
+
+
+def abort(store: Store, share: Share, error: BaseException) -> None:
+    """Let the ranks that wait for this one's manifest know that it will not come."""
+    attempt = Attempt(share.run, share.ticket.timeline, share.step, share.ticket.attempt, share.world_size)
+    reason = f"rank {share.rank} failed: {error}"[:500]
+    with contextlib.suppress(Exception):  # the error that is on its way is the one to be seen
+        store.put_if_absent(attempt.fate_key, encode(Fate(attempt=attempt.id, fate="abort", reason=reason)))
+
+
+def _carry(store: Store, share: Share, tensors: Sequence[torch.Tensor], specs: list[TensorSpec], tree: bytes) -> None:
+    layout = layouts.lay_out(specs)
+    put = plan.encode(_plan(store, share, specs, layout, tree))
+    arena = Arena(LEAST_BYTES)
+    sliced = SlicedState(arena, tensors, specs, layout)
+    try:
+        carry(sliced, put, lambda _: None, store=store)
+    finally:
+        sliced.cancel()
+        arena.close()
+
+
+def _plan(store: Store, share: Share, specs: list[TensorSpec], layout: Layout, tree: bytes) -> plan.PutPlan:
+    ticket = share.ticket
+    return plan.PutPlan(
+        location=plan.PlanLocation(store.location.url, dict(store.location.options)),
+        run=share.run,
+        timeline=ticket.timeline,
+        step=share.step,
+        attempt=ticket.attempt,
+        rank=share.rank,
+        world_size=share.world_size,
+        bases=(ticket.base,) if ticket.base else (),
+        tensors=plan.plan_tensors(specs, layout),
+        small_bytes=layout.small_bytes,
+        tree=tree,
+        replicas=b"",
+        compression=share.compression,
+        lease_seconds=DEFAULT_LIFE,
+        commit_timeout=share.wait,
+    )

@@ -1,0 +1,185 @@
+"""A file whose ranges are read into and written from tensors, by cuFile where that was allowed.
+
+`Direct` is where the machine is spoken to: which tensors lie in device memory, and what opens a file for them. `CUFILE` is the
+real one; tests put host memory and an ordinary file in its place, and everything above is the same.
+Invariant: the bytes are the same whichever way they go.
+Failure behaviour: `TransientError` for a transfer that failed or was cut short; `UsageError` for a tensor that is not contiguous.
+
+Source: NVIDIA's cuFile API, by torch's binding `torch.cuda.gds`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from dataio.core.errors import TransientError, UsageError
+from dataio.store.contract import Store
+
+FILE = "file://"
+ALIGNMENT = 4096
+"""Offsets and lengths that are multiples of this go straight; others make cuFile copy."""
+
+
+class CuFile(Protocol):
+    """An open file as `torch.cuda.gds.GdsFile` has it: whole storages, at an offset in bytes."""
+
+    def load_storage(self, storage: Any, offset: int = 0) -> None: ...
+    def save_storage(self, storage: Any, offset: int = 0) -> None: ...
+
+
+def _cufile(path: str, flags: int) -> CuFile:
+    gds: Any = torch.cuda.gds
+    opened: CuFile = gds.GdsFile(path, flags)
+    return opened
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """`device`: the type of the devices whose memory `open` can reach."""
+
+    device: str = "cuda"
+    open: Callable[[str, int], CuFile] = _cufile
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's bytes are one run of such memory."""
+        return (
+            tensor.device.type == self.device
+            and tensor.layout == torch.strided
+            and tensor.is_contiguous()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )
+
+    def settle(self, device: torch.device) -> None:
+        """Return when what this thread gave the device to do is done: cuFile keeps no order with it."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def buffer(self, size: int, device: torch.device) -> torch.Tensor:
+        """Bytes of device memory, known to cuFile for as long as they live."""
+        made = torch.empty(size, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            gds: Any = torch.cuda.gds
+            with contextlib.suppress(RuntimeError):  # then cuFile copies through buffers of its own
+                gds.gds_register_buffer(made.untyped_storage())
+        return made
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """The end of `buffer`."""
+        if buffer.device.type == "cuda":
+            gds: Any = torch.cuda.gds
+            with contextlib.suppress(RuntimeError):
+                gds.gds_deregister_buffer(buffer.untyped_storage())
+
+
+CUFILE = Direct()
+
+
+class GpuFile:
+    """A context manager. `direct`: by cuFile (True) or another `Direct`, for contiguous tensors in its memory.
+
+    Otherwise, and for other tensors, through host memory. Offsets are bytes.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, writing: bool = False, direct: bool | Direct | None = False
+    ) -> None:
+        flags = os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY
+        self._path = os.fspath(path)
+        self._direct = CUFILE if direct is True else direct or None
+        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self._file: CuFile | None = None
+        try:
+            if self._direct is not None:
+                self._file = self._direct.open(self._path, flags)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def read(self, tensor: torch.Tensor, offset: int) -> None:
+        """Fill `tensor` with the bytes from `offset` on."""
+        if (file := self._straight(tensor)) is not None:
+            with _told(f"reading {self._path}"):
+                file.load_storage(_storage_of(tensor), offset)
+            return
+        host = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        view, done = memoryview(host.numpy()), 0  # type: ignore[arg-type]
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], offset + done)
+            if not count:
+                raise TransientError(f"{self._path} ends after {offset + done} of {offset + len(view)} bytes")
+            done += count
+        _bytes_of(tensor).copy_(host)
+
+    def write(self, tensor: torch.Tensor, offset: int) -> None:
+        """Write the bytes of `tensor` from `offset` on; `sync` makes them durable."""
+        if (file := self._straight(tensor)) is not None:
+            with _told(f"writing {self._path}"):
+                file.save_storage(_storage_of(tensor), offset)
+            return
+        view, done = memoryview(_bytes_of(tensor).cpu().numpy()), 0  # type: ignore[arg-type]
+        while done < len(view):
+            done += os.pwritev(self._fd, [view[done:]], offset + done)
+
+    def sync(self) -> None:
+        """Return when what was written will survive a power cut."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Let go of the file; a second call does nothing."""
+        self._file = None
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _straight(self, tensor: torch.Tensor) -> CuFile | None:
+        return self._file if self._direct is not None and tensor.nbytes and self._direct.reaches(tensor) else None
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Any:
+    try:
+        yield
+    except RuntimeError as error:  # torch's own, which names neither file nor remedy
+        first = (str(error).splitlines() or ["no reason"])[0]
+        raise TransientError(f"{what} by cuFile failed: {first}", hint="try again, or without gds") from error
+
+
+def _storage_of(tensor: torch.Tensor) -> Any:
+    """The tensor's bytes as a storage: a part of its own, which shares the memory."""
+    whole, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    return whole if tensor.nbytes == whole.nbytes() else whole[start : start + tensor.nbytes]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise UsageError("only contiguous tensors are read from and written to files", hint="use tensor.contiguous()")
+    return flat_bytes(tensor.detach())
+
+
+def directory_of(store: Store) -> str:
+    """Where a store that is a directory has its objects."""
+    return urllib.parse.unquote(store.location.url.removeprefix(FILE))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one run of bytes, in its own memory."""
+    return tensor.view(-1).view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8)

@@ -1,0 +1,132 @@
+"""Raw chunks from packs into tensors in device memory.
+
+A chunk is read by cuFile into a buffer of the device, copied from there to the host, hashed, and only then copied on to the
+tensors, by the device. Host tensors that share the chunk get theirs from the host copy.
+Invariant: as in `checkpoint.restoring.restore`: only bytes whose digest is right reach a caller's memory. At most `_THREADS`
+chunks are in flight. A tensor is filled so only if all of its chunks are raw ones at offsets that cuFile likes; all others go
+through host memory as ever.
+Failure behaviour: a chunk that is not what it should be, or a transfer that fails, is read again by the store, with all that
+it does about copies; then `CorruptionError` as in `restore`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from threading import local
+from typing import Any
+
+import torch
+
+from checkpoint.format import dtypes
+from checkpoint.format.chunk import CHUNK_BYTES, digest
+from checkpoint.format.manifest import RAW
+from checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, flat_bytes
+from checkpoint.repository import fetch
+from checkpoint.repository.ahead import in_order
+from checkpoint.restoring.restore import Needed, Reading
+from checkpoint.sharding import regions
+from checkpoint.state.kinds import memory_of
+from dataio.core.errors import TransientError
+from dataio.core.log import get_logger, warn_once
+from dataio.store.contract import Store
+
+_THREADS = 2
+_log = get_logger(__name__)
+Place = tuple[str, Needed]
+
+
+class StraightReading:
+    """The part of a `Reading` that goes into device memory; packs lie as files below `root`."""
+
+    def __init__(self, reading: Reading, direct: Direct, store: Store, root: str) -> None:
+        self._reading, self._direct, self._store, self._root = reading, direct, store, root
+        self._own = local()
+        self._buffers: list[torch.Tensor] = []
+        self.straight = 0
+
+    def read(self, chunks: Iterable[Place]) -> list[Place]:
+        """Fill what can be filled so; return what is left to read through host memory."""
+        given = list(chunks)
+        targets = self._targets(given)
+        mine = [place for place in given if any(use.want in targets for use in place[1].uses)]
+        self._grids = targets
+        try:
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-gds") as pool:
+                for size in in_order(pool, self._one, mine, 2 * _THREADS):
+                    self.straight += size
+        finally:
+            for buffer in self._buffers:
+                self._direct.release(buffer)
+        return [place for place in given if not any(use.want in targets for use in place[1].uses)]
+
+    def _targets(self, given: Iterable[Place]) -> dict[int, torch.Tensor]:
+        """The wants that are filled so, each with its memory: its extents, and the bytes of an element."""
+        bad = {use.want for _, chunk in given for use in chunk.uses if chunk.codec != RAW or chunk.offset % ALIGNMENT}
+        found: dict[int, torch.Tensor] = {}
+        for number in {use.want for _, chunk in given for use in chunk.uses} - bad:
+            want = self._reading.wants[number]
+            tensor: Any = getattr(want.sink, "straight", None)
+            if tensor is not None and self._direct.reaches(tensor):
+                found[number] = flat_bytes(tensor).view(*want.box.local, dtypes.ITEM_BYTES[want.saved.dtype])
+        return found
+
+    def _one(self, place: Place) -> int:
+        key, chunk = place
+        device = next(self._grids[use.want].device for use in chunk.uses if use.want in self._grids)
+        bytes_there, bytes_here = self._buffer(device)
+        there, here = bytes_there[: chunk.stored], bytes_here[: chunk.stored]
+        if self._transferred(key, chunk, bytes_there):
+            here.copy_(there)
+            self._direct.settle(device)
+            if digest(payload := memory_of(here)) == chunk.digest:
+                self._use(chunk, there, payload)
+                self._direct.settle(device)
+                return chunk.stored
+        self._again(key, chunk, there)
+        return 0
+
+    def _transferred(self, key: str, chunk: Needed, buffer: torch.Tensor) -> bool:
+        """Whether the chunk's bytes, whatever they are, were read into the device's buffer."""
+        try:
+            with GpuFile(f"{self._root}/{key}", direct=self._direct) as file:
+                blocks = -(-chunk.stored // ALIGNMENT) * ALIGNMENT  # packs go on behind a chunk
+                size = blocks if chunk.offset + blocks <= file.size else chunk.stored
+                file.read(buffer[:size], chunk.offset)
+            return True
+        except (OSError, TransientError) as error:
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            warn_once(_log, f"cuFile could not read from {self._root}, reading through host memory: {reason}")
+            return False
+
+    def _again(self, key: str, chunk: Needed, there: torch.Tensor) -> None:
+        def use(pack: str, wanted: Needed, payload: memoryview | None) -> None:
+            if payload is None:
+                raise self._reading.damaged(pack, wanted)
+            there.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            self._use(wanted, there, payload)
+            self._direct.settle(there.device)
+
+        fetch.fetch(self._store, self._reading.batches([(key, chunk)]), use)
+
+    def _use(self, chunk: Needed, there: torch.Tensor, here: memoryview) -> None:
+        for use in chunk.uses:
+            want, grid = self._reading.wants[use.want], self._grids.get(use.want)
+            if grid is None:
+                self._reading.put(use, here)
+                continue
+            given = there[use.start : use.start + use.length]
+            item = dtypes.ITEM_BYTES[want.saved.dtype]
+            for done, extent, source, target in regions.blocks(use.shard, want.box, item, use.at, use.length):
+                size = math.prod(extent)
+                grid[target].copy_(given[done : done + size].view(extent)[source])
+            self._reading.done(use.want)
+
+    def _buffer(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """This thread's memory for one chunk: on the device, and pinned on the host."""
+        if getattr(self._own, "there", None) is None or self._own.there.device != device:
+            self._own.there = self._direct.buffer(CHUNK_BYTES, device)
+            self._own.here = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            self._buffers.append(self._own.there)
+        return self._own.there, self._own.here

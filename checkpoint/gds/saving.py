@@ -1,0 +1,151 @@
+"""A save's chunks from device memory into packs.
+
+`DeviceSlices` is the state in slices (`checkpoint.staging.slices`) with a second ring in device memory, slot for slot: a slice is
+gathered there by the device, and copied once to the host, where it is hashed. When its chunk is stored raw, the pack's writer
+finds the slot again by the address of the bytes that it is given, and writes the device's.
+Invariant: the bytes in a device slot are those of its host slot for as long as the carrier holds any view of it. Only whole
+blocks of 4 KiB at such offsets go by cuFile; the end of a chunk, footers, and all else are written from the host.
+Failure behaviour: as `SlicedState`; `TransientError` for a transfer that failed, which fails the save and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from checkpoint.format.layout import Layout, Piece, TensorSpec
+from checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, directory_of, flat_bytes
+from checkpoint.staging.arena import Arena
+from checkpoint.staging.slices import SlicedState
+from checkpoint.state.kinds import as_bits
+from dataio.core.limits import MIB
+from dataio.store.contract import Buffer, Store
+from dataio.store.posix import PosixStore
+from dataio.store.wrapper import Wrapper
+from dataio.store.writer import write_all
+
+RING_BYTES = 128 * MIB
+"""Of host and of device memory, for slices, where a caller says nothing."""
+Twin = Callable[[Buffer], torch.Tensor | None]
+"""The same bytes in device memory, where they are there."""
+
+
+class DeviceSlices(SlicedState):
+    """`tensors` in slices, from the memory that `direct` reaches; others are copied as ever."""
+
+    def __init__(
+        self, direct: Direct, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
+    ) -> None:
+        self._direct = direct
+        self._device = next(t.device for t in tensors if t.device.type == direct.device)
+        self._ring = direct.buffer(arena.size, self._device)
+        self._start = arena.bytes.ctypes.data
+        self._twins: set[int] = set()
+        self._flat: tuple[int, torch.Tensor] | None = None
+        self._ready_to_read = _event(
+            self._device
+        )  # the feeder's copies come after what the trainer has given the device
+        super().__init__(arena, tensors, specs, layout)
+
+    def twin(self, data: Buffer) -> torch.Tensor | None:
+        """See `Twin`."""
+        view = np.frombuffer(data, np.uint8)
+        slot = view.ctypes.data - self._start
+        return self._ring[slot : slot + len(view)] if slot in self._twins else None
+
+    def store(self, inner: Store) -> SavingStore:
+        """The store as the carrier of these slices sees it."""
+        self.seen = SavingStore(inner, self._direct, self.twin)
+        return self.seen
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        super().cancel(error)
+        self._direct.release(self._ring)
+
+    def _gather(self, number: int, piece: Piece, target: npt.NDArray[np.uint8]) -> None:
+        slot, parts = target.ctypes.data - self._start, self._parts[number]
+        if any(self._tensors[part.tensor].device.type != self._direct.device for part in parts):
+            self._twins.discard(slot)
+            super()._gather(number, piece, target)
+            return
+        device = self._ring[slot : slot + piece.length]
+        if self._ready_to_read is not None:
+            self._ready_to_read.wait()
+            self._ready_to_read = None
+        if sum(part.length for part in parts) != piece.length:
+            device.zero_()  # the gaps between small tensors
+        for part in parts:
+            found = self._bytes(part.tensor)[part.start : part.start + part.length]
+            device[part.at : part.at + part.length].copy_(found)
+        self._arena.tensor[slot : slot + piece.length].copy_(device, non_blocking=True)
+        self._direct.settle(self._device)
+        self._twins.add(slot)
+
+    def _bytes(self, number: int) -> torch.Tensor:
+        """The tensor's row-major bytes on its device; a copy, kept until the next tensor, where they are not one run."""
+        if self._flat is None or self._flat[0] != number:
+            tensor = self._tensors[number].resolve_conj().resolve_neg()
+            self._flat = number, flat_bytes(as_bits(tensor).contiguous())
+        return self._flat[1]
+
+
+class SavingStore(Wrapper):
+    """The directory `inner`, for one save: its packs are written by cuFile where they can be."""
+
+    def __init__(self, inner: Store, direct: Direct, twin: Twin) -> None:
+        super().__init__(inner)
+        self._direct, self._twin = direct, twin
+        self.straight = 0
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        writer = PackWriter(directory_of(self.inner), self._direct, self._twin)
+        size = writer.put_multipart(key, parts)
+        self.straight += writer.straight
+        return size
+
+
+class PackWriter(PosixStore):
+    """Writes objects of the directory `root`, those parts by cuFile that have a twin."""
+
+    def __init__(self, root: str, direct: Direct, twin: Twin) -> None:
+        super().__init__(root)
+        self._by, self._twin = direct, twin
+        self._open: tuple[str, GpuFile | None] = "", None
+        self.straight = 0
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        try:
+            return super().put_multipart(key, parts)
+        finally:
+            self._file("")
+
+    def _write(self, path: str, fd: int, parts: Iterable[Buffer]) -> int:
+        return sum(self._part(path, fd, part) for part in parts)
+
+    def _part(self, path: str, fd: int, data: Buffer) -> int:
+        twin, at = self._twin(data), os.lseek(fd, 0, os.SEEK_CUR)
+        whole = 0 if twin is None or at % ALIGNMENT else len(data) - len(data) % ALIGNMENT
+        if twin is not None and whole:
+            file = self._file(path)
+            assert file is not None
+            file.write(twin[:whole], at)
+            os.lseek(fd, at + whole, os.SEEK_SET)
+            self.straight += whole
+        write_all(fd, memoryview(data)[whole:])
+        return len(data)
+
+    def _file(self, path: str) -> GpuFile | None:
+        """The file at `path`, kept open until another is asked for."""
+        if self._open[0] != path:
+            if self._open[1] is not None:
+                self._open[1].close()
+            self._open = path, (GpuFile(path, writing=True, direct=self._by) if path else None)
+        return self._open[1]
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -1,0 +1,183 @@
+"""Saves and restores by way of device memory: here host memory takes its place, and the path is the same.
+
+Those of a real GPU are marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import Checkpointer
+from checkpoint.gds import direct_for
+from checkpoint.repository.check import check
+from dataio.core.errors import CorruptionError, TransientError
+from dataio.core.limits import MIB
+from dataio.store.open import open_store
+from tests.checkpoint.gds.host import Counts
+from tests.checkpoint.making import flip
+
+RING = 64 * MIB
+
+
+def state(device: str = "cpu") -> dict[str, Any]:
+    """A little more than the ring holds, in tensors that lie in packs in every way."""
+    torch.manual_seed(1)
+    return {
+        "large": torch.randn(16 * MIB + 5, device=device),  # ends within a block of the file
+        "bf16": torch.randn(999, 1001, device=device).to(torch.bfloat16),
+        "columns": torch.randn(700, 300, device=device).t(),  # not one run of memory
+        "view": torch.randn(600, 600, device=device)[100:200],  # not from the beginning of its memory
+        "small": [torch.randn(7, device=device), torch.tensor(3.5, device=device), torch.ones(3, device=device).bool()],
+        "step": 5,
+    }
+
+
+def zeros(like: dict[str, Any]) -> dict[str, Any]:
+    made = copy.deepcopy(like)
+    for value in [*made.values(), *made["small"]]:
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    return made | {"step": 0}
+
+
+def assert_equal(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for key in ("large", "bf16", "columns", "view"):
+        assert torch.equal(one[key], two[key]), key
+    assert all(torch.equal(a, b) for a, b in zip(one["small"], two["small"], strict=True))
+    assert one["step"] == two["step"]
+
+
+def saved(where: Path, counts: Counts, given: dict[str, Any], step: int = 1, **more: Any) -> None:
+    with Checkpointer(
+        str(where), run="a", sidecar=None, gds=counts.direct(), staging_bytes=RING, **more
+    ) as checkpointer:
+        checkpointer.save(step, given).result(120)
+
+
+def restored(where: Path, counts: Counts, like: dict[str, Any]) -> dict[str, Any]:
+    into = zeros(like)
+    with Checkpointer(str(where), run="a", sidecar=None, gds=counts.direct()) as checkpointer:
+        checkpointer.restore(into)
+    return into
+
+
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_what_goes_straight_both_ways_is_the_same_to_the_bit(tmp_path: Path, staging: str) -> None:
+    given, counts = state(), Counts()
+    saved(tmp_path, counts, given, staging=staging)
+    assert counts.written >= given["large"].nbytes - 4096
+    assert_equal(restored(tmp_path, counts, given), given)
+    assert counts.read >= given["large"].nbytes
+    as_ever = zeros(given)
+    with Checkpointer(str(tmp_path), run="a", sidecar=None) as checkpointer:
+        checkpointer.restore(as_ever)
+    assert_equal(as_ever, given)
+    with open_store(tmp_path) as store:
+        assert check(store).clean
+
+
+def test_damage_is_found_before_it_reaches_a_tensor(tmp_path: Path) -> None:
+    given, counts = state(), Counts()
+    saved(tmp_path, counts, given)
+    flip(next((tmp_path / "packs").rglob("*.pack")), 20 * MIB)
+    into = zeros(given)
+    with (
+        Checkpointer(str(tmp_path), run="a", sidecar=None, gds=counts.direct()) as checkpointer,
+        pytest.raises(CorruptionError, match="step 1 of run a is damaged: tensor 'large'"),
+    ):
+        checkpointer.restore(into)
+    assert counts.read
+    wrong = (into["large"] != given["large"]) & (into["large"] != 0)
+    assert not wrong.any()  # every element is as it was, or as it was saved
+
+
+def test_a_transfer_that_fails_at_restoring_is_made_through_host_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given, counts = state(), Counts()
+    saved(tmp_path, counts, given)
+    counts.failing = 3
+    with caplog.at_level(logging.WARNING):
+        assert_equal(restored(tmp_path, counts, given), given)
+    assert counts.failing == 0  # the fault fired
+    said = [line for line in caplog.messages if "reading through host memory" in line]
+    assert said == [f"cuFile could not read from {tmp_path}, reading through host memory: cuFileRead failed: "
+                    "GPUDirect Storage not supported"]  # fmt: skip
+    assert counts.read  # and the others went straight
+
+
+def test_a_transfer_that_fails_at_saving_fails_that_save_alone(tmp_path: Path) -> None:
+    given, counts = state(), Counts()
+    changed = state() | {"large": given["large"] + 1}
+    with Checkpointer(str(tmp_path), run="a", sidecar=None, gds=counts.direct(), staging_bytes=RING) as checkpointer:
+        checkpointer.save(1, given).result(120)
+        counts.failing = 1
+        with pytest.raises(
+            TransientError, match="by cuFile failed: cuFileRead failed: GPUDirect Storage not supported"
+        ):
+            checkpointer.save(2, changed).result(120)
+        assert counts.failing == 0
+        assert_equal(restored(tmp_path, counts, given), given)
+        checkpointer.save(3, changed).result(120)
+        assert_equal(restored(tmp_path, counts, given), changed)
+
+
+def test_compressed_chunks_and_a_selection_arrive_too(tmp_path: Path) -> None:
+    given, counts = state(), Counts()
+    saved(tmp_path, counts, given, compression="zstd")
+    assert_equal(restored(tmp_path, counts, given), given)
+    with Checkpointer(str(tmp_path), run="a", sidecar=None, gds=counts.direct()) as checkpointer:
+        into = zeros(given)
+        checkpointer.restore(into, include="large")
+    assert torch.equal(into["large"], given["large"])
+    assert not into["bf16"].any()
+
+
+def test_without_a_gpu_or_a_directory_one_line_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Bucket:
+        location = type("L", (), {"url": "s3://bucket/ckpt"})
+
+    with caplog.at_level(logging.WARNING):
+        assert direct_for(Bucket(), True) is None  # type: ignore[arg-type]
+        assert direct_for(Bucket(), False) is None  # type: ignore[arg-type]
+    assert "s3://bucket/ckpt is no directory; copies go through host memory" in caplog.text
+    if not torch.cuda.is_available():
+        with open_store(tmp_path) as store:
+            assert direct_for(store, True) is None
+        with Checkpointer(str(tmp_path), run="a", sidecar=None, gds=True) as checkpointer:
+            checkpointer.save(1, {"w": torch.ones(9)}).result(60)
+
+
+def test_the_gpu_drill_measures_saves_and_restores_that_go_straight(tmp_path: Path) -> None:
+    from bench.drill import gds as drill
+    from bench.drill.result import PartResult
+
+    part, counts = PartResult("gds", "GPUDirect Storage"), Counts()
+    part.metric("save", "save", "GB/s")
+    part.metric("restore", "restore", "GB/s")
+    drill.checkpoints(part, "cuFile", tmp_path, 160 * MIB, counts.direct(), device="cpu")
+    assert counts.written >= 3 * 160 * MIB
+    assert counts.read >= 3 * 160 * MIB
+    assert [len(values) for values in part.candidates["cuFile"]["metrics"].values()] == [3, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_a_gpu_saves_and_restores_by_what_the_probe_allows(tmp_path: Path, staging: str) -> None:
+    given = state("cuda")
+    with Checkpointer(
+        str(tmp_path), run="a", sidecar=None, gds=True, staging_bytes=RING, staging=staging
+    ) as checkpointer:
+        checkpointer.save(1, given).result(120)
+    into = zeros(given)
+    with Checkpointer(str(tmp_path), run="a", sidecar=None, gds=True) as checkpointer:
+        checkpointer.restore(into)
+    assert_equal(into, given)
+    with open_store(tmp_path) as store:
+        assert check(store).clean

@@ -1,0 +1,67 @@
+"""Ranks of which one alone cannot read what the others can: `agreeing_job.py WHOLE DAMAGED`.
+
+Rank 1 sees DAMAGED, a copy whose manifests are cut short; the others see WHOLE. Each prints what it raised.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpoint import Checkpointer
+from checkpoint.dcp import RepositoryReader
+from dataio.core.errors import MillraceError
+
+
+def told(case: str, work: Callable[[], object]) -> None:
+    """What `work` raised, by rank for DCP's own exception."""
+    try:
+        work()
+    except MillraceError as error:
+        print(json.dumps({"case": case, "raised": type(error).__name__, "message": str(error)}), flush=True)
+    except CheckpointException as error:
+        named = {rank: f"{type(e[0]).__name__}: {e[0]}" for rank, e in error.failures.items()}
+        print(json.dumps({"case": case, "raised": "CheckpointException", "failures": named}), flush=True)
+    else:
+        print(json.dumps({"case": case, "raised": None}), flush=True)
+
+
+def restore(url: str) -> None:
+    into = {"w": torch.zeros(1000)}
+    with Checkpointer(url, run="exp", sidecar=None, wait_seconds=60) as checkpointer:
+        checkpointer.restore(into)
+    assert into["w"].sum() == 1000
+
+
+def load(url: str, step: int | str = "latest") -> None:
+    into = {"w": torch.zeros(1000)}
+    dcp.load(into, storage_reader=RepositoryReader(url, run="exp", step=step))
+    assert into["w"].sum() == 1000
+
+
+def main(whole: str, damaged: str) -> None:
+    odd = dist.get_rank() == 1
+    mine = damaged if odd else whole
+    told("restore", lambda: restore(mine))
+    told("dcp, latest", lambda: load(mine))
+    told("dcp, by number", lambda: load(mine, 1))
+    told("dcp, no store", lambda: load("gopher://nowhere" if odd else whole))
+    told("whole", lambda: restore(whole))  # the ranks are still in step
+    told("dcp, whole", lambda: load(whole))
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
+    warnings.simplefilter("ignore")  # DCP's own
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(*sys.argv[1:])
+    dist.destroy_process_group()

@@ -1,0 +1,35 @@
+"""One rank alone cannot read the step: all ranks raise, and say which and why, and none waits for the others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from checkpoint import Checkpointer
+from tests.checkpoint.sharding.launch import launch
+
+
+def test_what_one_rank_alone_cannot_read_is_an_error_on_all_that_names_it(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path / "whole"), run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
+    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
+    manifests = list((tmp_path / "damaged").rglob("*.manifest"))
+    assert manifests
+    for path in manifests:
+        path.write_bytes(path.read_bytes()[:-9])
+
+    ranks = launch(3, "tests.checkpoint.restoring.agreeing_job", str(tmp_path / "whole"), str(tmp_path / "damaged"))
+    said = [{line.pop("case"): line for line in lines} for lines in ranks]
+    assert [one["restore"]["raised"] for one in said] == ["TransientError", "CorruptionError", "TransientError"]
+    for one in (said[0], said[2]):
+        assert one["restore"]["message"].startswith("rank 1 could not take part: CorruptionError: ")
+        assert "rank-00000.manifest is damaged" in one["restore"]["message"]
+    for one in said:
+        for case in ("dcp, latest", "dcp, by number"):
+            assert list(one[case]["failures"]) == ["1"]
+            assert "rank-00000.manifest is damaged" in one[case]["failures"]["1"]
+        assert "rank 1 could not take part: UnsupportedError: " in one["dcp, no store"]["failures"]["0"]
+        assert "gopher" in one["dcp, no store"]["failures"]["1"]
+        assert one["whole"]["raised"] is one["dcp, whole"]["raised"] is None
