@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
 from checkpoint.api import Checkpointer
+from checkpoint.frameworks.mapping import Where, mapped
 from checkpoint.handle import Handle
 from dataio.core.errors import CorruptionError, UsageError
 
@@ -44,13 +44,13 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: Callable[..., Any] | None = None,
+        map_location: Where = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint, in main memory."""
+        """The checkpoint, where `map_location` wants it (as for `torch.load`); in main memory if it says nothing."""
         state: dict[str, Any] = {"checkpoint": None}
         self._checkpointer.restore(state, _step(path))
-        found: dict[str, Any] = state["checkpoint"]
+        found: dict[str, Any] = mapped(state["checkpoint"], map_location)
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

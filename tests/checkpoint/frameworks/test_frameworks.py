@@ -116,21 +116,159 @@ def test_a_transformers_trainer_goes_on_where_it_saved(tmp_path: Path) -> None:
     assert trained(7) == (7, [2, 4, 6, 7])
 
 
-def test_accelerate_keeps_its_models_in_the_repository(tmp_path: Path) -> None:
+def test_a_repository_trainer_resumes_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    """Dropout, shuffled data, a schedule, and a stop within an epoch: the weights are the same to the bit."""
+    ours = framework("transformers")
+    from transformers import TrainingArguments
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.layers(x).square().mean()}
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.full((4,), i / 40)}
+
+    def trained(out: str, steps: int, resume: bool) -> dict[str, torch.Tensor]:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / out),
+            max_steps=9,  # the schedule is for so many
+            save_steps=3,
+            save_total_limit=2,
+            per_device_train_batch_size=8,  # five steps are an epoch
+            warmup_steps=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=7,
+        )
+        with Checkpointer(str(tmp_path / out / "repo"), run="exp", sidecar=None) as checkpointer:
+            model = Model()
+            trainer = ours.RepositoryTrainer(model, arguments, train_dataset=Rows(), checkpointer=checkpointer)
+            if steps < 9:
+                trainer.add_callback(Stop(steps))
+            trainer.train(resume_from_checkpoint=resume or None)
+            return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            control.should_training_stop = state.global_step >= self.step
+
+    straight = trained("straight", 9, False)
+    trained("stopped", 6, False)
+    torch.manual_seed(99)
+    resumed = trained("stopped", 9, True)
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    folder = tmp_path / "stopped" / "checkpoint-9"
+    assert [path.name for path in folder.iterdir()] == ["trainer_state.json"]
+    with Checkpointer(str(tmp_path / "stopped" / "repo"), run="exp", sidecar=None) as checkpointer:
+        assert checkpointer.steps() == [3, 6, 9]
+
+
+class Counter:
+    """What users register with Accelerate."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_accelerate_keeps_its_whole_state_in_the_repository(tmp_path: Path) -> None:
     ours = framework("accelerate")
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model, _ = accelerator.prepare(nn.Linear(4, 2), torch.optim.AdamW(nn.Linear(4, 2).parameters()))
-    with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=None) as checkpointer:
+    def made(checkpointer: Checkpointer, seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        accelerator, net = Accelerator(cpu=True), nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 2))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+        counter = Counter()
+        accelerator.register_for_checkpointing(counter)
         ours.attach(accelerator, checkpointer)
-        saved = model.weight.detach().clone()
-        accelerator.save_state(str(tmp_path / "step_12"))
-        assert not list((tmp_path / "step_12").glob("*model*"))
-        with torch.no_grad():
-            model.weight.zero_()
-        accelerator.load_state(str(tmp_path / "step_12"))
-        assert torch.equal(model.weight, saved)
+        return accelerator, model, optimizer, schedule, counter
+
+    def step(parts: tuple[Any, ...]) -> float:
+        accelerator, model, optimizer, schedule, counter = parts
+        loss = model(torch.ones(8, 4)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        counter.count += 1
+        return float(loss)
+
+    with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=None) as checkpointer:
+        first = made(checkpointer, 1)
+        step(first)
+        folder = str(tmp_path / "step_12")
+        first[0].save_state(folder)
+        left = sorted(path.name for path in (tmp_path / "step_12").iterdir())
+        assert left == ["custom_checkpoint_0.pkl", "random_states_0.pkl"]
+        assert len(first[0]._optimizers) == len(first[0]._schedulers) == len(first[0]._custom_objects) == 1
+        straight = [step(first) for _ in range(3)]  # with dropout: the generators must be the same too
+        second = made(checkpointer, 2)
+        second[0].load_state(folder)
+        assert second[4].count == 1
+        assert second[3].get_last_lr() == [0.05]
+        assert [step(second) for _ in range(3)] == straight
         assert checkpointer.steps() == [12]
         with pytest.raises(UsageError, match="names no step"):
-            accelerator.save_state(str(tmp_path / "latest"))
+            first[0].save_state(str(tmp_path / "latest"))
+        assert len(first[0]._optimizers) == 1
+
+
+def test_map_location_moves_what_shares_memory_together() -> None:
+    from checkpoint.frameworks.mapping import mapped
+
+    base = torch.arange(6.0)
+    state = {"a": base, "b": [base[2:5]], "n": 3, "t": (base.view(2, 3),)}
+    assert mapped(state, None) is state
+    same = mapped(state, "cpu")
+    assert same["a"].data_ptr() == base.data_ptr()
+    assert mapped(state, lambda storage, where: storage)["b"][0].data_ptr() == base[2:5].data_ptr()
+    meta = mapped(state, {"cpu": "meta"})
+    assert meta["a"].device.type == meta["b"][0].device.type == "meta"
+    assert meta["b"][0].shape == (3,)
+    assert (
+        meta["a"].untyped_storage()._cdata
+        == meta["t"][0].untyped_storage()._cdata
+        == meta["b"][0].untyped_storage()._cdata
+    )
+
+    def cloned(storage: torch.UntypedStorage, where: str) -> torch.UntypedStorage:
+        assert where == "cpu"
+        return storage.clone()
+
+    copied = mapped(state, cloned)
+    copied["a"][2] = 99
+    assert copied["b"][0][0] == copied["t"][0][0, 2] == 99
+    assert base[2] == 2
+
+
+def test_lightning_gets_the_checkpoint_where_it_asks_for_it(tmp_path: Path) -> None:
+    ours = framework("lightning")
+    plugin = ours.RepositoryIO(str(tmp_path / "repo"), run="exp", sidecar=None)
+    plugin.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert plugin.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["w"].device.type == "cpu"
+    moved = plugin.load_checkpoint(tmp_path / "a.ckpt", map_location=torch.device("meta"))
+    assert moved["state_dict"]["w"].device.type == "meta"
+    plugin.close()

@@ -1,0 +1,76 @@
+"""Small Python objects as values that the repository's documents hold: tensors, arrays and streams of bytes inside of them
+become tagged bytes.
+
+For trainers that keep such things among their objects (generators' states, quantisation scales). Tensors of any size belong
+into tensors.
+Invariant: `unpacked(packed(x))` equals `x`, types included, for what is accepted; nothing is a pickle. Tensors come back in
+main memory.
+Failure behaviour: `UsageError` for a tag's key in a dict of the caller's; other objects pass, and the document refuses them by
+path.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint.state.kinds import empty, memory_of, name_of
+from dataio.core.errors import CorruptionError, UsageError
+
+_TAG = "millrace:plain"
+
+
+def packed(value: Any) -> Any:
+    """`value` as plain values."""
+    if isinstance(value, torch.Tensor):
+        made = value.detach().cpu().contiguous()
+        return {
+            _TAG: "tensor",
+            "dtype": name_of(made.dtype),
+            "shape": tuple(made.shape),
+            "bytes": bytes(memory_of(made)),
+        }
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            raise UsageError("an array of Python objects cannot be saved", hint="save a list")
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": tuple(value.shape), "bytes": value.tobytes()}
+    if isinstance(value, np.generic):
+        return packed(np.asarray(value)) | {_TAG: "number"}
+    if isinstance(value, io.BytesIO):
+        return {_TAG: "stream", "bytes": value.getvalue()}
+    if isinstance(value, dict):
+        if _TAG in value:
+            raise UsageError(f"a dict with the key {_TAG!r} cannot be saved", hint="the key is ours")
+        return {key: packed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(packed(item) for item in value)
+    return value
+
+
+def unpacked(value: Any) -> Any:
+    """The inverse."""
+    if isinstance(value, dict):
+        if _TAG not in value:
+            return {key: unpacked(item) for key, item in value.items()}
+        try:
+            return _made(value)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CorruptionError(f"a saved {value[_TAG]!r:.40} cannot be made again: {error}") from None
+    if isinstance(value, (list, tuple)):
+        return type(value)(unpacked(item) for item in value)
+    return value
+
+
+def _made(value: dict[str, Any]) -> Any:
+    kind, data = value[_TAG], value["bytes"]
+    if kind == "stream":
+        return io.BytesIO(data)
+    if kind == "tensor":
+        made = empty(getattr(torch, value["dtype"]), value["shape"])
+        memory_of(made)[:] = data
+        return made
+    array = np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    return array[()] if kind == "number" else array

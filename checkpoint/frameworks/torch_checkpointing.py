@@ -1,0 +1,382 @@
+"""torch_checkpointing (Meta's): `RepositoryManager("s3://bucket/ckpt", run="exp42", config=...)` in place of its
+`CheckpointManager(config)`; and the `Storage` back-end underneath, for whoever builds the parts himself.
+
+That library writes files into a folder and renames it when all ranks are done. Here each rank keeps its files in memory,
+in the process that writes them, until all of them are written; then they are stored as this rank's part of a step, each
+file as a tensor of bytes: in chunks, deduplicated against the step before, checked by digest, and committed by all ranks or
+not at all. A checkpoint's name ends in the step's number; `load("latest", ...)` finds the newest one.
+`RepositoryManager` agrees on the attempt with the other ranks; `RepositoryStorage` alone
+(`CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`) does for a job of one rank.
+Invariant: what is inside the files is torch_checkpointing's, its pickles included; it reads back the very bytes that it
+wrote, or gets an error. A file needs its own size in memory while it is saved.
+Failure behaviour: errors of `dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where that library expects
+them. Steps are removed by the run's retention, never by `rmdir`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch_checkpointing.checkpoint_manager import CheckpointManager
+from torch_checkpointing.checkpoint_writer import CallbackArgs
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
+
+from checkpoint.dcp import session
+from checkpoint.dcp.carrying import Share, carry_here
+from checkpoint.dcp.session import Ticket
+from checkpoint.dcp.writer import step_of
+from checkpoint.format import names
+from checkpoint.format.chunk import Box, whole
+from checkpoint.format.documents import Base
+from checkpoint.format.layout import TensorSpec
+from checkpoint.ranks import Ranks
+from checkpoint.repository import steps as repository
+from checkpoint.restoring import restore
+from checkpoint.restoring.restore import Saved, Want
+from checkpoint.state import tree
+from dataio.core.errors import ConflictError, MillraceError, NotFoundError, UsageError
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+
+_AGREED = re.compile(r"(\d+)@([0-9a-f]+)$")
+_BY = "torch_checkpointing"
+
+
+@dataclass
+class RepositoryStorageConfig(StorageConfig):  # type: ignore[misc, unused-ignore]
+    """`url`, `run` and `options` as for `Checkpointer`. Goes to the process that writes, so `url` is no open store."""
+
+    url: str
+    run: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    wait_seconds: float = 600.0
+
+    def create_storage(self) -> RepositoryStorage:
+        return RepositoryStorage(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A file of a checkpoint, or with `name` "" the checkpoint. `ticket` is None where no ranks have agreed on one."""
+
+    step: int
+    ticket: Ticket | None
+    name: str
+
+    @property
+    def base(self) -> Base | None:
+        return None if self.ticket is None else Base(self.ticket.timeline, self.step, self.ticket.attempt)
+
+
+class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
+    """See the module's text."""
+
+    def __init__(self, config: RepositoryStorageConfig) -> None:
+        names.check_run(config.run)
+        self._config = config
+        self._staged: dict[Path, io.BytesIO] = {}
+        self._committed: set[int] = set()
+
+    @property
+    def mmap_fill_workers(self) -> int:
+        return 1  # a read is spread over threads here
+
+    # writing
+
+    def stream_write(self, path: Path) -> io.IOBase:
+        return _Writing(lambda data: self._staged.__setitem__(Path(path), data))
+
+    def write(self, path: Path, data: Any) -> None:
+        with self.stream_write(path) as stream:
+            stream.write(data)
+
+    def finish(self, folder: Path) -> None:
+        """Store what was written below `folder` as this rank's part of the step; returns when all ranks' are committed."""
+        place, config = _place(folder, is_file=False), self._config
+        if place.ticket is None and config.world_size > 1:
+            raise UsageError("the ranks have not agreed on an attempt", hint="use RepositoryManager")
+        files = {self._name_in(folder, path): data for path, data in self._staged.items() if folder in path.parents}
+        tensors = [torch.frombuffer(data.getbuffer(), dtype=torch.uint8) for data in files.values()]
+        sized = zip(files, tensors, strict=True)
+        specs = [TensorSpec(name, "uint8", whole((tensor.numel(),))) for name, tensor in sized]
+        with self._store() as store:
+            ticket = place.ticket or session.draw(store, config.run, place.step)
+            share = Share(config.run, place.step, ticket, config.rank, config.world_size, wait=config.wait_seconds)
+            carry_here(store, share, tensors, specs, tree.encode({"by": _BY}))
+        del tensors
+        self.rmdir(folder)
+        self._committed.add(place.step)
+
+    def rename(
+        self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
+    ) -> None:
+        """Of a folder: the commit, unless `finish` was it. Of a file that is being written: its name."""
+        if Path(src_path) in self._staged:
+            self._staged[Path(dst_path)] = self._staged.pop(Path(src_path))
+            return
+        if not any(Path(src_path) in file.parents for file in self._staged):
+            if _place(src_path, is_file=False).step not in self._committed:
+                raise FileNotFoundError(f"nothing was written below {src_path}")
+            return
+        if self._config.world_size > 1:
+            raise UsageError(
+                "a rank's files were not stored before the folder is renamed",
+                hint="use RepositoryManager, or pre_finalize_callback=checkpoint.frameworks.torch_checkpointing.finish",
+            )
+        try:
+            self.finish(Path(src_path))
+        except ConflictError as error:
+            raise FileExistsError(str(error)) from error
+
+    def delete(self, path: Path) -> None:
+        if self._staged.pop(Path(path), None) is None:
+            raise FileNotFoundError(f"{path} is not being written; the files of a step go when the step does")
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Nothing: there are no folders."""
+
+    def rmdir(self, path: Path) -> None:
+        """What is being written below `path` is forgotten; a step stays until the run's retention removes it."""
+        self._staged = {file: data for file, data in self._staged.items() if Path(path) not in file.parents}
+
+    # reading
+
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+        if (staged := self._staged.get(Path(path))) is not None:
+            return io.BytesIO(staged.getbuffer())  # type: ignore[return-value]
+        stack = contextlib.ExitStack()
+        try:
+            store, opened = stack.enter_context(self._open(path))
+            return _Reading(store, opened, self._file(opened, path), stack.pop_all())
+        finally:
+            stack.close()
+
+    def getsize(self, path: Path) -> int:
+        with self.stream_read(path) as stream:
+            return stream.seek(0, io.SEEK_END)
+
+    def ls(self, path: Path) -> list[str]:
+        with self._open(path, is_file=False) as (_, opened):
+            return sorted({name.partition("/")[0] for name in _files(opened)})
+
+    def exists(self, path: Path) -> bool:
+        if Path(path) in self._staged or any(Path(path) in file.parents for file in self._staged):
+            return True
+        try:
+            with self._open(path, is_file=_is_file(path)) as (_, opened):
+                return not _is_file(path) or _place(path, is_file=True).name in _files(opened)
+        except FileNotFoundError:
+            return False
+
+    def isdir(self, path: Path) -> bool:
+        return not _is_file(path) and self.exists(path)
+
+    def remap_path(self, path: Path) -> str:
+        return str(path)
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[Store]:
+        with open_store(self._config.url, **self._config.options) as store:
+            yield store
+
+    @contextlib.contextmanager
+    def _open(self, path: Path, *, is_file: bool = True) -> Iterator[tuple[Store, repository.Step]]:
+        place, run = _place(path, is_file=is_file), self._config.run
+        with self._store() as store:
+            try:
+                base = place.base or repository.find(store, run, place.step)
+            except NotFoundError as error:
+                raise FileNotFoundError(str(error)) from error
+            assert base is not None
+            with restore.reading(store, run, base) as opened:
+                yield store, opened
+
+    def _file(self, opened: repository.Step, path: Path) -> Saved:
+        found = _files(opened).get(_place(path, is_file=True).name)
+        if found is None:
+            raise FileNotFoundError(f"step {opened.base.step} of run {opened.run} has no file {path}")
+        return found
+
+    @staticmethod
+    def _name_in(folder: Path, path: Path) -> str:
+        return path.relative_to(folder).as_posix()
+
+
+class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
+    """`config`: a `CheckpointManager.Config`; its storage is ours. With several ranks `save` and `load` are called on all."""
+
+    def __init__(self, url: str, *, run: str, config: CheckpointManager.Config | None = None, **options: Any) -> None:
+        self._ranks, self._run = Ranks.here(None, None), names.check_run(run)
+        self._store = open_store(url, **options)
+        config = config or CheckpointManager.Config()
+        storage = RepositoryStorageConfig(url, run, options, self._ranks.rank, self._ranks.world_size)
+        then = functools.partial(_both, config.pre_finalize_callback)
+        super().__init__(dataclasses.replace(config, storage_config=storage, pre_finalize_callback=then))
+
+    def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Any:
+        """As there; the checkpoint's name ends in the step's number."""
+        step, ticket, error = step_of(checkpoint_id), None, None
+        try:
+            ticket = session.draw(self._store, self._run, step) if self._ranks.rank == 0 else None
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        agreed = self._ranks.agree(step, msgspec.msgpack.encode(ticket), error)
+        return super().save(f"step-{step}@{agreed.hex()}", checkpoint)
+
+    def load(self, checkpoint_id: Any, into: Mapping[str, Any] | None = None, **more: Any) -> Mapping[str, Any]:
+        """As there; the name may be "latest"."""
+        found, error = None, None
+        try:
+            step = checkpoint_id if checkpoint_id == "latest" else step_of(checkpoint_id)
+            found = repository.find(self._store, self._run, step) if self._ranks.rank == 0 else None
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        base = msgspec.msgpack.decode(self._ranks.agree(0, msgspec.msgpack.encode(found), error), type=Base | None)
+        if base is None:
+            raise NotFoundError(f"run {self._run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
+        ticket = Ticket(base.attempt, base.timeline, None)
+        loaded: Mapping[str, Any] = super().load(
+            f"step-{base.step}@{msgspec.msgpack.encode(ticket).hex()}", into, **more
+        )
+        session.loaded(self._store, self._run, base)
+        return loaded
+
+    def close(self) -> None:
+        """As there."""
+        try:
+            super().close()
+        finally:
+            self._store.close()
+
+
+def finish(args: CallbackArgs) -> None:
+    """`pre_finalize_callback` of a `CheckpointManager` with our storage: this rank has written all of its files."""
+    args.storage.finish(Path(args.path))
+
+
+def _both(first: Callable[[CallbackArgs], None] | None, args: CallbackArgs) -> None:
+    if first is not None:
+        first(args)
+    finish(args)
+
+
+class _Writing(io.RawIOBase):
+    """A file on its way into memory; it is there when it is closed, and not when the `with` ends in an error."""
+
+    def __init__(self, done: Callable[[io.BytesIO], None]) -> None:
+        super().__init__()
+        self._data, self._done = io.BytesIO(), done
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._data.write(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._done(self._data)
+        super().close()
+
+    def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
+        if error is not None:
+            self._done = lambda _: None
+        self.close()
+
+
+class _Reading(io.RawIOBase):
+    """A file of a step; the step is leased until it is closed."""
+
+    def __init__(self, store: Store, opened: repository.Step, saved: Saved, stack: contextlib.ExitStack) -> None:
+        super().__init__()
+        self._store, self._opened, self._saved, self._stack = store, opened, saved, stack
+        self._at, self._size = 0, saved.shape[0]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence], 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(min(memoryview(buffer).nbytes, self._size - self._at), 0)
+        error = self._fill(memoryview(buffer).cast("B")[:count]) if count else None
+        if error is not None:
+            raise error
+        self._at += count
+        return count
+
+    def _fill(self, view: memoryview) -> MillraceError | None:
+        """The error without the frames that hold `view`: the caller could not let go of its memory otherwise."""
+        box = Box((self._size,), (self._at,), (len(view),))
+        try:
+            restore.read(self._store, self._opened, [Want(self._saved, box, _Into(view))])
+        except MillraceError as error:
+            return error.with_traceback(None)
+        return None
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(self._size - self._at, 0)
+        data = bytearray(left if size is None or size < 0 else min(size, left))
+        self.readinto(data)
+        return bytes(data)
+
+    readall = read
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stack.close()
+        super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Into:
+    """A `restore.Sink`."""
+
+    view: memoryview
+
+    def open(self) -> memoryview:
+        return self.view
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+def _files(opened: repository.Step) -> dict[str, Saved]:
+    """Every rank's files by their names in the checkpoint."""
+    return {t.name: Saved(t.dtype, t.shape, ((m, t),)) for m in opened.manifests for t in m.tensors}
+
+
+def _is_file(path: Path) -> bool:
+    """Whether the path names a file of a checkpoint rather than the checkpoint: that ends in its step."""
+    return not re.search(r"\d$", Path(path).name) and not _AGREED.search(Path(path).name)
+
+
+def _place(path: Path, *, is_file: bool) -> _Place:
+    parts = Path(path).parts
+    for i, part in enumerate(parts):
+        if (found := _AGREED.search(part)) is not None:
+            ticket = msgspec.msgpack.decode(bytes.fromhex(found[2]), type=Ticket)
+            return _Place(int(found[1]), ticket, "/".join(parts[i + 1 :]))
+    if is_file:
+        return _Place(step_of(parts[-2] if len(parts) > 1 else ""), None, parts[-1])
+    return _Place(step_of(Path(path).name), None, "")

@@ -1,0 +1,120 @@
+"""torchtitan: `RepositoryCheckpointManager.Config(enable=True, url="s3://bucket/ckpt", run="exp42", ...)` in place of
+`CheckpointManager.Config(...)` keeps a trainer's checkpoints in the repository.
+
+torchtitan's own manager gives DCP a folder's name and no storage; this one gives it ours. All of its settings mean what they
+mean there: `interval`, `async_mode`, `exclude_from_loading`, `last_save_model_only`, `initial_load_path` (a folder of DCP's
+or Hugging Face's, read as ever while the run has no step), `keep_latest_k` (the repository's retention, on rank 0).
+Invariant: all ranks load the same step: rank 0 looks for the newest one and tells the others.
+Failure behaviour: as `checkpoint.dcp`; a final export in Hugging Face's format is torchtitan's and goes to `folder`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
+from torchtitan.tools.utils import GarbageCollection
+
+from checkpoint.dcp import RepositoryReader, RepositoryWriter
+from checkpoint.dcp.writer import step_of
+from checkpoint.lifecycle.automatic import Retention
+from checkpoint.lifecycle.keep import Keep
+from checkpoint.ranks import Ranks
+from checkpoint.repository import steps as repository
+from dataio.core.errors import NotFoundError, UsageError
+from dataio.store.open import open_store
+
+_RETENTION_SECONDS = 60.0
+"""How long `close` waits for old steps to be removed; what is left, the next commit removes."""
+
+
+class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
+    """See the module's text."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc, unused-ignore]
+        """`url`, `run` and `storage_options` as for `Checkpointer`."""
+
+        url: str = ""
+        run: str = ""
+        storage_options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config, **given: Any) -> None:
+        super().__init__(config, **given)
+        if not self.enable:
+            return
+        if not config.url or not config.run:
+            raise UsageError("no repository is given", hint="Config(enable=True, url=..., run=...)")
+        self._url, self._run, self._options = config.url, config.run, config.storage_options
+        self._store = open_store(config.url, **config.storage_options)
+        rank = Ranks.here(None, None).rank
+        keeps = config.keep_latest_k > 0 and rank == 0
+        self._retention = Retention(self._store, self._run, Keep(last=config.keep_latest_k)) if keeps else None
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Called by torchtitan's `save` with what is to be saved."""
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        writer = RepositoryWriter(self._url, run=self._run, step=step_of(checkpoint_id), **self._options)
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer)
+            done = None
+        elif async_mode == AsyncMode.ASYNC:
+            done = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        else:
+            done = dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return done
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        found = self._find_load_step() if step == -1 else step
+        if found == -1:  # nothing of ours yet: what torchtitan begins with
+            return bool(super()._load(-1))
+        states = self._states_to_load(found == 0)
+        dcp.load(states, storage_reader=RepositoryReader(self._url, run=self._run, step=found, **self._options))
+        self.states[MODEL].load_state_dict(states)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
+        return True
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The run's newest step, -1 when it has none."""
+        ranks, found, error = Ranks.here(None, None), -1, None
+        try:
+            base = repository.find(self._store, self._run, "latest") if ranks.rank == 0 else None
+            found = -1 if base is None else base.step
+        except NotFoundError:  # no repository yet
+            pass
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        return int(ranks.agree(0, str(found).encode(), error))
+
+    def _purge_stale_checkpoints(self) -> None:
+        """What was committed so far: an asynchronous save that is on its way counts the next time."""
+        if self._retention is not None:
+            self._retention.committed()
+
+    def _close(self) -> None:
+        super()._close()
+        if hasattr(self, "_store"):
+            if self._retention is not None:
+                self._retention.wait(_RETENTION_SECONDS)
+            self._store.close()

@@ -1,0 +1,86 @@
+"""Two ranks, then one, with Megatron-Core's `dist_checkpointing`: `megatron_job.py FOLDER REPO save|load`."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+warnings.simplefilter("ignore")  # Megatron's own, about what is not installed
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
+
+from checkpoint.frameworks.megatron import RepositoryLoad, RepositorySave  # noqa: E402
+
+ROWS, COLUMNS = 600, 512
+
+
+def whole() -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+
+
+def state(filled: bool) -> dict[str, Any]:
+    """A tensor in row shards, a replicated one, an object for each rank of the save, and common values."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = whole()[rank * ROWS // world : (rank + 1) * ROWS // world]
+    bias = torch.arange(7, dtype=torch.bfloat16)
+    state: dict[str, Any] = {
+        "weight": ShardedTensor.from_rank_offsets(
+            "weight", rows if filled else torch.zeros_like(rows), (0, rank, world)
+        ),
+        "bias": ShardedTensor.from_rank_offsets("bias", bias if filled else torch.zeros_like(bias), replica_id=rank),
+    }
+    if filled:
+        state |= {"iteration": 12, "rng": ShardedObject("rng", objects(rank), (world,), (rank,))}
+    else:
+        state["rng"] = ShardedObject("rng", None, (2,), (rank,))
+    return state
+
+
+def objects(rank: int) -> dict[str, Any]:
+    return {
+        "numpy": ("MT19937", np.arange(5, dtype=np.uint32) + rank, 3),
+        "torch": torch.arange(9, dtype=torch.uint8) + rank,
+        "extra": io.BytesIO(b"scales"),
+        "step": np.int64(4),
+    }
+
+
+def main(folder: str, repo: str, what: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if what == "save":
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        dist_checkpointing.save(state(True), folder, RepositorySave(repo, run="exp"))
+        print(json.dumps({"saved": sorted(path.name for path in Path(folder).iterdir())}), flush=True)
+        return
+    found = dist_checkpointing.load(state(False), folder, RepositoryLoad(repo, run="exp"))
+    rows = whole()[rank * ROWS // world : (rank + 1) * ROWS // world]
+    given = objects(rank)
+    said = {
+        "weight": torch.equal(found["weight"], rows),
+        "bias": torch.equal(found["bias"], torch.arange(7, dtype=torch.bfloat16)),
+        "iteration": found["iteration"],
+        "numpy": bool((found["rng"]["numpy"][1] == given["numpy"][1]).all()) and found["rng"]["numpy"][0] == "MT19937",
+        "torch": torch.equal(found["rng"]["torch"], given["torch"]),
+        "extra": found["rng"]["extra"].getvalue() == b"scales" and found["rng"]["step"] == 4,
+        "keys": sorted(RepositoryLoad(repo, run="exp").load_sharded_metadata(folder)),
+    }
+    print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(*sys.argv[1:])
+    dist.destroy_process_group()

@@ -1,0 +1,127 @@
+"""Two ranks of FSDP2 under torchtitan's checkpoint manager, ours in place of its: `titan_job.py FOLDER REPO MODE`."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+warnings.simplefilter("ignore")  # the frameworks' own
+
+from checkpoint.frameworks.torchtitan import RepositoryCheckpointManager  # noqa: E402
+
+
+class Optimizers:
+    """As torchtitan's container: one flat state by names."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+class Trainer:
+    """What torchtitan gives as "train_state"."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+class Loader:
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"dp_rank_{dist.get_rank()}": b"%d" % self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = int(state[f"dp_rank_{dist.get_rank()}"])
+
+
+class Run:
+    """A small model under FSDP2 with everything that torchtitan saves."""
+
+    def __init__(self, seed: int, folder: str, repo: str, mode: str) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 65), torch.nn.Linear(65, 3))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.trainer, self.loader = Trainer(), Loader(seed * 10 + dist.get_rank())
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        config = RepositoryCheckpointManager.Config(
+            enable=True, url=repo, run="exp", interval=2, async_mode=mode, keep_latest_k=2, last_save_model_only=False
+        )
+        self.manager = config.build(
+            dataloader=self.loader,
+            model_parts=[self.model],
+            optimizers=Optimizers(self.model, self.optimizer),
+            lr_schedulers=self.schedule,
+            states={"train_state": self.trainer},
+            sd_adapter=None,
+            base_folder=folder,
+        )
+
+    def train(self, upto: int, last: bool) -> None:
+        while self.trainer.step < upto:
+            self.optimizer.zero_grad()
+            self.model(torch.full((2, 64), float(self.trainer.step))).square().mean().backward()
+            self.optimizer.step()
+            self.schedule.step()
+            self.trainer.step += 1
+            self.loader.position += 1
+            self.manager.save(self.trainer.step, last_step=last and self.trainer.step == upto)
+            self.manager.maybe_wait_for_staging()
+        self.manager.maybe_wait_for_saving()
+
+    def seen(self) -> dict[str, Any]:
+        weights = [w.full_tensor().double().sum().item() for w in self.model.state_dict().values()]
+        moments = [s["exp_avg"].full_tensor().double().sum().item() for s in self.optimizer.state.values()]
+        return {
+            "weights": weights,
+            "moments": moments,
+            "lr": self.schedule.get_last_lr(),
+            "step": self.trainer.step,
+            "position": self.loader.position,
+        }
+
+
+def main(folder: str, repo: str, mode: str) -> None:
+    first = Run(1, folder, repo, mode)
+    assert not first.manager.load()  # nothing is there yet
+    first.train(6, last=False)
+    print(json.dumps({"first": first.seen()}), flush=True)
+    first.train(8, last=True)
+    print(json.dumps({"straight": first.seen()}), flush=True)
+    first.manager.close()
+    second = Run(2, folder, repo, mode)
+    assert second.manager.load(6)
+    print(json.dumps({"loaded": second.seen()}), flush=True)
+    second.train(8, last=False)
+    print(json.dumps({"resumed": second.seen()}), flush=True)
+    second.manager.close()
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(*sys.argv[1:])
+    dist.destroy_process_group()
