@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -51,7 +51,7 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     for name in ("tag", "untag"):
         made[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
     for name in ("tag", "show"):
-        made[name].add_argument("--step", default="latest", help="a number, or latest (default)")
+        made[name].add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
     made["tag"].add_argument("--move", action="store_true", help="also when another step has the name")
 
 
@@ -72,15 +72,16 @@ def _retain(store: Store, options: argparse.Namespace) -> int:
     if not options.run or (options.last is None and options.every is None):
         raise UsageError("retain needs --run and a policy", hint="for example --run exp42 --last 3 --every 1000")
     keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)))
-    return _collect(store, options, lambda: collect.condemn(store, options.run, keep))
+    gone = collect.condemn(store, options.run, keep)
+    done = collect.collect(store, gone, keep=keep) if options.apply else collect.preview(store, gone)
+    return _tell(options, done)
 
 
 def _gc(store: Store, options: argparse.Namespace) -> int:
-    return _collect(store, options, set)
+    return _tell(options, collect.collect(store, ()) if options.apply else collect.preview(store, ()))
 
 
-def _collect(store: Store, options: argparse.Namespace, condemned: Callable[[], set[Any]]) -> int:
-    done = collect.collect(store, condemned()) if options.apply else collect.preview(store, condemned())
+def _tell(options: argparse.Namespace, done: Plan) -> int:
     if options.json:
         print(json.dumps(_as_json(done, applied=options.apply), indent=1))
     else:
@@ -98,7 +99,9 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
     for step in plan.tombstones:
         print(f"{step.run}  timeline {step.timeline}  step {step.step}: {done}removed")
     for step in plan.spared:
-        print(f"{step.run}  timeline {step.timeline}  step {step.step}: stays, a saver or reader leans on it now")
+        print(
+            f"{step.run}  timeline {step.timeline}  step {step.step}: stays, somebody leans on it or the policy keeps it by now"
+        )
     for attempt in plan.aborted:
         print(f"attempt {attempt}: {done}aborted, its lease is over")
     for key, size in plan.objects[:_MOST_LINES]:

@@ -1,7 +1,8 @@
 """The repository's small JSON documents: repo, timeline, lease, fate, COMMIT, gc record.
 
-Invariant: every document carries a version and the writer's nonce, and holds no secret. A reader refuses a version it does
-not know before it looks at anything else; unknown fields are ignored, so that a minor addition stays readable.
+Invariant: every document carries a version, the writer's nonce, and as its last entry its own digest (`dataio.core.seal`; older
+ones have none), and holds no secret. A reader refuses a version it does not know before it looks at anything else; unknown
+fields are ignored, so that a minor addition stays readable.
 Failure behaviour: `UnsupportedError` for a newer version, `CorruptionError` naming the object for anything unreadable.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from checkpoint.format import ulid
+from dataio.core import seal
 from dataio.core.errors import CorruptionError, UnsupportedError
 from dataio.core.limits import JSON_DOCUMENT_BYTES
 from dataio.store.contract import Store
@@ -23,8 +25,9 @@ FORMAT = "millrace-checkpoint"
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """What all documents carry."""
+    """What all documents carry. `newest`: the version up to which this Millrace knows the kind."""
 
+    newest: ClassVar[int] = VERSION
     version: int = VERSION
     nonce: str = msgspec.field(default_factory=ulid.new)
 
@@ -36,12 +39,17 @@ class StepName(msgspec.Struct, frozen=True, order=True):
     step: int
 
 
-class Base(msgspec.Struct, frozen=True):
-    """A committed attempt that another one leans on."""
+class Base(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A committed attempt that another one leans on. `run`: the run that it is a step of, "" for the one that names it."""
 
     timeline: int
     step: int
     attempt: str
+    run: str = ""
+
+    def of(self, run: str) -> StepOfRun:
+        """The step that it is, when `run` names it."""
+        return StepOfRun(self.run or run, self.timeline, self.step)
 
 
 class Repo(Document, frozen=True, kw_only=True):
@@ -69,8 +77,10 @@ class Timeline(Document, frozen=True, kw_only=True):
 
 
 class Lease(Document, frozen=True, kw_only=True):
-    """`until` in seconds since the epoch, `life` in seconds. `bases` must not be collected while the lease lives."""
+    """`until` in seconds since the epoch, `life` in seconds. `bases` must not be collected while the lease lives. One that
+    leans on another run has version 2: a collector that would look for its bases in its own run refuses it."""
 
+    newest: ClassVar[int] = 2
     attempt: str
     run: str
     timeline: int
@@ -129,15 +139,15 @@ D = TypeVar("D", bound=Document)
 
 def encode(document: Document) -> bytes:
     """JSON for people and programs, with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    return seal.seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def decode(data: bytes, kind: type[D], key: str) -> D:
     """The document of type `kind` that the object `key` holds."""
     try:
         version = msgspec.json.decode(data, type=_Head).version
-        if version == VERSION:
-            return msgspec.json.decode(data, type=kind)
+        if VERSION <= version <= kind.newest:
+            return msgspec.json.decode(seal.unseal(data, key) if seal.is_sealed(data) else data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{key} is not a readable document: {error}", hint="run `millrace ckpt check`") from None
     raise newer(key, version)

@@ -22,6 +22,7 @@ from checkpoint.format import manifest as manifests
 from checkpoint.format import names, ulid
 from checkpoint.format.documents import Commit, Condemned, Fate, Lease, StepOfRun, read
 from checkpoint.format.names import StepKey
+from checkpoint.repository import commit as commits
 from dataio.core.errors import NotFoundError
 from dataio.store.contract import ObjectInfo, Store
 
@@ -40,8 +41,9 @@ class Held:
     @property
     def reads_only(self) -> bool:
         """Whether it is a reader's: it leans on the very step it names, which no saver does."""
-        at = (self.lease.timeline, self.lease.step)
-        return any((base.timeline, base.step) == at for base in self.lease.bases)
+        lease = self.lease
+        at = StepOfRun(lease.run, lease.timeline, lease.step)
+        return any(base.of(lease.run) == at for base in lease.bases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +207,8 @@ class Reader:
     def _commit(self, info: ObjectInfo) -> tuple[StepOfRun, ObjectInfo, Commit] | None:
         key = names.parse_step_key(info.key)
         assert key is not None
-        try:
-            commit = self._tombstones.get(info.key) or read(self._store, info.key, Commit)
-        except NotFoundError:  # an old tombstone that another collector deleted
+        commit = self._tombstones.get(info.key) or commits.find_commit(self._store, info.key)
+        if commit is None:  # an old tombstone that another collector deleted
             return None
         return StepOfRun(key.run, key.timeline, key.step), info, commit
 

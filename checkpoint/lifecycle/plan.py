@@ -71,10 +71,7 @@ def to_fence(seen: Inventory, now: float) -> list[Seen]:
 def spared(seen: Inventory, condemned: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
     """Condemned steps that a live lease leans on."""
     leant_on = {
-        StepOfRun(held.lease.run, base.timeline, base.step)
-        for held in seen.leases.values()
-        if not is_over(held, now)
-        for base in held.lease.bases
+        base.of(held.lease.run) for held in seen.leases.values() if not is_over(held, now) for base in held.lease.bases
     }
     return set(condemned) & leant_on
 
@@ -89,8 +86,16 @@ def is_dead(seen: Inventory, attempt: Seen) -> bool:
     if attempt.fate is None:
         return False
     commit = seen.commits.get(attempt.step)
-    lost = commit is not None and (commit.tombstone or commit.attempt != attempt.attempt)
-    return attempt.fate.fate != "commit" or lost
+    if attempt.fate.fate != "commit" or commit is None:
+        return attempt.fate.fate != "commit"
+    return commit.tombstone or _lost(seen, attempt, commit)
+
+
+def _lost(seen: Inventory, attempt: Seen, commit: Commit) -> bool:
+    """Whether COMMIT names another attempt, and that one is there and complete."""
+    winner = seen.attempts.get(commit.attempt)
+    sound = winner is not None and winner.fate is not None and winner.fate.fate == "commit"
+    return sound and winner is not attempt and winner.step == attempt.step
 
 
 def garbage(

@@ -9,43 +9,23 @@ not there, or a step that is being removed; `TransientError` when the lease ran 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import suppress
-
-from checkpoint.format import names, ulid
-from checkpoint.format.documents import Base, Document, Who, encode, me, read
+from checkpoint.format import ulid
+from checkpoint.format.documents import Base, encode, me, read
 from checkpoint.repository import steps as repository
 from checkpoint.repository.lease import LeaseKeeper
+from checkpoint.repository.tagged import Tag, all_tags, find, key_of
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import ConflictError, NotFoundError
 from dataio.store.contract import Store
 
-TAGS = "tags/"
-_KEY = re.compile(r"tags/([^/]+)\.json")
-
-
-class Tag(Document, frozen=True, kw_only=True):
-    """`name` stands for this step."""
-
-    name: str
-    run: str
-    timeline: int
-    step: int
-    attempt: str
-    created: float
-    who: Who
-
-    @property
-    def base(self) -> Base:
-        return Base(self.timeline, self.step, self.attempt)
+__all__ = ["Tag", "all_tags", "find", "tag", "untag"]
 
 
 def tag(
     store: Store, name: str, run: str, step: int | str = "latest", *, move: bool = False, clock: Clock = SYSTEM_CLOCK
 ) -> Tag:
     """Give the step a name; with `move` also when another step has it."""
-    key = _key(name)
+    key = key_of(name)
     found = repository.find(store, run, step)
     if found is None:
         raise NotFoundError(f"run {run} has no step {step} to tag", hint="`millrace ckpt ls` lists the steps")
@@ -85,24 +65,4 @@ def _write(store: Store, key: str, made: Tag, *, move: bool) -> Tag:
 def untag(store: Store, name: str) -> None:
     """Forget the name; the step stays, until a policy lets it go."""
     find(store, name)
-    store.delete_many([_key(name)])
-
-
-def find(store: Store, name: str) -> Tag:
-    """The step that the tag names; whether it is still there is for the reader to see."""
-    try:
-        return read(store, _key(name), Tag)
-    except NotFoundError:
-        raise NotFoundError(f"no tag {name}", hint="`millrace ckpt tags` lists them") from None
-
-
-def all_tags(store: Store) -> Iterator[Tag]:
-    """Every tag, by name."""
-    for info in store.list(TAGS):
-        if _KEY.fullmatch(info.key):
-            with suppress(NotFoundError):  # somebody forgot it just now
-                yield read(store, info.key, Tag)
-
-
-def _key(name: str) -> str:
-    return f"{TAGS}{names.check_run(name)}.json"
+    store.delete_many([key_of(name)])

@@ -2,7 +2,7 @@
 
 Invariant: what the report calls sound was read and compared with its digest (with `data=False`: only documents, manifests
 and pack tables were). Damage is traced to the steps and tensors that it hits. Complete attempts without COMMIT are
-finished on the way; nothing else is changed.
+finished on the way; nothing else is changed. A step that a collection removes meanwhile is not damaged.
 Failure behaviour: damage is in the report, never raised; passing trouble and refused access raise, since then nothing is
 known about the repository.
 """
@@ -117,10 +117,27 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
     sound = [key for key in sorted(needs.chunks) if _check_table(store, key, needs, report)]
     if data:
         _check_data(store, sound, needs, report)
+    if report.problems:
+        report.problems = _of_steps_that_stay(store, steps, report.problems)
     if run is None and not report.problems:
         stored = (info.key for info in store.list(names.PACKS))
         report.unreferenced = [key for key in stored if key not in needs.chunks]
     return report
+
+
+def _of_steps_that_stay(store: Store, steps: list[Step], problems: list[Problem]) -> list[Problem]:
+    """Without those of steps that a collection removed while they were checked."""
+    gone = {_label(step) for step in steps if repository.is_removed(store, step.run, step.base)}
+    found = []
+    for problem in problems:
+        hits = tuple(hit for hit in problem.hits if hit.partition(": ")[0] not in gone)
+        if hits or not problem.hits:
+            found.append(Problem(problem.object, problem.what, hits))
+    return found
+
+
+def _label(step: Step) -> str:
+    return f"{step.run}/{step.base.timeline}/{step.base.step}"
 
 
 def _survey_run(store: Store, run: str, report: Report, clock: Clock) -> Iterator[Step]:
@@ -149,11 +166,21 @@ def _survey_step(
             return None
         step = repository.open_step(store, run, base)
     except (CorruptionError, UnsupportedError, NotFoundError) as error:
-        report.problems.append(Problem(names.step(run, number, at), error.message, (label,)))
+        if not _was_removed(store, run, number, at):
+            report.problems.append(Problem(names.step(run, number, at), error.message, (label,)))
         return None
     found = commit.find_commit(store, names.commit(run, number, at))
     report.steps.append(_line(step, base in current, found.committed if found else 0.0))
     return step
+
+
+def _was_removed(store: Store, run: str, number: int, at: int) -> bool:
+    """Whether a collection removed the step while it was looked at."""
+    try:
+        found = commit.find_commit(store, names.commit(run, number, at))
+    except (CorruptionError, UnsupportedError):
+        return False
+    return found is not None and found.tombstone
 
 
 def _line(step: Step, current: bool, committed: float) -> StepLine:
@@ -228,5 +255,5 @@ def _hits(needs: _Needs, key: str, chunks: Iterable[Chunk]) -> tuple[str, ...]:
         numbers = {i for i, chunk in enumerate(manifest.chunks) if chunk.digest in digests}
         for tensor in manifest.tensors:
             if any(span.chunk in numbers for span in tensor.spans):
-                hits.add(f"{step.run}/{step.base.timeline}/{step.base.step}: {tensor.name}")
+                hits.add(f"{_label(step)}: {tensor.name}")
     return tuple(sorted(hits))

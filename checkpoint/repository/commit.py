@@ -22,7 +22,15 @@ from checkpoint.repository import timeline
 from checkpoint.repository.lease import LeaseKeeper
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
-from dataio.core.errors import ConflictError, DeadlineError, MillraceError, MismatchError, NotFoundError, TransientError
+from dataio.core.errors import (
+    ConflictError,
+    CorruptionError,
+    DeadlineError,
+    MillraceError,
+    MismatchError,
+    NotFoundError,
+    TransientError,
+)
 from dataio.store.contract import Store
 
 _POLL, _POLL_MAX = 0.02, 1.0
@@ -185,9 +193,13 @@ def write_commit(store: Store, attempt: Attempt, clock: Clock = SYSTEM_CLOCK) ->
 def find_commit(store: Store, key: str) -> Commit | None:
     """The step's COMMIT, or None while there is none."""
     try:
-        return read(store, key, Commit)
+        found = read(store, key, Commit)
     except NotFoundError:
         return None
+    at = names.parse_step_key(key)
+    if at is None or at.step != found.step:
+        raise CorruptionError(f"{key} is the COMMIT of step {found.step}", hint="run `millrace ckpt check`")
+    return found
 
 
 def find_fate(store: Store, key: str) -> Fate | None:

@@ -1,25 +1,35 @@
 """Which chunks are stored already: the tables of the base step's manifests, and nothing else.
 
 Invariant: a chunk is left out of the new packs only if the base is committed, not condemned by a collector, and named in
-the lease that was written *before* that was checked; so no collector can remove what the new step leans on.
+the lease that was written *before* that was checked; so no collector can remove what the new step leans on. And no pack of a
+removed step is leaned on for less than a quarter of its bytes: packs are never rewritten, so such a one would stay for the sake
+of a little; its chunks are written anew instead. So what a step keeps of removed ones is at most four times what it needs.
 Failure behaviour: a base that is gone, condemned or damaged is not used, which costs space and nothing else; it is logged.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from checkpoint.format import names
+from checkpoint.format.chunk import Box
 from checkpoint.format.documents import Base
-from checkpoint.format.manifest import Chunk, PackName
+from checkpoint.format.layout import TensorSpec
+from checkpoint.format.manifest import PACK_BYTES, Chunk, PackName, Tensor
 from checkpoint.repository import commit
 from checkpoint.repository import steps as repository
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
 
+LEAST_SHARE = 4
+"""A pack of a removed step is leaned on for a share of at least one in so many of its bytes."""
 _log = get_logger(__name__)
+
+
+Shard = tuple[str, str, Box, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,13 @@ class Stored:
 
     pack: PackName
     chunk: Chunk
+    base: Stored | None = None
+    """What a difference leans on."""
+
+    @property
+    def whole(self) -> Stored:
+        """Itself, or its base: a chunk that can be read alone."""
+        return self.base or self
 
 
 @dataclass(slots=True)
@@ -38,6 +55,13 @@ class Known:
     bases: list[Base] = field(default_factory=list)
     own: dict[bytes, int] = field(default_factory=dict)
     """Those that an earlier carrier of the same save stored, and their stored bytes: they count as written."""
+    shards: dict[Shard, tuple[Stored, ...]] = field(default_factory=dict)
+    """The chunks of the bases' shards, of those that are made of whole chunks."""
+
+
+def shard_of(rank: int, tensor: Tensor | TensorSpec) -> Shard:
+    """What must be the same for chunks to be compared place by place; tensors of a rank's own are its own."""
+    return tensor.name, tensor.dtype, tensor.box, -1 if tensor.replicated else rank
 
 
 def load(store: Store, run: str, bases: Sequence[Base]) -> Known:
@@ -47,14 +71,55 @@ def load(store: Store, run: str, bases: Sequence[Base]) -> Known:
         return known
     going = repository.condemned(store)
     for base in bases:
-        if (run, base.timeline, base.step) in going:
-            _log.info("step %d is being collected and is not used as a base", base.step)
+        at = base.of(run)
+        if (at.run, at.timeline, at.step) in going:
+            _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)
             continue
         try:
-            _add(store, run, base, known)
+            _add(store, at.run, base, known)
         except (NotFoundError, CorruptionError, UnsupportedError) as error:
             _log.warning("step %d cannot serve as a base, everything is written anew: %s", base.step, error)
+    _forget_nearly_dead(store, run, known)
     return known
+
+
+def _forget_nearly_dead(store: Store, run: str, known: Known) -> None:
+    own = {base.attempt for base in known.bases}
+    needed: dict[PackName, int] = defaultdict(int)
+    for stored in known.chunks.values():
+        if stored.pack.attempt not in own:
+            needed[stored.pack] += stored.chunk.stored
+    little = {pack for pack, size in needed.items() if is_little(size, PACK_BYTES)}
+    little = {pack for pack in little if is_little(needed[pack], _size(store, pack.key))}
+    if not little:
+        return
+    living = {
+        attempt for each in {run, *(base.run or run for base in known.bases)} for attempt in _attempts(store, each)
+    }
+    going = {pack for pack in little if pack.attempt not in living}
+    known.chunks = {
+        name: stored
+        for name, stored in known.chunks.items()
+        if stored.pack not in going and stored.whole.pack not in going
+    }
+
+
+def is_little(needed: int, size: int) -> bool:
+    """Whether a pack of `size` bytes is too large to be kept for `needed` of them."""
+    return needed * LEAST_SHARE < size
+
+
+def _size(store: Store, key: str) -> int:
+    try:
+        return store.stat(key).size
+    except NotFoundError:  # that is found out by whoever reads the step
+        return 0
+
+
+def _attempts(store: Store, run: str) -> set[str]:
+    """Attempts of the run that have manifests: those of removed steps have none."""
+    keys = (names.parse_step_key(info.key) for info in store.list(f"{names.RUNS}{run}/"))
+    return {key.attempt for key in keys if key is not None and key.kind == "manifest"}
 
 
 def _add(store: Store, run: str, base: Base, known: Known) -> None:
@@ -62,6 +127,12 @@ def _add(store: Store, run: str, base: Base, known: Known) -> None:
     if found is None or found.tombstone or found.attempt != base.attempt:
         return
     for manifest in repository.open_step(store, run, base).manifests:
-        for chunk in manifest.chunks:
-            known.chunks.setdefault(chunk.digest, Stored(manifest.packs[chunk.pack], chunk))
+        stored = [Stored(manifest.packs[chunk.pack], chunk) for chunk in manifest.chunks]
+        for chunk, on in manifest.links:
+            stored[chunk] = Stored(stored[chunk].pack, stored[chunk].chunk, stored[on])
+        for each in stored:
+            known.chunks.setdefault(each.chunk.digest, each)
+        for tensor in manifest.tensors:
+            if all(span.start == 0 and span.length == manifest.chunks[span.chunk].raw for span in tensor.spans):
+                known.shards[shard_of(manifest.rank, tensor)] = tuple(stored[span.chunk] for span in tensor.spans)
     known.bases.append(base)

@@ -10,12 +10,13 @@ Failure behaviour: a renewal that fails is tried again until the lease is over; 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from checkpoint.format import names
-from checkpoint.format.documents import Base, Lease, encode, me
+from checkpoint.format.documents import VERSION, Base, Lease, encode, me
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError, TransientError
 from dataio.core.log import get_logger
@@ -65,7 +66,9 @@ class LeaseKeeper:
         self._attempt, self._run, self._timeline, self._step = attempt, run, timeline, step
         self._bases = tuple(bases)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name=f"millrace-lease-{attempt}", daemon=True)
+        name = f"millrace-lease-{attempt}"
+        self._thread = threading.Thread(target=_keep, args=(weakref.ref(self), self._stop), name=name, daemon=True)
+        weakref.finalize(self, self._stop.set)  # whoever forgets a keeper lets its lease run out
 
     def __enter__(self) -> Self:
         self._write()
@@ -108,6 +111,7 @@ class LeaseKeeper:
         started = self._clock.monotonic()
         until = self._clock.time() + self._holding.life
         document = Lease(
+            version=Lease.newest if any(base.run for base in self._bases) else VERSION,
             attempt=self._attempt,
             run=self._run,
             timeline=self._timeline,
@@ -120,9 +124,20 @@ class LeaseKeeper:
         self._store.put(names.lease(self._attempt), encode(document))
         self._holding.renewed(started)
 
-    def _keep(self) -> None:
-        while not self._stop.wait(self._holding.wait(self._clock.monotonic())):
-            self.tick()
+    def pause(self) -> float:
+        """Seconds until the next tick."""
+        return self._holding.wait(self._clock.monotonic())
+
+
+def _keep(held: weakref.ref[LeaseKeeper], stop: threading.Event) -> None:
+    """Renew as long as somebody has the keeper; the thread alone does not hold it."""
+    while (keeper := held()) is not None:
+        pause = keeper.pause()
+        del keeper
+        if stop.wait(pause):
+            return
+        if (keeper := held()) is not None:
+            keeper.tick()
 
 
 def lost(attempt: str) -> TransientError:

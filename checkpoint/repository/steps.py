@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from checkpoint.format import manifest as manifests
 from checkpoint.format import names, ulid
 from checkpoint.format.chunk import digest
-from checkpoint.format.documents import FORMAT, Base, Commit, Condemned, Fate, Repo, StepName, encode, read
+from checkpoint.format.documents import FORMAT, Base, Commit, Condemned, Repo, StepName, encode, read
 from checkpoint.format.manifest import Manifest
-from checkpoint.repository import commit, timeline
+from checkpoint.repository import commit, tagged, timeline
 from checkpoint.repository.commit import Attempt
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
@@ -27,6 +27,9 @@ from dataio.core.log import get_logger, warn_once
 from dataio.store.contract import Store
 
 _log = get_logger(__name__)
+
+_LOOKS = 20
+"""How often the latest step is looked for while new ones keep coming."""
 
 _repo_created = declare("ckpt.repo-created", "an empty repository")
 
@@ -139,10 +142,15 @@ def visible(store: Store, run: str, removed: Container[StepName] = ()) -> Iterat
 
 
 def find(store: Store, run: str, step: int | str) -> Base | None:
-    """The newest step (`latest`; None when there is none), or that step (`NotFoundError` when it is not there)."""
+    """The newest step (`latest`; None when there is none), that step, or the one that a tag names (`tag:NAME`).
+
+    `NotFoundError` when it is not there. A step by number is looked for in the newest branch, a tag's in any timeline.
+    """
     repo = read_repo(store)
+    if isinstance(step, str) and step.startswith(tagged.PREFIX):
+        return tagged.step_of(store, run, step.removeprefix(tagged.PREFIX))
     if step == "latest":
-        return next(visible(store, run), None) if repo else None
+        return _latest(store, run) if repo else _none_at_all(store)
     step = names.check_step(step)
     for segment in timeline.branch(store, run):
         if segment.upto is None or step <= segment.upto:
@@ -151,6 +159,51 @@ def find(store: Store, run: str, step: int | str) -> Base | None:
             if base is not None:
                 return base
     raise _absent(store, run, step)
+
+
+def _none_at_all(store: Store) -> None:
+    """No repository: then nothing lies in it either, or its own document was lost."""
+    if next(iter(store.list(names.RUNS)), None) is not None:
+        raise CorruptionError(f"{names.REPO} is missing although there are runs at {store.location.url}")
+
+
+def _latest(store: Store, run: str) -> Base | None:
+    """The newest step of the newest branch at one moment.
+
+    Looking takes many requests. What was newest when steps were listed may be gone when it is read, and then an older one, or
+    none, would be found in the place of those that came meanwhile: so look again until nothing came.
+    """
+    before = _newest_listed(store, run)
+    for _ in range(_LOOKS):
+        found = next(visible(store, run), None)
+        after = _newest_listed(store, run)
+        if before == after:
+            break
+        before = after
+    if found is None:
+        _say_what_is_hidden(store, run)
+    return found
+
+
+def _newest_listed(store: Store, run: str) -> tuple[int, int]:
+    """(timeline, step) of the newest step that is committed or complete, also when it is removed, in the newest timeline."""
+    number = max(timeline.numbers(store, run), default=0)
+    listed = scan(store, run, number) if number else {}
+    return number, max((at for at, seen in listed.items() if seen.committed or seen.fated), default=-1)
+
+
+def _say_what_is_hidden(store: Store, run: str) -> None:
+    """A run without a latest step may have steps all the same: silence would cost them."""
+    numbers = timeline.numbers(store, run)
+    left = [n for n in numbers[:-1] if any(seen.committed for seen in scan(store, run, n).values())]
+    if left:
+        _log.warning(
+            "run %s starts anew: its newest timeline, %s, has no step and no past; timelines %s have steps. To go on from one of"
+            " those, restore it by a tag, or into another run (`millrace ckpt ls` lists them)",
+            run,
+            timeline.read_timeline(store, run, numbers[-1]).timeline,
+            ", ".join(map(str, left[-8:])),
+        )
 
 
 def scan_one(store: Store, run: str, number: int, step: int) -> StepSeen | None:
@@ -174,7 +227,9 @@ def _absent(store: Store, run: str, step: int) -> NotFoundError:
 def open_step(store: Store, run: str, base: Base) -> Step:
     """The step's manifests, each checked against the digest in the fate, and all against each other."""
     where = Attempt(run, base.timeline, base.step, base.attempt, 0)
-    fate = read(store, where.fate_key, Fate)
+    fate = commit.find_fate(store, where.fate_key)
+    if fate is None:
+        raise CorruptionError(f"{where.fate_key} is missing although its step is committed")
     if fate.fate != "commit" or not fate.manifests or fate.attempt != base.attempt:
         raise CorruptionError(f"{where.fate_key} does not commit the attempt that COMMIT names")
     found = []

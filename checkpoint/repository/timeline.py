@@ -14,7 +14,7 @@ from checkpoint.format import names
 from checkpoint.format.documents import StepName, Timeline, encode, me, read
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
-from dataio.core.errors import ConflictError, CorruptionError
+from dataio.core.errors import ConflictError, CorruptionError, NotFoundError
 from dataio.store.contract import Store
 
 _TRIES = 100
@@ -39,7 +39,10 @@ def numbers(store: Store, run: str) -> list[int]:
 def read_timeline(store: Store, run: str, number: int) -> Timeline:
     """The timeline's document, checked."""
     key = names.timeline(run, number)
-    found = read(store, key, Timeline)
+    try:
+        found = read(store, key, Timeline)
+    except NotFoundError:
+        raise CorruptionError(f"{key} is missing, and timelines are never removed") from None
     if found.parent is not None and not 0 <= found.parent.timeline < number:
         raise CorruptionError(f"{key} names timeline {found.parent.timeline} as its parent, which is not older")
     return found

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataio import index
+from dataio.core import seal
 from dataio.shards.index.rows import BLOCKS, block_digests, digest, footer_bytes
-from dataio.shards.versions import seal
 
 VERSION = "versions/00000001.json"
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from dataio.core import limits, strictjson
+from dataio.core import limits, seal, strictjson
 from dataio.core.errors import (
     CapacityError,
     ConflictError,
@@ -32,7 +32,6 @@ from dataio.core.errors import (
     UsageError,
 )
 from dataio.shards.index.rows import digest
-from dataio.shards.versions import seal
 from dataio.store.contract import Store
 from dataio.store.mounts import MAX_MOUNTS, PREFIX
 

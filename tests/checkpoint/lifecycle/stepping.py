@@ -6,18 +6,23 @@ a schedule is repeatable. The store is memory, whose objects are dated by a cloc
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from dataio.core.errors import NotFoundError
 from dataio.core.limits import SMALL_OBJECT_BYTES
+from dataio.store.checks import check_range
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store
 
 
 class MemoryStore(Store):
-    """The contract, in a dict. `now` dates what is written."""
+    """The contract, in a dict. `now` dates what is written. With `page` lists come in pages of so many, each an operation of its
+    own, as those of S3."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: int = 0) -> None:
+        self.page = page
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.now = 1000.0
         self.before: Callable[[str, str], None] = lambda operation, key: None
@@ -40,7 +45,9 @@ class MemoryStore(Store):
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self._at("get_into", key)
-        buffer[:] = self._find(key)[0][offset : offset + len(buffer)]
+        data = self._find(key)[0]
+        check_range(key, offset, len(buffer), len(data))
+        buffer[:] = data[offset : offset + len(buffer)]
 
     def put(self, key: str, data: Buffer) -> None:
         self._at("put", key)
@@ -58,8 +65,27 @@ class MemoryStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         self._at("list", prefix)
-        found = sorted((k, v) for k, v in self.objects.items() if k.startswith(prefix))
-        return iter([ObjectInfo(key, len(data), modified) for key, (data, modified) in found])
+        found = self._after("", prefix)
+        if not self.page:
+            return iter(found)
+        return self._pages(found, prefix)
+
+    def _after(self, last: str, prefix: str) -> list[ObjectInfo]:
+        found = sorted((k, v) for k, v in self.objects.items() if k.startswith(prefix) and k > last)
+        return [ObjectInfo(key, len(data), modified) for key, (data, modified) in found]
+
+    def _pages(self, found: list[ObjectInfo], prefix: str) -> Iterator[ObjectInfo]:
+        while found:
+            page, more = found[: self.page], len(found) > self.page
+            yield from page
+            if not more:
+                return
+            self._at("list", prefix)
+            found = self._after(page[-1].key, prefix)
+
+    def document(self, key: str) -> dict[str, Any] | None:
+        """A JSON document as it is, without an operation."""
+        return json.loads(self.objects[key][0]) if key in self.objects else None
 
     def stat(self, key: str) -> ObjectInfo:
         self._at("stat", key)
@@ -72,6 +98,22 @@ class MemoryStore(Store):
             self.objects.pop(key, None)
 
 
+class StoreClock:
+    """The clock of a machine whose time is the store's."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def monotonic(self) -> float:
+        return self._store.now
+
+    def time(self) -> float:
+        return self._store.now
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("nobody sleeps here")
+
+
 class Killed(BaseException):
     """Ends an actor as SIGKILL would: nothing of it runs any more."""
 
@@ -80,6 +122,7 @@ class Actor:
     """`work` in a thread, one store operation at a time."""
 
     def __init__(self, store: MemoryStore, work: Callable[[], object]) -> None:
+        self.store = store
         self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
         self._dead = False
         self.done, self.error, self.result = False, None, None  # type: ignore[var-annotated]

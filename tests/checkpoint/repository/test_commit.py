@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def test_every_situation_has_the_one_right_next_action() -> None:
 def test_a_stop_says_who_won_or_what_happened(view: View, error: type[MillraceError], says: str) -> None:
     action = decide(TWO, view)
     assert isinstance(action, Stop)
-    assert type(action.error) is error
+    assert isinstance(action.error, error)
     assert says in str(action.error)
 
 
@@ -309,6 +310,16 @@ def test_a_lease_names_its_bases_is_renewed_and_deleted(store: Store) -> None:
         assert read(store, names.lease(ME), Lease).until == clock.time() + 30
         keeper.release()
     assert not list(store.list(names.LEASES))
+
+
+def test_a_keeper_that_is_forgotten_renews_no_more_and_leaves_no_thread(store: Store) -> None:
+    LeaseKeeper(store, ME, RUN, 1, 5, [], 300.0, SYSTEM_CLOCK).__enter__()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == f"millrace-lease-{ME}":
+            thread.join(60)
+            assert not thread.is_alive()
+    assert list(store.list(names.LEASES))  # it runs out by itself
 
 
 def test_a_lease_renews_itself_while_its_holder_works(store: Store) -> None:

@@ -1,7 +1,7 @@
 """A digest inside a JSON document: the documents that name everything else are checked like everything else.
 
-Purpose: `dataset.json` and the version documents have nobody above them to hold their digest, so each carries its own, as
-its last entry.
+Purpose: `dataset.json`, the version documents and those of a checkpoint repository have nobody above them to hold their
+digest, so each carries its own, as its last entry.
 Invariants: a sealed document is JSON like any other, and the digest covers every byte before that last entry, as text; so
 fields may be added to a document without making older ones unreadable.
 Failure behaviour: `unseal` raises `CorruptionError` naming the document, for a wrong digest and for one that is not there.

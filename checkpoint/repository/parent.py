@@ -1,0 +1,73 @@
+"""The step that a trainer goes on from, held from its restore until the trainer has a step of its own.
+
+Why: until its first commit a new timeline has no past but its parent. Were the parent removed meanwhile, by a policy that another
+trainer of the run still applies, the next start would find an empty branch.
+Invariant: while a lease lives and the step was seen to be there after the lease was written, no collection removes it; a timeline
+is opened only then.
+Failure behaviour: `hold` raises `NotFoundError` for a step that is being removed, `require` `ConflictError` when that happened
+since. Where nothing may be written, nothing is held. A process that dies leaves a lease, which runs out.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from checkpoint.format import ulid
+from checkpoint.format.documents import Base
+from checkpoint.repository import steps as repository
+from checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.errors import AccessDeniedError, ConflictError, NotFoundError
+from dataio.store.contract import Store
+
+
+class Parent:
+    """Holds one step at a time, or none. `let_go` may come from any thread."""
+
+    def __init__(self, store: Store, life: float = DEFAULT_LIFE, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._store, self._life, self._clock = store, life, clock
+        self._lock = threading.Lock()
+        self._held: tuple[LeaseKeeper, str, Base] | None = None
+
+    def hold(self, run: str, base: Base) -> None:
+        """Let go of what was held, and hold this step."""
+        self.let_go()
+        lease = LeaseKeeper(
+            self._store, ulid.new(self._clock), run, base.timeline, base.step, [base], self._life, self._clock
+        )
+        try:
+            lease.__enter__()
+        except AccessDeniedError:  # a reader that may not write can save nothing either
+            return
+        try:
+            repository.require_there(self._store, run, base)
+        except BaseException:
+            lease.release()
+            raise
+        with self._lock:
+            self._held = lease, run, base
+
+    def require(self) -> None:
+        """The step is still there and held; to be called before anything is built on it."""
+        with self._lock:
+            held = self._held
+        if held is None:
+            return
+        lease, run, base = held
+        try:
+            if lease.alive():
+                repository.require_there(self._store, run, base)
+            else:
+                self.hold(run, base)
+        except NotFoundError as error:
+            raise ConflictError(
+                f"step {base.step} of run {run}, which this trainer goes on from, was removed by retention meanwhile",
+                hint="restore the latest step, or start the trainer again",
+            ) from error
+
+    def let_go(self) -> None:
+        """Hold nothing."""
+        with self._lock:
+            held, self._held = self._held, None
+        if held is not None:
+            held[0].release()

@@ -1,0 +1,145 @@
+"""Damage in every kind of object of a repository: a flipped bit, a cut, an extension, an exchange. All of it is found or does
+no harm; none of it is ever returned as somebody's state, and no collection deletes what a sound repository would keep."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from checkpoint.format import manifest, names
+from checkpoint.format.documents import Base, Condemned, Policy, StepOfRun, Timeline, decode, encode, me
+from checkpoint.lifecycle import collect, tags
+from checkpoint.lifecycle.keep import Keep
+from checkpoint.repository import check
+from checkpoint.repository import steps as repository
+from checkpoint.repository.lease import LeaseKeeper
+from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from tests.checkpoint.lifecycle.stepping import MemoryStore
+from tests.checkpoint.making import RUN, begin, load, make, save
+
+STATES = {step: {"frozen": bytes(70_000), "weights": random.Random(step).randbytes(70_001)} for step in (1, 2, 3)}
+
+
+def repository_with_everything() -> tuple[MemoryStore, list[Base]]:
+    """Three steps that lean on each other, a tag, a reader's lease, a collector's record, a tombstone."""
+    store = MemoryStore()
+    number, found = begin(store), list[Base]()
+    for step in (1, 2, 3):
+        found.append(save(store, make(store, STATES[step], step=step, number=number, bases=tuple(found[-1:]))))
+    tags.tag(store, "best", RUN, 2)
+    removed = save(store, make(store, STATES[1], step=9, number=number))
+    begin(store, found[2])
+    collect.collect(store, [StepOfRun(RUN, number, removed.step)])
+    LeaseKeeper(store, "0" * 26, RUN, 1, 3, [found[2]])._write()
+    record = Condemned(steps=(StepOfRun(RUN, 1, 1),), policy=Policy(last=2))
+    store.put("gc/00000000000000000000000000.json", encode(record))
+    return store, found
+
+
+KINDS = ["repo.json", "timelines/", "COMMIT", "/fate", ".manifest", "packs/", "leases/", "gc/", "tags/"]
+
+
+def damages(data: bytes, chance: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
+    for _ in range(count):
+        at, bit = chance.randrange(len(data)), 1 << chance.randrange(8)
+        yield f"bit {bit} of byte {at}", data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
+        yield f"cut at {at}", data[:at]
+        yield f"a hole at {at}", data[:at] + bytes(min(16, len(data) - at)) + data[at + 16 :]
+    yield "an extension", data + b"\0"
+    yield "empty", b""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_damaged_is_found_or_harmless_and_never_returned(kind: str) -> None:
+    sound, bases = repository_with_everything()
+    keys = [key for key in sound.objects if kind in key]
+    assert keys
+    chance, refused = random.Random(kind), 0
+    for key in keys:
+        for what, data in damages(sound.objects[key][0], chance, 6):
+            store = MemoryStore()
+            store.objects = {**sound.objects, key: (data, sound.objects[key][1])}
+            refused += not restores(store, bases, f"{key}: {what}")
+            collects(store, sound, bases, f"{key}: {what}")
+    assert refused or kind in ("leases/", "tags/")  # which no restore reads
+
+
+def restores(store: MemoryStore, bases: list[Base], what: str) -> bool:
+    """Whether everything was found and restored; what is restored is right."""
+    whole = True
+    for ask in ("latest", 2, "tag:best"):
+        try:
+            found = repository.find(store, RUN, ask)
+            assert found in bases, what
+            assert load(store, found) == STATES[found.step], what
+            whole &= ask != "latest" or found == bases[2]
+        except (CorruptionError, UnsupportedError):
+            whole = False
+        except NotFoundError as error:
+            if "removed" not in error.message:  # by the collector whose record there is
+                raise AssertionError(what) from error
+            whole = False
+    return whole
+
+
+def collects(store: MemoryStore, sound: MemoryStore, bases: list[Base], what: str) -> None:
+    """A collection says that it cannot, or keeps every object that the two newest steps need."""
+    try:
+        collect.retain(store, RUN, Keep(last=2))
+        collect.collect(store, ())
+    except (CorruptionError, UnsupportedError):
+        pass
+    for base in bases[1:]:
+        key = names.manifest(RUN, base.timeline, base.step, base.attempt, 0)
+        needed = {key, *(pack.key for pack in manifest.decode(sound.objects[key][0], key).packs)}
+        assert needed <= set(store.objects), what
+
+
+def test_a_missing_object_of_any_kind_is_found() -> None:
+    sound, bases = repository_with_everything()
+    for key in sound.objects:
+        if any(kind in key for kind in ("gc/", "leases/", "tags/")):  # these come and go
+            continue
+        store = MemoryStore()
+        store.objects = {name: value for name, value in sound.objects.items() if name != key}
+        restores(store, bases, f"{key} is missing")
+
+
+def test_objects_that_changed_places_are_found() -> None:
+    """Sound in themselves, but another's."""
+    sound, bases = repository_with_everything()
+    for kind in ("/fate", ".manifest", "COMMIT", "packs/"):
+        keys = [key for key in sound.objects if kind in key]
+        for key, other in zip(keys, keys[1:] + keys[:1], strict=True):
+            store = MemoryStore()
+            store.objects = {**sound.objects, key: sound.objects[other]}
+            restores(store, bases, f"{key} is {other}")
+
+
+@pytest.mark.parametrize("kind", ["repo.json", "timelines/", "COMMIT", "/fate", ".manifest"])
+def test_every_kind_of_document_of_a_newer_format_asks_for_a_newer_millrace(kind: str) -> None:
+    store, _ = repository_with_everything()
+    for key in [key for key in store.objects if kind in key]:
+        data = b'{"version": 7}' if kind != ".manifest" else b"\x81\xa7version\x07"
+        store.objects[key] = data, 0.0
+    if kind in ("repo.json", "timelines/"):
+        with pytest.raises(
+            UnsupportedError, match=r"format version 7; this Millrace reads version 1 \(install a newer"
+        ):
+            repository.find(store, RUN, "latest")
+        return
+    report = check.check(store)
+    assert not report.clean
+    assert all("format version 7" in problem.what for problem in report.problems) or kind == ".manifest"
+
+
+def test_a_document_that_was_edited_is_refused_and_one_without_a_digest_is_read() -> None:
+    made = Timeline(run=RUN, timeline=1, parent=None, created=1.0, who=me())
+    data = encode(made)
+    assert decode(data, Timeline, "t") == made
+    with pytest.raises(CorruptionError, match="t is damaged: its BLAKE3 digest does not match"):
+        decode(data.replace(b'"timeline": 1', b'"timeline": 2'), Timeline, "t")
+    plain = data[: data.index(b',\n "digest"')] + b"\n}\n"
+    assert decode(plain, Timeline, "t") == made
