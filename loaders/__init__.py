@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from loaders.clip import Clip
     from loaders.mixture import Mixture
     from loaders.order import Bucket, Buckets, Durations, Order, Packing
-    from loaders.samples.listed import QuarantineList
+    from loaders.samples.shared_list import QuarantineList
     from loaders.sound.features import LogMel
     from loaders.sound.spec import AudioSpec
     from loaders.sound.window import Window
@@ -46,7 +46,7 @@ _HOME = {
     "Mixture": "loaders.mixture",
     "Order": "loaders.order",
     "Packing": "loaders.order",
-    "QuarantineList": "loaders.samples.listed",
+    "QuarantineList": "loaders.samples.shared_list",
     "VideoLoader": "loaders.video",
     "Window": "loaders.sound.window",
 }

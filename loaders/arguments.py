@@ -20,8 +20,6 @@ from dataio.shards.dataset import Dataset
 from dataio.shards.query.conditions import field_types
 from loaders.decode.isolated import SECONDS, IsolatedDecoder
 from loaders.delivery.batch import AXES, Output
-from loaders.engine import Delivery
-from loaders.sampling import Sampling
 from loaders.works.added import check_columns, known_columns
 
 MAX_SIDE = 16_384
@@ -29,6 +27,7 @@ MAX_THREADS = 256
 MAX_PREFETCH = 64
 MAX_BATCH = 1 << 16
 MAX_MEMORY = 1 << 44
+MAX_SECONDS = 3600.0
 DTYPES = {
     "uint8": torch.uint8,
     "float16": torch.float16,
@@ -121,31 +120,15 @@ def output(
     return replace(made_of, mean=mean, std=std)
 
 
-def delivery(
-    made_of: Output,
-    threads: int | None,
-    prefetch: int,
-    sidecar: str | os.PathLike[str] | None,
-    memory: int,
-    copy: bool,
-    *,
-    group: int = 1,
-) -> Delivery:
-    """How batches are made; on a GPU, `group` samples together."""
-    return Delivery(
-        made_of,
-        checked("threads", cores() if threads is None else threads, MAX_THREADS),
-        checked("prefetch", prefetch, MAX_PREFETCH),
-        group if made_of.device.type == "cuda" else 1,
-        sidecar,
-        checked("memory", memory, MAX_MEMORY),
-        copy,
-    )
-
-
 def added(dataset: Dataset, columns: Sequence[str]) -> tuple[str, ...]:
     """`columns`, if this dataset has them."""
     return check_columns(columns, known_columns(field_types(dataset.document))) if columns else ()
+
+
+def check_isolate(isolate: bool | float) -> None:
+    """`UsageError` for what is no time limit, before anything is started."""
+    if not isinstance(isolate, bool) and not 0 < isolate <= MAX_SECONDS:
+        raise UsageError(f"isolate={isolate!r} is no time limit", hint=f"True, or seconds, up to {MAX_SECONDS:.0f}")
 
 
 def isolated(isolate: bool | float, threads: int) -> IsolatedDecoder | None:
@@ -153,19 +136,3 @@ def isolated(isolate: bool | float, threads: int) -> IsolatedDecoder | None:
     if isolate is False:
         return None
     return IsolatedDecoder(threads, SECONDS if isolate is True else float(isolate))
-
-
-def sampling(
-    batch_size: int | None,
-    rank: int | None,
-    world_size: int | None,
-    *,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
-    evaluate: bool,
-) -> Sampling:
-    """How batches are put together, for this rank."""
-    if batch_size is not None:
-        checked("batch_size", batch_size, MAX_BATCH)
-    return Sampling(batch_size, *place_in_world(rank, world_size), seed, shuffle, drop_last, evaluate)

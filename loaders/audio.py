@@ -9,35 +9,31 @@ engine's.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import arguments, shapes
+from loaders.common import Asked, Common, explicit
 from loaders.contract import Work
 from loaders.decode.dali import GPU_BATCH
-from loaders.engine import DEFAULT_MEMORY, Loader
+from loaders.engine import Loader
 from loaders.mixture import Mixture
 from loaders.order.buckets import Durations
 from loaders.order.packing import Packed, Packing
 from loaders.order.permutation import I64
 from loaders.packed import Pack, PackedStream
 from loaders.plan import column, having
-from loaders.samples.listed import QuarantineList
-from loaders.samples.maker import OnBad
-from loaders.sampling import planned
 from loaders.sound.spec import AudioSpec, Features
 from loaders.sound.window import Window, counts
-from loaders.works.added import Transform, wrapped
-from loaders.works.mels import mels
 from loaders.works.pieces import PieceWork, lengths
-from loaders.works.sources import by_stream, sourced
+from loaders.works.sources import by_stream
 from loaders.works.windows import WindowWork
 
 
+@explicit
 class AudioLoader(Loader):
     """Batches of windows of sound from a dataset: of audio files, and of the sound of videos.
 
@@ -69,41 +65,18 @@ class AudioLoader(Loader):
         channels: int = 1,
         policy: Literal["mix", "first"] = "mix",
         features: Features = "waveform",
-        columns: Sequence[str] = (),
-        device: str = "cpu",
-        shuffle: bool = True,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        drop_last: bool = True,
-        evaluate: bool = False,
         packing: Packing | None = None,
         buckets: Durations | None = None,
-        transform: Transform | None = None,
-        sidecar: str | os.PathLike[str] | None = "auto",
-        threads: int | None = None,
-        prefetch: int = 2,
-        memory: int = DEFAULT_MEMORY,
-        copy: bool = False,
-        quarantine_limit: float = 0.01,
-        on_bad: OnBad = "replace",
-        quarantine_list: str | os.PathLike[str] | QuarantineList | None = None,
-        isolate: bool | float = False,
-        version: int | str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        **common: Unpack[Common],
     ) -> None:
+        asked = Asked.of(self, common)
         chosen = window if isinstance(window, Window) else Window() if window is None else Window(window)
         spec = AudioSpec(sample_rate, channels, chosen.seconds, policy, features)
         spec.samples()
-        group = 1 if features == "waveform" else GPU_BATCH
-        output = arguments.output(device, None)
-        delivery = arguments.delivery(output, threads, prefetch, sidecar, memory, copy, group=group)
-        how = arguments.sampling(
-            batch_size, rank, world_size, seed=seed, shuffle=shuffle, drop_last=drop_last, evaluate=evaluate
-        )
+        output = arguments.output(asked.device, None)
+        delivery = asked.delivery(output, group=1 if features == "waveform" else GPU_BATCH)
 
         def find(dataset: Dataset) -> tuple[I64, Any]:
-            arguments.added(dataset, columns)
             ids = having(dataset, "audio_codec", "sound")
             parts: Any = chosen.per_sample
             if chosen.start == "every":
@@ -112,32 +85,25 @@ class AudioLoader(Loader):
             return ids, parts
 
         def work() -> Work:
-            apart = arguments.isolated(isolate, delivery.threads)
+            apart = asked.isolated(delivery)
             if packing is not None:
                 inner: Work = PieceWork(spec, packing, apart)
             else:
                 windows = shapes.windows(chosen, buckets, made.buckets)
                 inner = by_stream([WindowWork(one, replace(spec, seconds=one.seconds), apart) for one in windows])
-            return sourced(wrapped(mels(inner, spec, delivery.output.device), columns, transform), made.names)
+            return asked.finished(inner, spec, output.device, made.names)
 
         pack, what = None, cast(Any, chosen)
         if packing is not None:
             if window is not None or buckets is not None:
                 raise UsageError("packing takes recordings whole", hint="leave window and buckets out")
             PieceWork(spec, packing)
-            what, on_bad = [packing.capacity, packing.lookahead, packing.long, packing.anew, sample_rate], "shorter"
+            what = [packing.capacity, packing.lookahead, packing.long, packing.anew, sample_rate]
+            asked = replace(asked, on_bad="shorter")
             pack = Pack(packing, partial(lengths, rate=sample_rate))
-        sorting = shapes.sorting_sound(buckets, chosen)
-        made, owned = planned(url_or_dataset, version, storage_options, find, what, how, sorting, pack)
-        super().__init__(
-            made,
-            work,
-            delivery,
-            quarantine_limit=quarantine_limit,
-            on_bad=on_bad,
-            quarantine_list=quarantine_list,
-            owned=owned,
-        )
+        how, sorting = asked.sampling(batch_size), shapes.sorting_sound(buckets, chosen)
+        made, owned = asked.planned(url_or_dataset, find, what, how, sorting, pack)
+        super().__init__(made, work, delivery, asked.refusing, owned)
 
     @property
     def packed(self) -> tuple[Packed, ...]:

@@ -7,9 +7,12 @@ Failure behaviour: errors are raised for `dataio.cli` to report.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from dataio.core.errors import UsageError
 from loaders import refusals
@@ -29,8 +32,15 @@ def quarantine(argv: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("dataset", nargs="?", help="a dataset's URL or directory (default: all)")
     parser.add_argument("--clear", action="store_true", help="forget what is listed")
+    parser.add_argument(
+        "--shared", metavar="URL", help="list what runs share there instead (a loader's quarantine_list)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     args = parser.parse_args(argv)
+    if args.shared is not None:
+        if args.clear or args.dataset is not None:
+            raise UsageError("--shared goes alone: a shared list only grows", hint="begin another list instead")
+        return _shared(args.shared, as_json=args.json)
     folder = refusals.directory()
     if folder is None:
         raise UsageError("MILLRACE_QUARANTINE=off: no list is kept", hint="unset it, or name a directory")
@@ -63,8 +73,27 @@ def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
     return 1 if records else 0
 
 
+def _shared(url: str, *, as_json: bool) -> int:
+    from loaders.samples.shared_list import QuarantineList
+
+    with contextlib.closing(QuarantineList(url)) as bad:
+        numbered = bad.numbered()
+    for version, entry in numbered:
+        if as_json:
+            print(json.dumps({"version": version, **msgspec.to_builtins(entry)}, ensure_ascii=False))
+        else:
+            print(_plain(f"{version}  {entry.key}: {entry.reason}  [{entry.dataset}, {entry.shard} at {entry.offset}]"))
+    if not as_json:
+        print(f"{len(numbered)} samples, version {max((version for version, _ in numbered), default=0)}")
+    return 1 if numbered else 0
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def _line(record: refusals.Record) -> str:
     one = record.refusal
     kind = "wrong bytes" if one.for_good else "a clip"
     where = f"{one.dataset} version {record.version}, {one.shard} at {one.offset}"
-    return "".join(c if c.isprintable() else "?" for c in f"{one.key}  {kind}: {one.reason}  [{where}]")
+    return _plain(f"{one.key}  {kind}: {one.reason}  [{where}]")

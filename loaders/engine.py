@@ -12,6 +12,7 @@ where the batch would have been, and leaves the position before that batch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +40,10 @@ from loaders.force import Loss, forced
 from loaders.order import Order
 from loaders.plan import OrderPlan
 from loaders.refusals import Refusal
-from loaders.samples.listed import Listed, QuarantineList, go_by_state
+from loaders.samples.listed import Listed, go_by_state
 from loaders.samples.maker import Maker, OnBad
 from loaders.samples.quarantine import Quarantine, refusals_allowed
+from loaders.samples.shared_list import QuarantineList
 from loaders.samples.source import Source
 
 DEFAULT_MEMORY = 4 * GIB
@@ -65,6 +67,15 @@ class Delivery:
     copy: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Refusing:
+    """What becomes of damaged samples: replaced or left out, up to `limit` of them; and the list that is gone by, if any."""
+
+    limit: float = 0.01
+    on_bad: OnBad = "replace"
+    shared: str | os.PathLike[str] | QuarantineList | None = None
+
+
 class Loader(IterableDataset[dict[str, Any]]):
     """Batches of a plan, made by `start_work()`. Public loaders derive from it and say only what theirs hold.
 
@@ -76,19 +87,16 @@ class Loader(IterableDataset[dict[str, Any]]):
         plan: OrderPlan,
         start_work: Callable[[], Work],
         delivery: Delivery,
-        *,
-        quarantine_limit: float = 0.01,
-        on_bad: OnBad = "replace",
-        quarantine_list: str | os.PathLike[str] | QuarantineList | None = None,
+        refusing: Refusing,
         owned: Sequence[Dataset] = (),
     ) -> None:
         self._plan, self._start_work, self._delivery = plan, start_work, delivery
         folder = refusals.directory()
-        self._on_bad, self._owned = on_bad, owned
+        self._on_bad, self._owned = refusing.on_bad, owned
         self._listed: Listed | None = None
         try:
-            allowed = refusals_allowed(quarantine_limit, plan.samples)
-            self._listed = None if quarantine_list is None else Listed.of(quarantine_list, plan)
+            allowed = refusals_allowed(refusing.limit, plan.samples)
+            self._listed = None if refusing.shared is None else Listed.of(refusing.shared, plan)
         except BaseException:
             self._let_go()
             raise
@@ -230,18 +238,27 @@ class Loader(IterableDataset[dict[str, Any]]):
         return batch
 
     def _start(self) -> Ahead:
+        with contextlib.ExitStack() as undo:  # what was begun ends, also if something further on cannot begin
+            ahead = self._begin(undo)
+            undo.pop_all()
+        self._finalizer = weakref.finalize(self, ahead.close)
+        return ahead
+
+    def _begin(self, undo: contextlib.ExitStack) -> Ahead:
         how, plan = self._delivery, self._plan
-        sources = [Source(open_reader(one.store, how.sidecar, self._meter), one.store) for one in plan.datasets]
+        sources = list[Source]()
+        for dataset in plan.datasets:
+            sources.append(Source(open_reader(dataset.store, how.sidecar, self._meter), dataset.store))
+            undo.callback(sources[-1].close)
         work = self._start_work()
+        undo.callback(work.close)
         memory = Memory(how.memory)
         maker = Maker(plan, work, sources, self._quarantine, memory, self._on_bad)
         output = how.output
         buffers = Buffers(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch + 3)
         prefetcher = Prefetcher(maker.make, work.layout, output, how.threads, how.group, buffers)
         batches = batches_from(self._listed or plan, self._epoch, self._batch)
-        ahead = Ahead(batches, work, sources, prefetcher, how.prefetch, memory)
-        self._finalizer = weakref.finalize(self, ahead.close)
-        return ahead
+        return Ahead(batches, work, sources, prefetcher, how.prefetch, memory)
 
     def _let_go(self) -> None:
         for dataset in self._owned:

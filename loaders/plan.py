@@ -193,6 +193,9 @@ class OrderPlan:
 def having(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
     """The numbers of the samples of which `column` is neither null nor one of `without`; `what` names it in the error
     when there are none."""
+    only = dataset.only(column)
+    if only is not None and only not in without:
+        return np.arange(len(dataset), dtype=np.int64)
     values = dataset.columns([column])[column]
     chosen = pc.is_valid(values)
     if without:

@@ -9,8 +9,8 @@ engine's.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack
 
 import torch
 
@@ -19,27 +19,24 @@ from dataio.shards.dataset import Dataset
 from dataio.shards.media.container import IMAGE_EXTENSIONS
 from loaders import arguments, shapes
 from loaders.clip import Clip, counts
+from loaders.common import Asked, Common, explicit
 from loaders.contract import Work
 from loaders.decode.choose import AutoDecoder, explain
 from loaders.decode.contract import Color
 from loaders.decode.dali import GPU_BATCH
-from loaders.engine import DEFAULT_MEMORY, Loader
+from loaders.engine import Loader
 from loaders.mixture import Mixture
 from loaders.order.buckets import Buckets
 from loaders.order.permutation import I64
 from loaders.plan import column, having
-from loaders.samples.listed import QuarantineList
-from loaders.samples.maker import OnBad
-from loaders.sampling import planned
 from loaders.sound.decode import decode_audio
 from loaders.sound.spec import AudioSpec
-from loaders.works.added import Transform, wrapped
 from loaders.works.clips import ClipWork, Look
 from loaders.works.cut import Cut
-from loaders.works.mels import mels
-from loaders.works.sources import by_stream, sourced
+from loaders.works.sources import by_stream
 
 
+@explicit
 class VideoLoader(Loader):
     """Batches of video clips from a dataset; pictures are clips of one frame, and come where `clip.frames` is 1.
 
@@ -87,15 +84,7 @@ class VideoLoader(Loader):
         clip: Clip | None = None,
         size: tuple[int, int] | None = None,
         audio: bool | AudioSpec = False,
-        columns: Sequence[str] = (),
-        device: str = "cpu",
-        shuffle: bool = True,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        drop_last: bool = True,
         buckets: Buckets | None = None,
-        evaluate: bool = False,
         crop: Literal["center", "random"] = "center",
         flip: float = 0.0,
         antialias: bool = True,
@@ -104,34 +93,20 @@ class VideoLoader(Loader):
         normalize: tuple[Sequence[float], Sequence[float]] | None = None,
         dtype: str | torch.dtype | None = None,
         layout: str = "TCHW",
-        transform: Transform | None = None,
-        sidecar: str | os.PathLike[str] | None = "auto",
-        threads: int | None = None,
-        prefetch: int = 2,
-        memory: int = DEFAULT_MEMORY,
-        copy: bool = False,
-        quarantine_limit: float = 0.01,
-        on_bad: OnBad = "replace",
-        quarantine_list: str | os.PathLike[str] | QuarantineList | None = None,
-        isolate: bool | float = False,
-        version: int | str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        **common: Unpack[Common],
     ) -> None:
+        asked = Asked.of(self, common)
         clip = clip or Clip()
         sound = AudioSpec() if audio is True else (audio or None)
         arguments.one_of("color", color, ("bt601", "tagged", "fast"))
         look = Look(clip, arguments.checked_size(size), rotate, sound, Cut(crop, flip), antialias, color)
         if sound is not None:
             sound.samples(clip)
-        output = arguments.output(device, normalize, dtype, layout)
-        delivery = arguments.delivery(output, threads, prefetch, sidecar, memory, copy, group=GPU_BATCH)
-        how = arguments.sampling(
-            batch_size, rank, world_size, seed=seed, shuffle=shuffle, drop_last=drop_last, evaluate=evaluate
-        )
+        output = arguments.output(asked.device, normalize, dtype, layout)
+        delivery = asked.delivery(output, group=GPU_BATCH)
         self._look = look
 
         def find(dataset: Dataset) -> tuple[I64, Any]:
-            arguments.added(dataset, columns)
             left_out = IMAGE_EXTENSIONS if clip.frames > 1 else ()
             ids = having(dataset, "video_ext", "video", without=left_out)
             parts: Any = clip.per_video
@@ -140,25 +115,15 @@ class VideoLoader(Loader):
             return ids, parts
 
         def work() -> Work:
-            apart = arguments.isolated(isolate, delivery.threads)
+            apart = asked.isolated(delivery)
             decoder = apart or AutoDecoder(output.device.type, output.device.index or 0)
             hear = apart.hear if apart else decode_audio
             works = [ClipWork(one, decoder, hear) for one in shapes.looks(look, buckets, made.buckets)]
-            heard = mels(by_stream(works), sound, output.device)
-            return sourced(wrapped(heard, columns, transform), made.names)
+            return asked.finished(by_stream(works), sound, output.device, made.names)
 
-        made, owned = planned(
-            url_or_dataset, version, storage_options, find, clip, how, shapes.sorting(buckets, look)
-        )  # fmt: skip
-        super().__init__(
-            made,
-            work,
-            delivery,
-            quarantine_limit=quarantine_limit,
-            on_bad=on_bad,
-            quarantine_list=quarantine_list,
-            owned=owned,
-        )
+        how, sorting = asked.sampling(batch_size), shapes.sorting(buckets, look)
+        made, owned = asked.planned(url_or_dataset, find, clip, how, sorting)
+        super().__init__(made, work, delivery, asked.refusing, owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
         """What happens to a sample, and by which rules: its stream, its decoder, its colours, its size."""

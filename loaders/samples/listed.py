@@ -1,211 +1,31 @@
-"""A list of bad samples that outlives runs and is shared by their ranks: append-only, in versions.
+"""How a loader goes by a shared list of bad samples (`loaders.samples.shared_list`).
 
-Purpose: what one run found to be damaged, another one, or the same run after a restart, does not have to read again; and yet a
-restored run substitutes exactly what the interrupted one substituted, however much the list has grown since.
-
-The list is a folder of any store. Object `entries/<n>.json` holds what version n added; version n of the list is all that was
-added up to there. Which version an epoch of a run goes by is decided by whoever first needs it and written down, as
-`epochs/<run>/<epoch>.json`: so all ranks go by the same without talking to each other, and a run that begins an epoch again
-goes by the same as before. What the run itself found in that epoch or before it is left out as well: what was read wrong
-then is not read again, and is substituted the same.
-
-Invariants: objects are never changed, so a version means the same samples for ever; its `digest` says so. Which samples a place
-is refused for is a function of the version, the run and the epoch. A sample is known by where its bytes lie (dataset, shard,
-offset), so an entry holds for all versions and views of a dataset, and for no copy of it.
+Purpose: say which version of the list each epoch goes by, mark the places of batches with it, and put on the list what is found.
+Invariants: a place that is marked is refused or not by the version, the run and the epoch alone. Nothing here keeps the loader
+alive.
 Failure behaviour: the store's errors pass through; only what cannot be appended is said once, and kept in the loader's state
-instead. `CorruptionError` for an object that is no part of a list, or a version that is not there.
-Bounded: `MAX_VERSIONS` versions of `MAX_ENTRIES` samples each.
+instead.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import blake3
-import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError, NotFoundError, UsageError
+from dataio.core.errors import CorruptionError, MillraceError
 from dataio.core.log import get_logger, warn_once
-from dataio.shards.contract import Sample
-from dataio.store.contract import Store
-from dataio.store.open import open_store
 from loaders.contract import Place, Plan
 from loaders.plan import OrderPlan
 from loaders.refusals import Refusal
+from loaders.samples.shared_list import Entry, QuarantineList, spot_of
 from loaders.state import Difference, Position
 
-FORMAT = 1
-MAX_VERSIONS = 100_000
-MAX_ENTRIES = 10_000
-_TRIES = 64
 _log = get_logger(__name__)
-Spot = tuple[str, str, int]
-"""Where a sample's bytes lie: the dataset's URL, the shard, the offset of its first member."""
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """A sample, why it is bad, and which run found that in which of its epochs ("" and 0: nobody in particular)."""
-
-    dataset: str
-    shard: str
-    offset: int
-    key: str
-    code: str
-    reason: str
-    run: str = ""
-    epoch: int = 0
-
-    @property
-    def spot(self) -> Spot:
-        return self.dataset, self.shard, self.offset
-
-
-class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """`entries/<n>.json`"""
-
-    format: int
-    entries: list[Entry]
-    nonce: str
-
-
-class Adopted(msgspec.Struct, frozen=True, kw_only=True):
-    """`epochs/<run>/<epoch>.json`"""
-
-    format: int
-    version: int
-    nonce: str
-
-
-class QuarantineList:
-    """The list at a URL, or in an open store. With `version`, that one for good: nothing is written then.
-
-    Safe to share between threads, and between loaders.
-    """
-
-    def __init__(
-        self, url_or_store: str | os.PathLike[str] | Store, version: int | None = None, **storage_options: Any
-    ) -> None:
-        if version is not None and version < 0:
-            raise UsageError(f"a list of bad samples has no version {version}")
-        self._store = url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **storage_options)
-        self._owns_store = not isinstance(url_or_store, Store)
-        self.pinned = version
-        self._lock = threading.RLock()
-        self._digests: list[str] = [""]  # of versions 0, 1, …
-        self._entries: dict[Spot, tuple[int, Entry]] = {}
-
-    @property
-    def url(self) -> str:
-        return self._store.location.url
-
-    def newest(self) -> int:
-        """The newest version there is, looked up now."""
-        with self._lock:
-            while self._read(len(self._digests)):
-                pass
-            return len(self._digests) - 1
-
-    def digest(self, version: int) -> str:
-        """What `version` is known by."""
-        self._need(version)
-        return self._digests[version]
-
-    def entries(self, version: int | None = None) -> list[Entry]:
-        """What is on the list, in the order in which it came there."""
-        last = self.newest() if version is None else version
-        self._need(last)
-        return [entry for number, entry in self._entries.values() if number <= last]
-
-    def append(self, entries: Iterable[Entry]) -> int:
-        """Add what is not there yet; the version that has it all."""
-        if self.pinned is not None:
-            raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
-        with self._lock:
-            for _ in range(_TRIES):
-                version = self.newest()
-                new = {entry.spot: entry for entry in entries if entry.spot not in self._entries}
-                if not new:
-                    return version
-                if version >= MAX_VERSIONS or len(new) > MAX_ENTRIES:
-                    raise CapacityError(f"{self.url}: the list of bad samples is full", hint="begin another list")
-                added = Version(format=FORMAT, entries=list(new.values()), nonce=secrets.token_hex(16))
-                self._store.put_if_absent(_entries(version + 1), msgspec.json.encode(added))
-            raise CapacityError(f"{self.url}: others were faster {_TRIES} times", hint="try again")
-
-    def adopted(self, run: str, epoch: int) -> int:
-        """The version that `epoch` of `run` goes by: what was decided before, or the newest now."""
-        if self.pinned is not None:
-            return self.pinned
-        key = f"epochs/{run}/{epoch}.json"
-        try:
-            return self._decided(key)
-        except NotFoundError:
-            mine = Adopted(format=FORMAT, version=self.newest(), nonce=secrets.token_hex(16))
-            self._store.put_if_absent(key, msgspec.json.encode(mine))
-            return self._decided(key)
-
-    def refused(self, spot: Spot, version: int, run: str, epoch: int) -> Entry | None:
-        """The entry of a sample that `epoch` of `run` leaves out when it goes by `version`."""
-        number, entry = self._entries.get(spot, (0, None))
-        if entry is None or number <= version or (entry.run == run and entry.epoch <= epoch):
-            return entry
-        return None
-
-    def close(self) -> None:
-        """Close the store if it was opened here."""
-        if self._owns_store:
-            self._store.close()
-
-    def _decided(self, key: str) -> int:
-        found = self._decode(key, Adopted)
-        self._need(found.version)
-        return found.version
-
-    def _need(self, version: int) -> None:
-        with self._lock:
-            if version >= len(self._digests):
-                self.newest()
-            if version >= len(self._digests):
-                raise CorruptionError(
-                    f"{self.url} has {len(self._digests) - 1} versions, and version {version} was gone by",
-                    hint="is it the list of this run?",
-                )
-
-    def _read(self, number: int) -> bool:
-        """Take in version `number`, if it is there."""
-        key = _entries(number)
-        try:
-            data = self._store.get(key, max_bytes=limits.SMALL_OBJECT_BYTES)
-        except NotFoundError:
-            return False
-        found = self._parse(data, key, Version)
-        for entry in found.entries:
-            self._entries.setdefault(entry.spot, (number, entry))
-        self._digests.append(blake3.blake3(self._digests[-1].encode() + data).hexdigest(4))
-        return True
-
-    def _decode(self, key: str, kind: type[Any]) -> Any:
-        return self._parse(self._store.get(key, max_bytes=limits.SMALL_OBJECT_BYTES), key, kind)
-
-    def _parse(self, data: bytes, key: str, kind: type[Any]) -> Any:
-        try:
-            found = msgspec.json.decode(data, type=kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise CorruptionError(f"{self.url}: {key} is no part of a list of bad samples: {error}") from error
-        if found.format != FORMAT:
-            raise CorruptionError(f"{self.url}: {key} is of format {found.format}, not {FORMAT}")
-        return found
-
-
-def _entries(version: int) -> str:
-    return f"entries/{version:08}.json"
 
 
 @dataclass(frozen=True)
@@ -222,11 +42,6 @@ class AsOf:
         """Why the sample of this place is not read, or None."""
         entry = self.list.refused(spot_of(place.sample, self.urls[place.source]), self.version, self.run, self.epoch)
         return None if entry is None else CorruptionError(f"it is on the list at {self.list.url}: {entry.reason}")
-
-
-def spot_of(sample: Sample, url: str) -> Spot:
-    """Where a sample lies."""
-    return url, sample.shard, sample.members[0].offset if sample.members else 0
 
 
 class Listed:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from dataio.core.errors import CorruptionError, UsageError
 from dataio.shards.contract import KeyFrame, VideoInfo
 from loaders import Clip
-from loaders.clip import choose
+from loaders.clip import choose, counts
 
 VIDEO = VideoInfo(
     ext="mp4",
@@ -99,3 +101,38 @@ def test_impossible_clips_are_refused(wrong: dict[str, object]) -> None:
 def test_a_video_without_frames_is_damaged() -> None:
     with pytest.raises(CorruptionError):
         choose(dataclasses.replace(VIDEO, frames=0), Clip(), 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("clip", [Clip(4, 3, start="center", jitter=2), Clip(4, 3, start="every", jitter=2)])
+def test_jitter_moves_a_clip_by_so_many_steps_at_most_anew_in_each_epoch_and_never_out_of_the_video(clip: Clip) -> None:
+    still = dataclasses.replace(clip, jitter=0)
+    for number in range(8 if clip.start == "every" else 1):
+        middle = choose(VIDEO, still, 7, 0, 5, number).values
+        drawn = [choose(VIDEO, clip, 7, epoch, 5, number).values for epoch in range(200)]
+        moved = [values[0] - middle[0] for values in drawn]
+        assert set(moved) == set(range(max(-6, -middle[0]), min(6, 99 - middle[-1]) + 1))
+        assert all({b - a for a, b in pairwise(values)} == {3} for values in drawn)
+        assert drawn == [choose(VIDEO, clip, 7, epoch, 5, number).values for epoch in range(200)]
+    assert choose(VIDEO, clip, 7, 0, 5, 0).key.index <= choose(VIDEO, clip, 7, 0, 5, 0).values[0]
+
+
+def test_jitter_of_clips_by_fps_counts_their_steps_in_time() -> None:
+    clip = Clip(5, fps=10, start="center", jitter=1)
+    middle = choose(VIDEO, dataclasses.replace(clip, jitter=0), 7, 0, 5, 0).values[0]
+    moved = {choose(VIDEO, clip, 7, epoch, 5, 0).values[0] - middle for epoch in range(300)}
+    assert min(moved) >= -100  # in units of the time base, 1/1000 s
+    assert max(moved) <= 100
+    assert len(moved) > 100
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 300))
+def test_clips_end_to_end_cover_each_frame_at_most_once_and_leave_less_than_a_clip(
+    frames: int, stride: int, length: int
+) -> None:
+    clip = Clip(frames, stride, start="every")
+    video = dataclasses.replace(VIDEO, frames=length, key_frames=(KeyFrame(5000, 0),))
+    number = counts(clip, np.array([float(length)]), np.array([4.0]))
+    assert isinstance(number, np.ndarray)
+    begins = [choose(video, clip, 7, 0, 5, part).values[0] for part in range(int(number[0]))]
+    assert begins == [part * frames * stride for part in range(len(begins))]
+    assert length - len(begins) * frames * stride < frames * stride

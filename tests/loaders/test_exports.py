@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from dataclasses import fields
+
+import pytest
 
 import loaders
+from loaders.common import Asked, Common
 
 
 def test_the_public_names_are_these() -> None:
@@ -40,3 +45,22 @@ def test_importing_starts_nothing_and_imports_no_decoder() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(loaders, "NoSuchThing")
+
+
+def test_what_every_loader_may_be_asked_for_has_the_same_types_for_checkers_and_at_run_time() -> None:
+    assert Common.__annotations__.keys() == {field.name for field in fields(Asked)}
+    told = {name: reference.__forward_arg__ for name, reference in Common.__annotations__.items()}
+    assert told == {field.name: field.type for field in fields(Asked)}
+
+
+def test_help_shows_every_argument_of_a_loader_with_its_default() -> None:
+    shown = inspect.signature(loaders.VideoLoader).parameters
+    assert shown["crop"].default == "center"
+    assert shown["prefetch"].default == 2
+    assert "common" not in shown
+
+
+@pytest.mark.parametrize("kind", [loaders.VideoLoader, loaders.AudioLoader])
+def test_an_argument_that_there_is_not_is_named(kind: type) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) has no argument 'colour'"):
+        kind("nowhere", 8, colour="red")

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from dataio.cli import main
 from dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
 from dataio.shards.dataset import Dataset
 from dataio.store.contract import Buffer, Store
 from dataio.store.open import open_store
 from dataio.store.wrapper import Wrapper
 from loaders import Clip, QuarantineList, VideoLoader
-from loaders.samples import listed
-from loaders.samples.listed import Entry, spot_of
+from loaders.samples import shared_list
+from loaders.samples.shared_list import Entry, spot_of
 
 Make = Callable[..., VideoLoader]
 
@@ -103,12 +104,29 @@ def test_objects_that_are_no_part_of_a_list_are_refused(store: Store, broken: by
 
 
 def test_a_list_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listed, "MAX_VERSIONS", 2)
+    monkeypatch.setattr(shared_list, "MAX_VERSIONS", 2)
     bad = QuarantineList(store)
     for number in range(2):
         bad.append([entry(number)])
     with pytest.raises(CapacityError, match="full"):
         bad.append([entry(2)])
+
+
+def test_the_command_lists_a_shared_list_by_versions_and_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = str(tmp_path / "list")
+    assert main(["quarantine", "--shared", url]) == 0
+    bad = QuarantineList(url)
+    bad.append([entry(1)])
+    bad.append([entry(2, run="mine", epoch=3), entry(3)])
+    capsys.readouterr()
+    assert main(["quarantine", "--shared", url, "--json"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["version"], line["offset"], line["epoch"]) for line in lines] == [(1, 1, 0), (2, 2, 3), (2, 3, 0)]
+    assert main(["quarantine", "--shared", url]) == 1
+    assert "3 samples, version 2" in capsys.readouterr().out
+    assert main(["quarantine", "--shared", url, "--clear"]) == 2
 
 
 # -- loaders that go by it

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from dataio import pack
+from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, AudioSpec, Clip, VideoLoader
+from loaders import AudioLoader, AudioSpec, Clip, VideoLoader, engine
+from loaders.samples.source import StoreReader
 from tests.loaders import made
 
 SECOND = 1.0 if "PYTEST_XDIST_WORKER" not in os.environ else 3.0  # another worker may have the core
@@ -48,8 +50,7 @@ def left() -> dict[str, Any]:
 
 
 def _ours() -> list[str]:
-    names = (thread.name for thread in threading.enumerate() if thread.name.startswith(("millrace", "media")))
-    return sorted(name for name in names if not name.startswith("millrace-lease"))  # of other tests in this process
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(("millrace", "media")))
 
 
 def _descriptors() -> list[str]:
@@ -119,6 +120,35 @@ def test_closing_takes_no_second_and_leaves_nothing(state: Callable[[Any], None]
     assert time.monotonic() - start < SECOND
     assert left() == before
     assert not before["threads"]
+
+
+def test_what_cannot_begin_leaves_nothing_begun(clips: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = left()
+    opened, closed = [], []
+
+    def reader(store: Any, *_: Any) -> StoreReader:
+        opened.append(StoreReader(store))
+        monkeypatch.setattr(opened[-1], "close", lambda: closed.append(opened[-1]))
+        return opened[-1]
+
+    monkeypatch.setattr(engine, "open_reader", reader)
+    with VideoLoader(clips, 2, clip=Clip(2), size=(24, 32), threads=2, sidecar=None) as loader:
+        for _ in range(2):  # and may be tried again
+            with monkeypatch.context() as patch:
+                patch.setattr("loaders.video.AutoDecoder", lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    begun(loader)
+            assert closed == opened
+        assert left() == before
+        begun(loader)
+    assert closed == opened
+    assert len(opened) == 3
+
+
+@pytest.mark.parametrize("isolate", [-1.0, 1e9, float("nan")])
+def test_an_impossible_time_limit_is_refused_before_anything_is_started(isolate: float, clips: Dataset) -> None:
+    with pytest.raises(UsageError, match="no time limit"):
+        VideoLoader(clips, 2, isolate=isolate)
 
 
 def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -> None:

@@ -81,6 +81,9 @@ SCHEMA = pa.schema(
         pa.field("key_frames", pa.list_(pa.field("item", _KEY_FRAME, nullable=False))),
     ]
 )
+SUMMED = ("key", "video_ext", "audio_codec")
+"""The columns whose least and largest values and null counts are in the footer: whether all samples have video, and of which
+kind, is known without reading a column."""
 _RULES = index_checks.Rules(
     required=tuple(field.name for field in SCHEMA if not field.nullable),
     together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO), "color_space": tuple(_COLOR)},
@@ -196,9 +199,9 @@ def write_part(samples: Sequence[Sample]) -> bytes:
 def write_table(table: Any) -> bytes:
     """An index part of these rows, which have `SCHEMA`."""
     sink = io.BytesIO()
-    # of statistics only those of keys are of use, and those of long texts would make every footer long
+    # others are of no use, and those of long texts would make every footer long
     with pq.ParquetWriter(
-        sink, SCHEMA, compression="zstd", compression_level=6, write_statistics=["key"], store_schema=True
+        sink, SCHEMA, compression="zstd", compression_level=6, write_statistics=list(SUMMED), store_schema=True
     ) as writer:
         writer.write_table(table, row_group_size=GROUP_ROWS)
         digests = block_digests(sink.getbuffer())

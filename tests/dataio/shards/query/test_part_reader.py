@@ -45,6 +45,31 @@ def test_row_groups_and_columns_are_read_alone(made: tuple[Store, versions.Versi
     assert reader.read(["key"], []).num_rows == 0
 
 
+def test_a_value_that_all_samples_have_is_known_from_the_footers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {
+        "video": [n for n in range(100) if n % 5],
+        "sound": range(0, 100, 5),
+        "both": range(60),
+        "first-part": [*(n for n in range(32) if n % 5), 35],
+    }
+    for name, numbers in kinds.items():
+        make(open_store(tmp_path / name), list(numbers))
+    with monkeypatch.context() as patch:
+        patch.setattr(PartReader, "read", lambda *_: pytest.fail("a column was read"))
+        patch.setattr(dataset_module, "CHECKED_AT_OPEN", 0)
+        found = {
+            name: (Dataset(tmp_path / name).only("video_ext"), Dataset(tmp_path / name).only("audio_codec"))
+            for name in kinds
+        }
+    ext = Dataset(tmp_path / "video").table["video_ext"][0].as_py()
+    assert found == {
+        "video": (ext, None), "sound": (None, "pcm_s16le"), "both": (None, None), "first-part": (None, None),
+    }  # fmt: skip
+    assert Dataset(tmp_path / "video").only("height") is None  # of which footers say nothing
+
+
 class Counting:
     """Passes reads on and counts their bytes."""
 

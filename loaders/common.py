@@ -1,0 +1,160 @@
+"""What every loader may be asked for, whatever its batches hold: said, checked and put together in one place.
+
+Purpose: `VideoLoader` and `AudioLoader` say only what is theirs; `VideoLoader`'s documentation says what each of these means.
+Invariants: `Common` is what a type checker sees of them, `Asked` what is there at run time, with the defaults; a test holds
+that they have the same names and types. Nothing here reads data or starts anything, but `planned`, which opens what it is given.
+Failure behaviour: `UsageError` naming the argument; `TypeError` for one that there is not, naming the loader.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypedDict, TypeVar
+
+import torch
+
+from dataio.shards.dataset import Dataset
+from loaders import arguments, sampling
+from loaders.contract import Work
+from loaders.decode.isolated import IsolatedDecoder
+from loaders.delivery.batch import Output
+from loaders.engine import DEFAULT_MEMORY, Delivery, Refusing
+from loaders.mixture import Mixture, Place
+from loaders.order.permutation import I64
+from loaders.packed import Pack
+from loaders.plan import OrderPlan
+from loaders.samples.maker import OnBad
+from loaders.samples.shared_list import QuarantineList
+from loaders.sampling import Find, Sampling, Sorting
+from loaders.sound.spec import AudioSpec
+from loaders.works.added import Transform, wrapped
+from loaders.works.mels import mels
+from loaders.works.sources import sourced
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def explicit(kind: Kind) -> Kind:
+    """Let `help` and completion show all arguments of a loader, each with its default, in place of `**common`."""
+    signature = inspect.signature(kind)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    shared = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(Asked)
+    ]
+    kind.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    return kind
+
+
+class Common(TypedDict, total=False):
+    """As `Asked`."""
+
+    columns: Sequence[str]
+    device: str
+    shuffle: bool
+    seed: int
+    rank: int | None
+    world_size: int | None
+    drop_last: bool
+    evaluate: bool
+    transform: Transform | None
+    sidecar: str | os.PathLike[str] | None
+    threads: int | None
+    prefetch: int
+    memory: int
+    copy: bool
+    quarantine_limit: float
+    on_bad: OnBad
+    quarantine_list: str | os.PathLike[str] | QuarantineList | None
+    isolate: bool | float
+    version: int | str | None
+    storage_options: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What was asked for, or the default."""
+
+    columns: Sequence[str] = ()
+    device: str = "cpu"
+    shuffle: bool = True
+    seed: int = 0
+    rank: int | None = None
+    world_size: int | None = None
+    drop_last: bool = True
+    evaluate: bool = False
+    transform: Transform | None = None
+    sidecar: str | os.PathLike[str] | None = "auto"
+    threads: int | None = None
+    prefetch: int = 2
+    memory: int = DEFAULT_MEMORY
+    copy: bool = False
+    quarantine_limit: float = 0.01
+    on_bad: OnBad = "replace"
+    quarantine_list: str | os.PathLike[str] | QuarantineList | None = None
+    isolate: bool | float = False
+    version: int | str | None = None
+    storage_options: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, loader: object, common: Common) -> Self:
+        """What a loader was called with."""
+        known = {field.name for field in fields(cls)}
+        for name in common:
+            if name not in known:
+                raise TypeError(f"{type(loader).__name__}() has no argument {name!r}")
+        return cls(**common)
+
+    def sampling(self, batch_size: int | None) -> Sampling:
+        """How batches are put together, for this rank."""
+        if batch_size is not None:
+            arguments.checked("batch_size", batch_size, arguments.MAX_BATCH)
+        place = arguments.place_in_world(self.rank, self.world_size)
+        return Sampling(batch_size, *place, self.seed, self.shuffle, self.drop_last, self.evaluate)
+
+    def delivery(self, made_of: Output, *, group: int) -> Delivery:
+        """How batches are made; on a GPU, `group` samples together."""
+        arguments.check_isolate(self.isolate)
+        threads = arguments.cores() if self.threads is None else self.threads
+        return Delivery(
+            made_of,
+            arguments.checked("threads", threads, arguments.MAX_THREADS),
+            arguments.checked("prefetch", self.prefetch, arguments.MAX_PREFETCH),
+            group if made_of.device.type == "cuda" else 1,
+            self.sidecar,
+            arguments.checked("memory", self.memory, arguments.MAX_MEMORY),
+            self.copy,
+        )
+
+    @property
+    def refusing(self) -> Refusing:
+        """What becomes of damaged samples."""
+        return Refusing(self.quarantine_limit, self.on_bad, self.quarantine_list)
+
+    def isolated(self, delivery: Delivery) -> IsolatedDecoder | None:
+        """A process for each thread, where they are wanted."""
+        return arguments.isolated(self.isolate, delivery.threads)
+
+    def planned(
+        self,
+        place: Place | Mixture,
+        find: Find,
+        what: Any,
+        how: Sampling,
+        sorting: Sorting | None = None,
+        pack: Pack | None = None,
+    ) -> tuple[OrderPlan, Sequence[Dataset]]:
+        """The plan for what `place` names, and the datasets that were opened for it, to be closed with the loader."""
+
+        def checked(dataset: Dataset) -> tuple[I64, int | I64]:
+            arguments.added(dataset, self.columns)
+            return find(dataset)
+
+        return sampling.planned(place, self.version, self.storage_options, checked, what, how, sorting, pack)
+
+    def finished(self, work: Work, spec: AudioSpec | None, device: torch.device, names: Sequence[str]) -> Work:
+        """`work` with the features, columns, transform and names of sources that are wanted around it."""
+        return sourced(wrapped(mels(work, spec, device), self.columns, self.transform), names)
