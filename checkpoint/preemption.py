@@ -160,7 +160,8 @@ class Preemption:
         return Outcome(step, True, self._asked, time.monotonic() - self._since)
 
     def _too_late(self) -> None:
-        self._finish(Outcome(-1, False, self._asked, self._deadline, "no step ended within the deadline"))
+        if self.outcome is None:  # else a step ended just now, and what became of it is known
+            self._finish(Outcome(-1, False, self._asked, self._deadline, "no step ended within the deadline"))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -131,7 +131,7 @@ def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clo
     for record in seen.records.values():
         by_policy.setdefault(record.condemned.policy, set()).update(record.condemned.steps)
     wanted = plans.to_remove(seen, own)
-    made = {}
+    made: dict[str, Condemned] = {}
     for policy, steps in by_policy.items():
         there = tuple(sorted(steps & wanted, key=plans.order))
         if there or not made:  # one at least: it says what time the store has

@@ -94,8 +94,9 @@ def is_dead(seen: Inventory, attempt: Seen) -> bool:
 def _lost(seen: Inventory, attempt: Seen, commit: Commit) -> bool:
     """Whether COMMIT names another attempt, and that one is there and complete."""
     winner = seen.attempts.get(commit.attempt)
-    sound = winner is not None and winner.fate is not None and winner.fate.fate == "commit"
-    return sound and winner is not attempt and winner.step == attempt.step
+    if winner is None or winner is attempt or winner.step != attempt.step:
+        return False
+    return winner.fate is not None and winner.fate.fate == "commit"
 
 
 def garbage(

@@ -102,6 +102,11 @@ def _forget_nearly_dead(store: Store, run: str, known: Known) -> None:
         for name, stored in known.chunks.items()
         if stored.pack not in going and stored.whole.pack not in going
     }
+    known.shards = {
+        shard: chunks
+        for shard, chunks in known.shards.items()
+        if not any(stored.pack in going or stored.whole.pack in going for stored in chunks)
+    }
 
 
 def is_little(needed: int, size: int) -> bool:
@@ -134,5 +139,6 @@ def _add(store: Store, run: str, base: Base, known: Known) -> None:
             known.chunks.setdefault(each.chunk.digest, each)
         for tensor in manifest.tensors:
             if all(span.start == 0 and span.length == manifest.chunks[span.chunk].raw for span in tensor.spans):
-                known.shards[shard_of(manifest.rank, tensor)] = tuple(stored[span.chunk] for span in tensor.spans)
+                own = tuple(stored[span.chunk] for span in tensor.spans)
+                known.shards.setdefault(shard_of(manifest.rank, tensor), own)
     known.bases.append(base)

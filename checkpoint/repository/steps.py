@@ -150,7 +150,10 @@ def find(store: Store, run: str, step: int | str) -> Base | None:
     if isinstance(step, str) and step.startswith(tagged.PREFIX):
         return tagged.step_of(store, run, step.removeprefix(tagged.PREFIX))
     if step == "latest":
-        return _latest(store, run) if repo else _none_at_all(store)
+        if repo is None:
+            _require_nothing(store)
+            return None
+        return _latest(store, run)
     step = names.check_step(step)
     for segment in timeline.branch(store, run):
         if segment.upto is None or step <= segment.upto:
@@ -161,8 +164,8 @@ def find(store: Store, run: str, step: int | str) -> Base | None:
     raise _absent(store, run, step)
 
 
-def _none_at_all(store: Store) -> None:
-    """No repository: then nothing lies in it either, or its own document was lost."""
+def _require_nothing(store: Store) -> None:
+    """Where there is no repository nothing lies in it either, or its own document was lost."""
     if next(iter(store.list(names.RUNS)), None) is not None:
         raise CorruptionError(f"{names.REPO} is missing although there are runs at {store.location.url}")
 

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from checkpoint.format import dtypes, names, ulid
+from checkpoint.format import dtypes, ulid
 from checkpoint.format.chunk import Box
 from checkpoint.format.documents import Base
 from checkpoint.format.manifest import Chunk, Manifest, Tensor
-from checkpoint.repository import commit, fetch
+from checkpoint.repository import fetch
 from checkpoint.repository import steps as repository
 from checkpoint.repository.lease import LeaseKeeper
 from checkpoint.repository.steps import Step
@@ -141,15 +141,13 @@ def reading(store: Store, run: str, base: Base) -> Iterator[Step]:
             stack.callback(lease.release)
         except AccessDeniedError:
             warn_once(_log, f"{store.location.url} may not be written to: reading without a lease")
-        _still_there(store, run, base)
-        yield repository.open_step(store, run, base)
-
-
-def _still_there(store: Store, run: str, base: Base) -> None:
-    found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
-    gone = found is None or found.tombstone or (run, base.timeline, base.step) in repository.condemned(store)
-    if gone:
-        raise NotFoundError(f"step {base.step} of run {run} is being removed by retention", hint="restore a later step")
+        repository.require_there(store, run, base)
+        try:
+            yield repository.open_step(store, run, base)
+        except (CorruptionError, NotFoundError) as error:
+            if repository.is_removed(store, run, base):  # by a collection that took this reader for dead
+                raise repository.removed(run, base.step) from error
+            raise
 
 
 def read(store: Store, step: Step, wants: Sequence[Want]) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from checkpoint.format import manifest as manifests
 from checkpoint.format import names
-from checkpoint.format.documents import Base
+from checkpoint.format.documents import Base, Lease, read
 from checkpoint.format.manifest import Manifest
 from checkpoint.repository import commit
 from checkpoint.repository import steps as repository
@@ -84,8 +84,8 @@ def _may_become_a_step(store: Store, shelf: Shelf, record: Record) -> bool:
 
 def _send(store: Store, shelf: Shelf, record: Record, recall: Recall) -> None:
     manifest, encoded = _manifest_of(shelf, record, recall)
-    with _lease(store, record, manifest) as lease:
-        _require_bases(store, shelf, record, manifest)
+    with _lease(store, record, manifest.bases) as lease:
+        _require_bases(store, shelf, record, manifest.bases)
         for key in record.own[:-1]:
             if not store.exists(key):
                 _require_here(shelf, record, key, recall)
@@ -99,10 +99,9 @@ def _commit(store: Store, shelf: Shelf, record: Record) -> bool:
     ranks = commit.look(store, attempt, lease_alive=True).manifests
     if len(ranks) < attempt.world_size:
         return False
-    key = attempt.manifest_key(record.rank)
-    manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
-    with _lease(store, record, manifest) as lease:
-        _require_bases(store, shelf, record, manifest)
+    bases = _bases_of_all(store, attempt)
+    with _lease(store, record, bases) as lease:
+        _require_bases(store, shelf, record, bases)
         try:
             found = commit.finish(store, attempt, lease, timeout=0.0)
         except ConflictError:
@@ -113,6 +112,13 @@ def _commit(store: Store, shelf: Shelf, record: Record) -> bool:
         if other.attempt == record.attempt:
             mark_committed(store, shelf, other, found.committed)
     return True
+
+
+def _bases_of_all(store: Store, attempt: Attempt) -> tuple[Base, ...]:
+    """What any rank leans on: one that was kept while the store was away leans on nothing, another may."""
+    keys = [attempt.manifest_key(rank) for rank in range(attempt.world_size)]
+    found = (manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key) for key in keys)
+    return tuple(dict.fromkeys(base for manifest in found for base in manifest.bases))
 
 
 def attempt_of(record: Record) -> Attempt:
@@ -141,19 +147,22 @@ def _verified(shelf: Shelf, source: str, key: str) -> Iterator[memoryview]:
     return checked(shelf, held.label)
 
 
-def _require_bases(store: Store, shelf: Shelf, record: Record, manifest: Manifest) -> None:
+def _require_bases(store: Store, shelf: Shelf, record: Record, bases: Sequence[Base]) -> None:
     """The lease names the bases; now that they cannot go any more, see whether they are there."""
     going = repository.condemned(store)
-    for base in manifest.bases:
-        found = commit.find_commit(store, names.commit(record.run, base.timeline, base.step))
+    for base in bases:
+        at = base.of(record.run)
+        found = commit.find_commit(store, names.commit(at.run, at.timeline, at.step))
         there = found is not None and found.attempt == base.attempt and not found.tombstone
-        if not there or (record.run, base.timeline, base.step) in going:
+        if not there or (at.run, at.timeline, at.step) in going:
             _over(shelf, record)
             raise ConflictError(f"step {base.step}, which it leans on, was removed by retention")
 
 
-def _lease(store: Store, record: Record, manifest: Manifest) -> LeaseKeeper:
-    bases: Sequence[Base] = manifest.bases
+def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:
+    """The attempt's lease; it goes on naming what a saver on another node named in it, which may still be at work."""
+    with contextlib.suppress(NotFoundError):
+        bases = tuple(dict.fromkeys([*bases, *read(store, names.lease(record.attempt), Lease).bases]))
     return LeaseKeeper(store, record.attempt, record.run, record.timeline, record.step, bases, DEFAULT_LIFE)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from checkpoint.cli import ckpt
 from checkpoint.format import names
 from checkpoint.format.chunk import digest
-from checkpoint.format.documents import Base, Condemned, Lease, StepName, StepOfRun, encode, read
+from checkpoint.format.documents import Base, Condemned, Lease, StepName, StepOfRun, Timeline, encode, read
 from checkpoint.format.manifest import Chunk
 from checkpoint.repository import check, fetch, timeline
 from checkpoint.repository import steps as repository
@@ -70,10 +71,8 @@ def test_going_back_and_saving_the_same_step_again_never_collides(store: Store) 
 
 def test_a_timeline_whose_parent_is_not_older_is_refused(store: Store) -> None:
     number = begin(store)
-    store.put(
-        names.timeline(RUN, number),
-        store.get(names.timeline(RUN, number)).replace(b'"parent": null', b'"parent": {"timeline":1,"step":1}'),
-    )
+    found = read(store, names.timeline(RUN, number), Timeline)
+    store.put(names.timeline(RUN, number), encode(msgspec.structs.replace(found, parent=StepName(1, 1))))
     with pytest.raises(CorruptionError, match="not older"):
         timeline.branch(store, RUN)
 

@@ -311,6 +311,30 @@ def test_a_base_that_was_collected_stops_what_leans_on_it(remote: Counting, tier
     assert not list(remote.list(names.step(RUN, 1, 2)))
 
 
+def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, tier: Shelf) -> None:
+    first, attempt = saved(remote, tier), ulid.new()
+    mine = make(remote, tiny_state(2), step=2, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
+    with pytest.raises(TransientError, match="no manifest of rank 1"):
+        carry(mine.arena, mine.encoded, lambda _: None, store=remote, shelf=tier)
+    fired = []
+
+    def fail(operation: str, key: str) -> None:
+        if operation == "put_if_absent" and key.endswith("/fate"):
+            fired.append(key)
+            raise TransientError("the store is away")
+
+    other = make(remote, tiny_state(1), step=2, attempt=attempt, rank=1, world_size=2, bases=(first,))
+    remote.before = fail
+    with pytest.raises(TransientError, match="away"):
+        carry(other.arena, other.encoded, lambda _: None, store=remote)
+    assert fired
+    remote.before = lambda _operation, _key: None
+    remote.put(names.commit(RUN, 1, 1), encode(Commit(step=1, tombstone=True)))
+    try_to_finish(remote, tier)
+    assert latest(remote) is None
+    assert tier.records()[0].over
+
+
 def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier: Shelf) -> None:
     first = saved(remote, tier)
     attempt = ulid.new()
