@@ -49,21 +49,23 @@ def run(gpu: bool) -> PartResult:
     return part
 
 
-def checkpoints(part: PartResult, name: str, where: Path, size: int, by: Any, device: str = "cuda") -> None:
+def checkpoints(
+    part: PartResult, name: str, where: Path, size: int, by: Any, device: str = "cuda", rounds: int = 3, **more: Any
+) -> None:
     """Save and restore `size` bytes with a `Checkpointer`, whose `gds` is `by`; every bit compared."""
     import torch
 
     from checkpoint import Checkpointer
 
     state = {"w": torch.randn(size // 4, device=device)}
-    with Checkpointer(str(where), run="drill", sidecar=None, gds=by) as checkpointer:
-        for step in range(3):
+    with Checkpointer(str(where), run="drill", sidecar=None, gds=by, **more) as checkpointer:
+        for step in range(rounds):
             state["w"] += 1  # nothing is found in the step before
             began = time.perf_counter()
             checkpointer.save(step, state).result(600)
             part.add(name, "save", size / (time.perf_counter() - began) / 1e9)
         into = {"w": torch.zeros_like(state["w"])}
-        for _ in range(3):
+        for _ in range(rounds):
             began = time.perf_counter()
             checkpointer.restore(into)
             if device == "cuda":

@@ -1,4 +1,4 @@
-"""PyTorch's own state dicts, there and back: `state_dict_job.py DIRECTORY KIND`; prints what is equal.
+"""PyTorch's own state dicts, there and back: `state_dict_job.py DIRECTORY KIND...`; prints what is equal.
 
 KIND is fsdp, tp or 2d. Model and optimizer go through `get_state_dict`, our storage under DCP or a Checkpointer, and
 `set_state_dict` into a model that was made anew; both are then trained on.
@@ -60,21 +60,26 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def main(directory: str, kind: str) -> None:
-    mesh = mesh_of(kind)
-    for number, flat in enumerate((False, True)):
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        for way in ("dcp", "checkpointer"):
-            first, second = made(1, mesh), made(2, mesh)
-            train(*first, 2)
-            saved, step = bits(*first), 10 * number + 1
-            moved(directory, way, step, first, second, options)
-            said: dict[str, Any] = {"way": way, "flat": flat, "loaded": same(bits(*second), saved)}
-            train(*first, 2)
-            train(*second, 2)
-            said["trained on"] = same(bits(*second), bits(*first))
-            said["changed"] = not same(bits(*second), saved)
-            print(json.dumps(said), flush=True)
+def main(directory: str, *kinds: str) -> None:
+    for kind in kinds:
+        mesh = mesh_of(kind)
+        for number, flat in enumerate((False, True)):
+            for way in ("dcp", "checkpointer"):
+                told(f"{directory}/{kind}", mesh, way, number, flat)
+
+
+def told(directory: str, mesh: DeviceMesh, way: str, number: int, flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    first, second = made(1, mesh), made(2, mesh)
+    train(*first, 2)
+    saved = bits(*first)
+    moved(directory, way, number, first, second, options)
+    said: dict[str, Any] = {"way": way, "flat": flat, "loaded": same(bits(*second), saved)}
+    train(*first, 2)
+    train(*second, 2)
+    said["trained on"] = same(bits(*second), bits(*first))
+    said["changed"] = not same(bits(*second), saved)
+    print(json.dumps(said), flush=True)
 
 
 def moved(directory: str, way: str, step: int, first: Any, second: Any, options: StateDictOptions) -> None:

@@ -9,8 +9,9 @@ import pytest
 from tests.checkpoint.sharding.launch import launch
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("tp", 2), pytest.param("2d", 4, marks=pytest.mark.soak)])
-def test_model_and_optimizer_there_and_back(tmp_path: Path, kind: str, ranks: int) -> None:
+@pytest.mark.parametrize(("kinds", "ranks"), [(("fsdp", "tp"), 2), pytest.param(("2d",), 4, marks=pytest.mark.soak)])
+def test_model_and_optimizer_there_and_back(tmp_path: Path, kinds: tuple[str, ...], ranks: int) -> None:
     good = {"loaded": True, "trained on": True, "changed": True}
     expected = [{"way": way, "flat": flat} | good for flat in (False, True) for way in ("dcp", "checkpointer")]
-    assert launch(ranks, "tests.checkpoint.dcp.state_dict_job", str(tmp_path), kind) == [expected] * ranks
+    found = launch(ranks, "tests.checkpoint.dcp.state_dict_job", str(tmp_path), *kinds)
+    assert found == [expected * len(kinds)] * ranks

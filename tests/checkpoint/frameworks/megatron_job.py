@@ -72,7 +72,7 @@ def main(folder: str, repo: str, what: str) -> None:
         "iteration": found["iteration"],
         "numpy": bool((found["rng"]["numpy"][1] == given["numpy"][1]).all()) and found["rng"]["numpy"][0] == "MT19937",
         "torch": torch.equal(found["rng"]["torch"], given["torch"]),
-        "extra": found["rng"]["extra"].getvalue() == b"scales" and found["rng"]["step"] == 4,
+        "extra": bool(found["rng"]["extra"].getvalue() == b"scales" and found["rng"]["step"] == 4),
         "keys": sorted(RepositoryLoad(repo, run="exp").load_sharded_metadata(folder)),
     }
     print(json.dumps(said), flush=True)

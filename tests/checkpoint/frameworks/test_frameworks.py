@@ -150,6 +150,7 @@ def test_a_repository_trainer_resumes_as_if_it_had_never_stopped(tmp_path: Path)
             seed=7,
         )
         with Checkpointer(str(tmp_path / out / "repo"), run="exp", sidecar=None) as checkpointer:
+            torch.manual_seed(99 if resume else 1)
             model = Model()
             trainer = ours.RepositoryTrainer(model, arguments, train_dataset=Rows(), checkpointer=checkpointer)
             if steps < 9:
@@ -168,7 +169,6 @@ def test_a_repository_trainer_resumes_as_if_it_had_never_stopped(tmp_path: Path)
 
     straight = trained("straight", 9, False)
     trained("stopped", 6, False)
-    torch.manual_seed(99)
     resumed = trained("stopped", 9, True)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     folder = tmp_path / "stopped" / "checkpoint-9"
