@@ -38,6 +38,7 @@ from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
 from checkpoint.repository import timeline
 from checkpoint.repository.lease import DEFAULT_LIFE
+from checkpoint.repository.parent import Parent
 from checkpoint.restoring import restore
 from checkpoint.restoring.apply import apply
 from checkpoint.saving import plan
@@ -46,13 +47,14 @@ from checkpoint.staging import governed
 from checkpoint.staging.arena import Arena, Staging
 from checkpoint.staging.copying import Copying
 from checkpoint.staging.slices import SlicedState, check_limit
+from checkpoint.state import replicas as comparing
 from checkpoint.state.kinds import TorchKinds
 from checkpoint.state.prepare import Prepared, Taken, expected, prepare, take_apart
 from checkpoint.state.selection import Selection
 from checkpoint.tier import reading
 from checkpoint.tier.reading import NodeTier, node_tier
 from dataio.core import metrics
-from dataio.core.errors import ConflictError, DeadlineError, MillraceError, UsageError
+from dataio.core.errors import ConflictError, DeadlineError, MillraceError, MismatchError, NotFoundError, UsageError
 from dataio.core.log import get_logger, warn_once
 from dataio.core.trace import span
 from dataio.sidecar.client import SaveMeter
@@ -64,6 +66,8 @@ _KINDS = TorchKinds()
 PRIORITIES = ("normal", "preemption")
 _TELLING, _SLOW = 64 << 20, 300e6
 """A save of so many bytes, slower than so many a second, tells the next one that compression may pay from its first byte on."""
+_LOOKS = 5
+"""How often the latest step is looked for, when retention removes what was found."""
 _IN_FLIGHT = 2
 """Saves on their way at once: one whose arena is still needed, one that only waits for its commit."""
 
@@ -73,7 +77,7 @@ class _Ticket(msgspec.Struct, array_like=True, frozen=True):
 
     attempt: str
     timeline: int
-    base: Base | None
+    bases: tuple[Base, ...]
 
 
 class Checkpointer:
@@ -83,11 +87,16 @@ class Checkpointer:
     `sidecar` is "auto" (the node's daemon where one answers), the path of its socket, or None (inside this process).
     `rank` and `world_size` come from torch.distributed when it is initialised. `compression` is "none", "zstd" or "auto" (for
     each tensor what makes the save durable sooner at the store's speed, by measurement: on fast stores nothing).
+    `base`: another run of this repository, or (run, step) of one, that this run starts from: its first save finds there what
+    has not changed. A step of another run that was restored is leaned on likewise.
     `keep`: after each commit rank 0 removes the run's steps that this policy does not keep; None keeps all.
     `failed_saves` is "log" (a save that failed in the background is an error in the log, in metrics, at its handle and at
     `close`; training goes on) or "raise" (the next `save` raises it as well). That another trainer took over is always raised.
     `staging` is "eager" (`save` returns when the state is copied) or "lazy" (parameters and optimizer state are copied behind
     what the trainer does next, and the next step of an optimizer in the state waits for what is not copied by then).
+    `replicas`: tensors that several ranks hold are compared at each save, by samples (`checkpoint.state.replicas`): those that
+    differ are named in a warning, a metric and `SaveResult.diverged` ("warn"), or the save is refused on all ranks ("error");
+    "trust" compares nothing.
     `staging_bytes`: the most memory for the copy, None for what the state needs; a larger state is copied in slices, as
     fast as they are written, inside this process.
     `gds`: by GPUDirect Storage where a probe of the directory says that it works, else as ever, which the log explains: raw
@@ -111,10 +120,12 @@ class Checkpointer:
         rank: int | None = None,
         world_size: int | None = None,
         compression: str = "none",
+        base: str | tuple[str, int] | None = None,
         keep: Keep | None = None,
         failed_saves: str = "log",
         staging: str = "eager",
         staging_bytes: int | None = None,
+        replicas: str = "warn",
         gds: bool | Direct = False,
         wait_seconds: float = 600.0,
         **storage_options: object,
@@ -125,6 +136,11 @@ class Checkpointer:
             raise UsageError(f"failed_saves is {failed_saves!r}", hint="there are: log, raise")
         if staging not in ("eager", "lazy"):
             raise UsageError(f"no staging {staging!r}", hint="there are: eager, lazy")
+        if replicas not in comparing.POLICIES:
+            raise UsageError(f"replicas is {replicas!r}", hint=f"there are: {', '.join(comparing.POLICIES)}")
+        self._replicas = replicas
+        if base is not None:
+            names.check_run(base if isinstance(base, str) else base[0])
         self._run = names.check_run(run)
         self._ranks = Ranks.here(rank, world_size)
         self._owns_store = not isinstance(url, Store)
@@ -143,7 +159,11 @@ class Checkpointer:
         self._compression, self._wait = compression, wait_seconds
         self._timeline = 0
         self._parent: StepName | None = None
+        self._held = Parent(self._store)
         self._base: Base | None = None
+        self._origin = (base, "latest") if isinstance(base, str) else base
+        self._fork: Base | None = None
+        self._fork_held = Parent(self._store)
         self._unsure: Base | None = None
         self._saves: dict[int, Handle] = {}
         self._committed: dict[int, Handle] = {}
@@ -164,11 +184,13 @@ class Checkpointer:
         began = time.perf_counter()
         urgent = _is_urgent(priority)
         ticket, prepared = self._begin(step, state)
+        diverged = self._compare_replicas(step, prepared)
         specs = prepared.specs()
         layout = layouts.lay_out(specs)
         staging = self._staging_for(urgent)
         arena = staging.take(layout, self._wait)
         handle = Handle(step, ticket.attempt)
+        handle.diverged = diverged
         try:
             with span("stage.d2h", step=step, bytes=layout.total):
                 copying = self._copy(staging, arena, state, prepared.tensors(), specs, layout)
@@ -239,7 +261,8 @@ class Checkpointer:
         strict: bool = True,
         cast: bool = False,
     ) -> int | None:
-        """Restore `state` in place from `step`, or the newest one; return the step, None when the run has none.
+        """Restore `state` in place from `step`, the newest one, or the one that a tag names ("tag:best"); return the step, None
+        when the run has none.
 
         `run`: another run of this repository. `include` and `exclude`: patterns on paths such as "model/*", see
         `checkpoint.state.selection`; the rest of `state` is left as it is. `strict=False`: so are entries that the
@@ -272,6 +295,8 @@ class Checkpointer:
             self._parent, self._base, self._timeline = StepName(base.timeline, base.step), base, 0
             self._committed.clear()
             self._unsure = base if found.away and step == "latest" else None
+        elif not found.away:
+            self._fork = msgspec.structs.replace(base, run=source)
         return base.step
 
     def steps(self) -> list[int]:
@@ -298,6 +323,8 @@ class Checkpointer:
             self._gates.close()
             self._staging.close()
             self._carriers.close()
+            self._held.let_go()
+            self._fork_held.let_go()
             if self._owns_store and all(handle.done for handle in self._saves.values()):
                 self._store.close()
 
@@ -327,6 +354,26 @@ class Checkpointer:
         self._timeline = ticket.timeline
         return ticket, prepare(taken, self._ranks)
 
+    def _compare_replicas(self, step: int, prepared: Prepared) -> tuple[str, ...]:
+        """Names of replicas that differ between ranks, told where they do and on rank 0."""
+        if self._replicas == "trust" or self._ranks.world_size == 1:
+            return ()
+        found = comparing.diverged(prepared, self._ranks, step)
+        if found and self._replicas == "error":
+            raise MismatchError(
+                f"step {step} is not saved: tensors that should be the same on several ranks differ: "
+                f"{', '.join(map(str, found[:8]))}",
+                hint='look at those ranks; replicas="warn" saves what the writing rank has',
+            )
+        if found and any(self._ranks.rank in (0, *each.ranks) for each in found):
+            metrics.checkpoint_replicas_diverged.inc(len(found))
+            _log.warning(
+                "step %d: tensors that should be the same on several ranks differ: %s",
+                step,
+                ", ".join(map(str, found[:8])),
+            )
+        return tuple(each.name for each in found)
+
     def _take(self, step: int, given: dict[str, Any]) -> Taken:
         self._check_open()
         self._hear_failures()
@@ -344,7 +391,7 @@ class Checkpointer:
                 del self._saves[step]
                 if handle.error is None:
                     self._committed[step] = handle
-                    self._base = Base(self._timeline, step, handle.attempt)
+                    self._base, self._fork = Base(self._timeline, step, handle.attempt), None
 
     def _draw(self) -> _Ticket:
         """On rank 0. Opens the run's next timeline before the first save; otherwise asks the store nothing."""
@@ -354,8 +401,18 @@ class Checkpointer:
             if self._base is None:
                 self._base = repository.find(self._store, self._run, "latest")
             self._check_sure()
+            self._held.require()
             number = timeline.open_timeline(self._store, self._run, self._parent)
-        return _Ticket(ulid.new(), number, self._base)
+            self._fork = self._fork or self._find_origin()
+        return _Ticket(ulid.new(), number, tuple(base for base in (self._base, self._fork) if base is not None))
+
+    def _find_origin(self) -> Base | None:
+        """The step of another run that this one starts from, as long as it has none of its own."""
+        if self._origin is None or self._base is not None:
+            return None
+        run, step = self._origin
+        found = repository.find(self._store, run, step)
+        return None if found is None else msgspec.structs.replace(found, run=run)
 
     def _plan(
         self, step: int, ticket: _Ticket, prepared: Prepared, specs: list[TensorSpec], layout: layouts.Layout
@@ -369,7 +426,7 @@ class Checkpointer:
             attempt=ticket.attempt,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
-            bases=(ticket.base,) if ticket.base else (),
+            bases=ticket.bases,
             tensors=plan.plan_tensors(specs, layout),
             small_bytes=layout.small_bytes,
             tree=prepared.tree,
@@ -439,7 +496,7 @@ class Checkpointer:
             if isinstance(copying, SlicedState):
                 copying.cancel()
         waits = {"stall": handle.stall, "waited": handle.waited, "sliced": isinstance(copying, SlicedState)}
-        saved = msgspec.convert(result | waits | {"carrier": handle.carrier}, SaveResult)
+        saved = msgspec.convert(result | waits | {"carrier": handle.carrier, "diverged": handle.diverged}, SaveResult)
         metrics.checkpoint_saves.labels("committed").inc()
         metrics.checkpoint_waited_seconds.observe(saved.waited)
         self._meter.waited(saved.waited)
@@ -448,6 +505,8 @@ class Checkpointer:
             metrics.checkpoint_bytes.labels(kind).inc(getattr(saved, f"bytes_{kind}"))
         if saved.bytes_written >= _TELLING and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW:
             self._upload_hint = saved.bytes_written / saved.seconds
+        self._held.let_go()
+        self._fork_held.let_go()
         handle.set_result(saved)
         if self._retention is not None:
             self._retention.committed()
@@ -471,11 +530,25 @@ class Checkpointer:
         self._ranks.agree(number, b"", error)  # now all that only the nodes' tiers had is in the store
         try:
             if self._ranks.rank == 0:
-                found = tier.find(self._store, run, step)
+                found = self._find_and_hold(run, step, tier)
         except Exception as caught:
             error = caught
         message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
         return msgspec.msgpack.decode(message, type=reading.Found | None)
+
+    def _find_and_hold(self, run: str, step: int | str, tier: NodeTier) -> reading.Found | None:
+        """The step, held until this trainer has committed one of its own; a newer one when the latest is removed just now."""
+        for left in reversed(range(_LOOKS)):
+            found = tier.find(self._store, run, step)
+            if found is None or found.away:
+                break
+            try:
+                (self._held if run == self._run else self._fork_held).hold(run, found.base)
+                break
+            except NotFoundError:
+                if step != "latest" or not left:
+                    raise
+        return found
 
     def _check_sure(self) -> None:
         """What was restored while the store was away must still be the latest before anything is built on it."""

@@ -35,13 +35,14 @@ from checkpoint.repository.commit import Attempt, FinalError
 from checkpoint.repository.lease import LeaseKeeper
 from checkpoint.saving import choose
 from checkpoint.saving import plan as plans
+from checkpoint.saving.bases import Bases
 from checkpoint.saving.events import Committing, Done, Event, Progress, Released, failed, to_json
 from checkpoint.saving.plan import PutPlan
 from checkpoint.saving.progress import FreeNumbers, ProgressFile, add_stored
 from checkpoint.tier import saving
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
-from dataio.core.errors import MillraceError, TransientError, UsageError
+from dataio.core.errors import MillraceError, NotFoundError, TransientError, UsageError
 from dataio.core.limits import MIB
 from dataio.sidecar.transfer.gate import pass_by
 from dataio.store.contract import Store
@@ -81,6 +82,9 @@ class Tables:
     packs: dict[PackName, int] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
     number: dict[bytes, int] = field(default_factory=dict)
+    leans: dict[bytes, dedup.Stored] = field(default_factory=dict)
+    """Of each new chunk that is a difference, its base."""
+    links: list[tuple[int, int]] = field(default_factory=list)
     written: int = 0
     deduplicated: int = 0
 
@@ -88,6 +92,10 @@ class Tables:
         self.number[entry.digest] = len(self.chunks)
         at = self.packs.setdefault(name, len(self.packs))
         self.chunks.append(Chunk(entry.digest, at, entry.offset, entry.stored, entry.raw, entry.codec))
+        if (base := self.leans.get(entry.digest)) is not None:
+            if base.chunk.digest not in self.number:
+                self.add(base.pack, base.chunk)
+            self.links.append((self.number[entry.digest], self.number[base.chunk.digest]))
 
 
 def carry(
@@ -189,7 +197,7 @@ def _commit(
         held.committed(found)
         lease.release()
         _lease_deleted()
-    return result_of(store, attempt, plan.rank, found) | {"seconds": clock.monotonic() - began}
+    return result_of(store, attempt, plan.rank, found, manifest) | {"seconds": clock.monotonic() - began}
 
 
 def _look_first(store: Store, attempt: Attempt) -> Commit | None:
@@ -232,10 +240,20 @@ def _lost(plan: PutPlan) -> FinalError:
     )
 
 
-def result_of(store: Store, attempt: Attempt, rank: int, found: Commit) -> dict[str, object]:
-    """What is reported of a committed save: from the rank's manifest that stands, whoever wrote it."""
+def result_of(
+    store: Store, attempt: Attempt, rank: int, found: Commit, mine: manifests.Manifest | None = None
+) -> dict[str, object]:
+    """What is reported of a committed save: from the rank's manifest that stands, whoever wrote it.
+
+    A policy may have let the step go by now, since newer ones were committed: then from `mine`.
+    """
     key = attempt.manifest_key(rank)
-    manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
+    try:
+        manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
+    except NotFoundError:
+        if mine is None:
+            raise
+        manifest = mine
     return {
         "run": attempt.run,
         "timeline": attempt.timeline,
@@ -259,8 +277,9 @@ def _upload(
     place = layout.lay_out(specs)
     pieces, spans = layout.cut_all(specs, place)
     upload = choose.Upload(plan.upload_hint)
-    choice = choose.Choice(plan.compression, specs, place, spans, upload, _THREADS)
     known = dedup.load(store, plan.run, plan.bases)
+    bases = Bases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
+    choice = choose.Choice(plan.compression, specs, place, spans, upload, _THREADS, bases)
     tables, digests = Tables(), []
     there = book.stored(store, plan)
     add_stored(known, there, book, plan)
@@ -269,8 +288,10 @@ def _upload(
 
     def new_chunks() -> Iterator[pack.NewChunk]:
         done = said = 0
-        for chunk in _hashed(arena, pieces, known, choice):
+        for chunk, base in _hashed(arena, pieces, known, choice):
             digests.append(chunk.digest)
+            if base is not None and chunk.digest not in tables.number:
+                tables.leans[chunk.digest] = base
             yield from _if_new(chunk, known, tables)
             done += chunk.raw
             if done == total or done - said >= max(total // 100, 4 * MIB):
@@ -295,6 +316,8 @@ def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterato
     if chunk.digest in tables.number:
         tables.deduplicated += chunk.raw
     elif (stored := known.chunks.get(chunk.digest)) is not None:
+        if stored.base is not None:
+            tables.leans[chunk.digest] = stored.base
         tables.add(stored.pack, stored.chunk)
         tables.deduplicated += chunk.raw if chunk.digest not in known.own else 0
         tables.written += known.own.get(chunk.digest, 0)
@@ -304,16 +327,18 @@ def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterato
 
 def _hashed(
     arena: ArenaBytes, pieces: Sequence[layout.Piece], known: dedup.Known, choice: choose.Choice
-) -> Iterator[pack.NewChunk]:
-    """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead."""
+) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None]]:
+    """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with what a
+    difference leans on."""
 
-    def work(numbered: tuple[int, layout.Piece]) -> pack.NewChunk:
+    def work(numbered: tuple[int, layout.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None]:
         number, piece = numbered
         payload = arena[piece.at : piece.at + piece.length]
         name = digest(payload)
-        kind = manifests.RAW if name in known.chunks else choice.kind(number, payload)
-        stored, kind = codec.pack(payload, kind)
-        return pack.NewChunk(name, stored, piece.length, kind)
+        if name in known.chunks:
+            return pack.NewChunk(name, payload, piece.length), None
+        made = choice.pack(number, payload)
+        return pack.NewChunk(name, made.stored, piece.length, made.kind), made.base
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-hash") as pool:
         yield from in_order(pool, work, enumerate(pieces), _AHEAD)
@@ -337,7 +362,7 @@ def _manifest(
         for spec, own in zip(specs, spans, strict=True)
     )
     return manifests.Manifest(
-        version=manifests.version_for(tables.chunks),
+        version=manifests.version_for(chunk.codec for chunk in tables.chunks),
         run=plan.run,
         timeline=plan.timeline,
         step=plan.step,
@@ -354,6 +379,7 @@ def _manifest(
         bytes_state=plan.bytes_state,
         bytes_written=tables.written,
         bytes_deduplicated=tables.deduplicated,
+        links=tuple(tables.links),
     )
 
 

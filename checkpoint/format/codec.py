@@ -1,4 +1,5 @@
-"""Chunk payloads: raw, zstd, or the bytes of each element's places together (*planes*) and then zstd.
+"""Chunk payloads: raw, zstd, or the bytes of each element's places together (*planes*) and then zstd. Differences from another
+chunk are in `checkpoint.format.delta`.
 
 Floating-point numbers whose bytes lie together by place (all first bytes, then all second, ...) compress better: the places
 with sign and exponent hardly differ from element to element, those of the mantissa are noise. Chosen by
@@ -17,11 +18,12 @@ import numpy.typing as npt
 import zstandard
 
 from checkpoint.format.chunk import digest
-from checkpoint.format.manifest import PLANES, RAW, ZSTD
+from checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
 from dataio.store.contract import Buffer
 
-COMPRESSIONS = ("none", "zstd", "auto")
+COMPRESSIONS = ("none", "zstd", "auto", "delta")
 NAMES = {RAW: "raw", ZSTD: "zstd"} | {kind: f"planes{width}+zstd" for kind, width in PLANES.items()}
+NAMES |= {kind: f"xor+{NAMES[inner]}" for kind, inner in DELTAS.items()}
 """What people call the codecs."""
 WORTH = 0.97
 """A chunk that is not made at least this much smaller is stored raw, which costs nothing to read."""
@@ -54,21 +56,22 @@ def encode(payload: Buffer, kind: int) -> bytes:
 
 def unpack(stored: memoryview, codec: int, raw: int, expected_digest: bytes) -> memoryview | None:
     """The chunk's bytes when they are the right ones."""
-    payload = stored if codec == RAW else _decode(stored, codec, raw)
+    payload = stored if codec == RAW else plain(stored, codec, raw)
     good = payload is not None and len(payload) == raw and digest(payload) == expected_digest
     return payload if good else None
 
 
-def _decode(stored: memoryview, codec: int, raw: int) -> memoryview | None:
+def plain(stored: memoryview, codec: int, raw: int) -> memoryview | None:
+    """What was compressed, of `raw` bytes; not yet compared with any digest."""
     try:
         if zstandard.frame_content_size(stored) != raw:
             return None
-        plain = _contexts.decompressor.decompress(stored, max_output_size=raw)
+        out = _contexts.decompressor.decompress(stored, max_output_size=raw)
     except zstandard.ZstdError:
         return None
-    if codec in PLANES and len(plain) == raw:
-        return _from_planes(np.frombuffer(plain, np.uint8), PLANES[codec]).data
-    return memoryview(plain)
+    if codec in PLANES and len(out) == raw:
+        return _from_planes(np.frombuffer(out, np.uint8), PLANES[codec]).data
+    return memoryview(out)
 
 
 def _to_planes(flat: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint8]:

@@ -28,9 +28,12 @@ PACK_BYTES = 256 * MIB
 RAW, ZSTD = 0, 1
 PLANES = {2: 2, 3: 4, 4: 8}
 """Codecs of a chunk: these put the bytes of elements of this width together by place before zstd (note 0011)."""
-CODECS = {RAW, ZSTD, *PLANES}
-WITH_PLANES = 2
+DELTAS = {5: 2, 6: 3}
+"""Codecs of a chunk that is stored as its difference from another, and the codec of the difference (note 0016)."""
+CODECS = {RAW, ZSTD, *PLANES, *DELTAS}
+WITH_PLANES, WITH_DELTAS = 2, 3
 """The version of manifests and packs that have such chunks; others keep version 1, so that older readers read them."""
+NEWEST = WITH_DELTAS
 _NAME_BYTES = 4096
 
 
@@ -88,7 +91,8 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`tree` is a document of `checkpoint.state.tree`; `replicas` is the digest of what all ranks must agree on."""
+    """`tree` is a document of `checkpoint.state.tree`; `replicas` is the digest of what all ranks must agree on. `links`: the
+    numbers of each chunk that is a difference and of its base, which is a chunk of this table as well."""
 
     version: int = VERSION
     nonce: str = msgspec.field(default_factory=ulid.new)
@@ -108,6 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     bytes_state: int
     bytes_written: int
     bytes_deduplicated: int
+    links: tuple[tuple[int, int], ...] = ()
 
 
 class _Head(msgspec.Struct):
@@ -118,9 +123,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
-def version_for(chunks: Iterable[Chunk]) -> int:
-    """The version that a reader of these chunks must know."""
-    return WITH_PLANES if any(chunk.codec in PLANES for chunk in chunks) else VERSION
+def version_for(codecs: Iterable[int]) -> int:
+    """The version that a reader of chunks with these codecs must know."""
+    found = set(codecs)
+    if found & DELTAS.keys():
+        return WITH_DELTAS
+    return WITH_PLANES if found & PLANES.keys() else VERSION
 
 
 def encodings(manifest: Manifest) -> dict[int, tuple[int, int]]:
@@ -152,11 +160,12 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
         )
     try:
         version = msgspec.msgpack.decode(data, type=_Head).version
-        if version not in (VERSION, WITH_PLANES):
+        if not VERSION <= version <= NEWEST:
             raise newer(key, version)
         manifest = _decoder.decode(data)
         _check_identity(manifest, key)
         _check_chunks(manifest)
+        _check_links(manifest)
         _check_tensors(manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, _Unsound) as error:
         raise CorruptionError(f"{key} is not a sound manifest: {error}", hint="run `millrace ckpt check`") from None
@@ -192,6 +201,17 @@ def _check_chunks(manifest: Manifest) -> None:
         _require(c.codec != RAW or c.stored == c.raw, f"chunk {i} is raw but of two sizes")
         _require(0 <= c.offset <= PACK_BYTES - c.stored, f"chunk {i} lies outside of a pack")
     check_disjoint((c.pack, c.offset, c.stored) for c in manifest.chunks)
+
+
+def _check_links(manifest: Manifest) -> None:
+    chunks, based = manifest.chunks, set()
+    for chunk, base in manifest.links:
+        _require(0 <= chunk < len(chunks) and 0 <= base < len(chunks), f"a link from chunk {chunk} to {base}")
+        kinds = chunks[chunk].codec in DELTAS and chunks[base].codec not in DELTAS
+        _require(kinds and chunks[chunk].raw == chunks[base].raw, f"chunk {chunk} cannot lean on chunk {base}")
+        based.add(chunk)
+    differences = {i for i, c in enumerate(chunks) if c.codec in DELTAS}
+    _require(based == differences, "a chunk is a difference, and its base is not named")
 
 
 def check_disjoint(ranges: Iterable[tuple[int, int, int]]) -> None:

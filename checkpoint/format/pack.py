@@ -21,7 +21,7 @@ import msgspec
 from checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, digest
 from checkpoint.format.documents import VERSION, newer
 from checkpoint.format.layout import ALIGN
-from checkpoint.format.manifest import CODECS, PACK_BYTES, PLANES, RAW, WITH_PLANES
+from checkpoint.format.manifest import CODECS, NEWEST, PACK_BYTES, RAW, version_for
 from dataio.core.errors import CorruptionError, NotFoundError
 from dataio.core.limits import MIB
 from dataio.store.contract import Buffer, Store
@@ -115,7 +115,7 @@ def _parts(chunks: Iterator[NewChunk], packed: Callable[[Entry], None]) -> Itera
         if at > PACK_BYTES - CHUNK_BYTES - ALIGN:
             break
     footer = _encoder.encode(table)
-    version = WITH_PLANES if any(entry.codec in PLANES for entry in table) else VERSION
+    version = version_for(entry.codec for entry in table)
     head = _HEAD.pack(MAGIC, version, at, len(footer))
     yield footer + head + digest(footer + head)
 
@@ -137,7 +137,7 @@ def read_table(store: Store, key: str) -> tuple[Entry, ...]:
     footer = _read(store, key, at, length)
     if digest(footer + tail[: _HEAD.size]) != tail[_HEAD.size :]:
         raise _damaged(key, "the footer is not what was written")
-    if version not in (VERSION, WITH_PLANES):
+    if not VERSION <= version <= NEWEST:
         raise newer(key, version)
     return _checked(key, footer, at)
 

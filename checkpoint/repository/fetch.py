@@ -1,6 +1,7 @@
 """Reading chunks out of packs: coalesced ranges, bounded memory, every chunk checked, a bad one fetched once more, and then from
 every other copy that the store knows of.
 
+A chunk that is stored as a difference takes its base, which is read by itself, checked in the same way.
 A chunk that is stored raw may be read straight to where it belongs (`Room`), and is checked there: no copy.
 Invariant: what is handed out are the bytes with the chunk's digest. Memory in flight is at most `_THREADS` batches of
 `BATCH_BYTES`, and a batch is one call to the store.
@@ -16,14 +17,16 @@ from dataclasses import dataclass
 from threading import local
 from typing import Generic, Protocol, TypeVar
 
-from checkpoint.format import codec, names
-from checkpoint.format.chunk import CHUNK_BYTES
-from checkpoint.format.manifest import RAW
+from checkpoint.format import codec, delta, names
+from checkpoint.format.chunk import CHUNK_BYTES, digest
+from checkpoint.format.manifest import DELTAS, RAW
 from checkpoint.repository.ahead import in_order
 from dataio.core.errors import AccessDeniedError, NotFoundError, UsageError
 from dataio.core.limits import KIB
+from dataio.core.log import get_logger
 from dataio.store.contract import Store
 
+_log = get_logger(__name__)
 BATCH_BYTES = 4 * CHUNK_BYTES
 _THREADS = 4
 """More than hash at once: some wait for the store meanwhile."""
@@ -122,7 +125,7 @@ def _read_batch(
     views, places = _places(batch.chunks, rooms, buffer)
     whole = _try_read(store, batch.pack, views)
     for chunk, stored in zip(batch.chunks, places, strict=True):
-        good = codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest) if whole else None
+        good = _unpacked(store, chunk, stored) if whole else None
         use(batch.pack, chunk, good if good is not None else _read_again(store, batch.pack, chunk, stored))
 
 
@@ -156,12 +159,32 @@ def _read_again(store: Store, pack: str, chunk: Place, stored: memoryview) -> me
     """The chunk by itself, then from the other copies, of which a store has a few at most."""
     for _ in range(_COPIES):
         if _try_read(store, pack, [(chunk.offset, stored)]):
-            good = codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest)
+            good = _unpacked(store, chunk, stored)
             if good is not None:
                 return good
         if not store.distrust(pack):
             return None
     return None
+
+
+def read_one(store: Store, pack: str, chunk: Place) -> memoryview | None:
+    """One chunk by itself; None when it cannot be had."""
+    return _read_again(store, pack, chunk, memoryview(bytearray(chunk.stored)))
+
+
+def _unpacked(store: Store, chunk: Place, stored: memoryview) -> memoryview | None:
+    """The chunk's bytes when they are the right ones; of a difference, with its base, which is read for it."""
+    if chunk.codec not in DELTAS:
+        return codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest)
+    link = delta.link_of(stored)
+    if link is None or link.raw != chunk.raw:
+        return None
+    base = read_one(store, link.pack, link)
+    if base is None:
+        _log.error("the base of a chunk is damaged: %d bytes at offset %d of %s", link.stored, link.offset, link.pack)
+        return None
+    payload = delta.decode(stored, base, chunk.raw, chunk.codec)
+    return payload if payload is not None and digest(payload) == chunk.digest else None
 
 
 def _try_read(store: Store, pack: str, views: Sequence[tuple[int, memoryview]]) -> bool:

@@ -40,7 +40,7 @@ class Shown:
     step: int
     attempt: str
     world_size: int
-    bases: tuple[int, ...]
+    bases: tuple[str, ...]
     packs: int
     bytes_state: int
     bytes_written: int
@@ -70,7 +70,7 @@ def look(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
         base.step,
         base.attempt,
         len(ranks),
-        tuple(sorted({b.step for m in ranks for b in m.bases})),
+        tuple(sorted({f"{b.step} of run {b.run}" if b.run else f"{b.step}" for m in ranks for b in m.bases})),
         len({pack.key for m in ranks for pack in m.packs}),
         sum(m.bytes_state for m in ranks),
         sum(m.bytes_written for m in ranks),
@@ -98,7 +98,7 @@ def text(shown: Shown) -> str:
         f"{format_bytes(shown.bytes_deduplicated)} not, because stored before; {shown.packs} packs",
     ]
     if shown.bases:
-        lines.append("leans on step " + ", ".join(map(str, shown.bases)))
+        lines.append("leans on step " + ", ".join(shown.bases))
     for name, (raw, stored) in sorted(shown.encodings.items()):
         lines.append(f"{name}: {format_bytes(raw)} as {format_bytes(stored)} ({stored / max(raw, 1):.2f})")
     for t in shown.tensors:

@@ -4,6 +4,8 @@ For every tensor with something new to store, three short runs of its first new 
 gives a size and a time. The upload is measured while it goes on: bytes that the store took over the time in which it was
 waited for. Storing a raw byte takes 1/upload seconds; storing it compressed takes the longer of (time to compress it, over the
 threads that do so) and (size over upload), since they overlap. The shortest wins, raw unless another is clearly shorter.
+With "delta" a difference from the chunk's base (`checkpoint.saving.bases`) is a candidate too; the time to read that base
+counts as time to compress.
 Invariant: while the upload's speed is not known everything is raw, so that compression makes no save slower than none by
 more than the samples: about 1 ms for a tensor.
 Failure behaviour: none.
@@ -16,10 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpoint.format import codec, dtypes
+from checkpoint.format import codec, delta, dtypes
 from checkpoint.format.layout import Layout, PieceSpan, TensorSpec
-from checkpoint.format.manifest import PLANES, RAW, ZSTD
+from checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
+from checkpoint.repository.dedup import Stored
+from checkpoint.saving.bases import Bases
 from dataio.core.limits import KIB, MIB
+from dataio.store.contract import Buffer
 
 _RUN = 64 * KIB
 _RUNS = 3
@@ -28,6 +33,8 @@ _KNOWN_BYTES, _KNOWN_SECONDS = 48 * MIB, 0.02
 _CLEARLY = 0.95
 _HASH_SECONDS = 1 / 5e9
 """Of a byte, on the same threads (BLAKE3)."""
+_KEY_FRAME = 0.6
+"""A difference that is not smaller than this part of what the chunk takes by itself makes a new base worth more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +64,15 @@ def candidates(item_bytes: int) -> tuple[int, ...]:
     return (ZSTD, *(kind for kind, width in PLANES.items() if width == item_bytes))
 
 
+def _starts(size: int) -> list[int]:
+    """Of the runs that stand for so many bytes: at the beginning, in the middle and at the end."""
+    last = max(size - _RUN, 0) // 8 * 8
+    return sorted({last * i // (_RUNS - 1) // 8 * 8 for i in range(_RUNS)})
+
+
 def measure(payload: memoryview, kinds: Sequence[int]) -> list[Sample]:
-    """Compress runs from the beginning, the middle and the end."""
-    last = max(len(payload) - _RUN, 0) // 8 * 8
-    starts = sorted({last * i // (_RUNS - 1) // 8 * 8 for i in range(_RUNS)})
-    runs = [payload[start : start + _RUN] for start in starts]
+    """Compress some runs."""
+    runs = [payload[start : start + _RUN] for start in _starts(len(payload))]
     total = sum(len(run) for run in runs)
     found = []
     for kind in kinds:
@@ -69,6 +80,29 @@ def measure(payload: memoryview, kinds: Sequence[int]) -> list[Sample]:
         size = sum(len(codec.encode(run, kind)) for run in runs)
         found.append(Sample(kind, size / max(total, 1), (time.thread_time() - began) / max(total, 1)))
     return found
+
+
+def measure_difference(payload: memoryview, base: memoryview, kind: int, reading: float) -> Sample:
+    """As `measure`, of the difference from a base that took `reading` seconds to be read."""
+    runs = [(payload[start : start + _RUN], base[start : start + _RUN]) for start in _starts(len(payload))]
+    total = sum(len(run) for run, _ in runs)
+    began = time.thread_time()
+    size = sum(len(delta.compressed(run, other, kind)) for run, other in runs)
+    return Sample(kind, size / max(total, 1), (time.thread_time() - began) / max(total, 1) + reading / len(payload))
+
+
+def worth_leaning(difference: Sample, alone: Sequence[Sample]) -> bool:
+    """Whether the difference is so small that it beats a new base, to which later chunks would have smaller ones. Pure."""
+    return difference.ratio < _KEY_FRAME * min([1.0, *(sample.ratio for sample in alone)])
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What is stored of a chunk; of a difference, with its base."""
+
+    stored: Buffer
+    kind: int
+    base: Stored | None = None
 
 
 class Upload:
@@ -102,14 +136,22 @@ class Choice:
         spans: Sequence[Sequence[PieceSpan]],
         upload: Upload,
         threads: int,
+        bases: Bases | None = None,
     ) -> None:
-        self._compression, self._upload, self._threads = compression, upload, threads
+        self._compression, self._upload, self._threads, self._bases = compression, upload, threads, bases
         self._tensor_of = {
             span.piece: i for i, own in enumerate(spans) for span in own if layout.offsets[i] >= layout.small_bytes
         }
         self._widths = [dtypes.ITEM_BYTES[spec.dtype] for spec in specs]
         self._samples: dict[int | None, list[Sample]] = {}
         self._lock = threading.Lock()
+
+    def pack(self, piece: int, payload: memoryview) -> Packed:
+        """A new chunk, as it is to be stored."""
+        kind = self.kind(piece, payload)
+        if kind in DELTAS:
+            return self._difference(piece, payload, kind)
+        return Packed(*codec.pack(payload, kind))
 
     def kind(self, piece: int, payload: memoryview) -> int:
         """For a new chunk; the small tensors' common stream counts as one tensor of 4-byte elements."""
@@ -125,7 +167,31 @@ class Choice:
         with self._lock:
             known = self._samples.get(tensor)
         if known is None:
-            known = measure(payload, candidates(4 if tensor is None else self._widths[tensor]))
+            width = 4 if tensor is None else self._widths[tensor]
+            known = measure(payload, candidates(width))
+            known += self._measured_difference(piece, payload, width, known)
             with self._lock:
                 self._samples[tensor] = known
         return known
+
+    def _measured_difference(self, piece: int, payload: memoryview, width: int, alone: list[Sample]) -> list[Sample]:
+        kinds = [kind for kind, inner in DELTAS.items() if PLANES[inner] == width]
+        if not kinds or self._bases is None or self._bases.of(piece) is None:
+            return []
+        began = time.perf_counter()
+        base = self._bases.read(piece)
+        if base is None:
+            return []
+        found = measure_difference(payload, base, kinds[0], time.perf_counter() - began)
+        return [found] if worth_leaning(found, alone) else []
+
+    def _difference(self, piece: int, payload: memoryview, kind: int) -> Packed:
+        """Of a tensor whose first new chunk was worth it; whole where this one has no base, or gains nothing by it."""
+        assert self._bases is not None
+        on = self._bases.of(piece)
+        base = self._bases.read(piece) if on is not None else None
+        if base is not None:
+            stored = delta.encode(payload, base, self._bases.link(piece), kind)
+            if len(stored) < codec.WORTH * len(payload):
+                return Packed(stored, kind, on)
+        return Packed(*codec.pack(payload, DELTAS[kind]))

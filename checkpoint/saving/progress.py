@@ -24,7 +24,7 @@ import xxhash
 
 from checkpoint.format import manifest as manifests
 from checkpoint.format import names
-from checkpoint.format.manifest import Chunk, PackName
+from checkpoint.format.manifest import DELTAS, Chunk, PackName
 from checkpoint.format.pack import Entry
 from checkpoint.repository.commit import FinalError
 from checkpoint.repository.dedup import Known, Stored
@@ -229,6 +229,8 @@ def add_stored(known: Known, packs: dict[int, tuple[Entry, ...]], progress: Prog
     """Make the chunks of these packs known, as this save's own."""
     for number, entries in packs.items():
         for entry in entries:
+            if entry.codec in DELTAS:
+                continue  # what it leans on is not written down: it is stored once more
             chunk = Chunk(entry.digest, 0, entry.offset, entry.stored, entry.raw, entry.codec)
             known.chunks[entry.digest] = Stored(progress.name(plan, number), chunk)
             known.own[entry.digest] = entry.stored

@@ -64,6 +64,7 @@ def make(
     boxes: Mapping[str, Box] | None = None,
     values: object = None,
     replicas: bytes = b"",
+    run: str = RUN,
     **more: object,
 ) -> Made:
     """Stage `state` and plan its save. `boxes` makes a tensor a shard of a larger, replicated one; so do the boxes of a
@@ -80,7 +81,7 @@ def make(
     refs = {name: tree.TensorRef(name) for name, _, _ in rows}
     planned = plan.PutPlan(
         location=plan.PlanLocation(store.location.url, dict(store.location.options)),
-        run=RUN,
+        run=run,
         timeline=number,
         step=step,
         attempt=attempt or ulid.new(),
@@ -96,10 +97,10 @@ def make(
     return Made(memoryview(arena), planned)
 
 
-def begin(store: Store, parent: Base | None = None) -> int:
+def begin(store: Store, parent: Base | None = None, run: str = RUN) -> int:
     """What a trainer that starts does before its first save; the number of its timeline."""
     repository.ensure_repo(store)
-    return timeline.open_timeline(store, RUN, StepName(parent.timeline, parent.step) if parent else None)
+    return timeline.open_timeline(store, run, StepName(parent.timeline, parent.step) if parent else None)
 
 
 def save(store: Store, made: Made, emit: Callable[[Event], None] = lambda _: None, clock: Clock = SYSTEM_CLOCK) -> Base:
@@ -122,9 +123,9 @@ class MemorySink:
         self.closed = True
 
 
-def load(store: Store, base: Base, rank: int = 0) -> dict[str, bytes]:
+def load(store: Store, base: Base, rank: int = 0, run: str = RUN) -> dict[str, bytes]:
     """The step's tensors as `rank` sees them."""
-    with restore.reading(store, RUN, base) as step:
+    with restore.reading(store, run, base) as step:
         found = restore.tensors_of(step, rank)
         sinks = {name: MemorySink(dtypes.nbytes(saved.dtype, saved.shape)) for name, saved in found.items()}
         restore.read(

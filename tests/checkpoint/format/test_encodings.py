@@ -163,8 +163,8 @@ def narrow_step(tmp_path: Path) -> str:
 
 def test_a_reader_of_the_first_version_refuses_planes_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = narrow_step(tmp_path)
-    monkeypatch.setattr(manifest, "WITH_PLANES", 1)
-    monkeypatch.setattr(pack, "WITH_PLANES", 1)
+    monkeypatch.setattr(manifest, "NEWEST", 1)
+    monkeypatch.setattr(pack, "NEWEST", 1)
     with open_store(tmp_path) as store:
         with pytest.raises(UnsupportedError, match=r"format version 2.*install a newer Millrace"):
             pack.read_table(store, key)
@@ -191,7 +191,7 @@ def test_a_manifest_with_an_unknown_codec_is_refused(tmp_path: Path) -> None:
         base = repository.find(store, "exp", "latest")
         assert base is not None
         found = repository.open_step(store, "exp", base).manifests[0]
-        wrong = msgspec.structs.replace(found, chunks=(msgspec.structs.replace(found.chunks[0], codec=5),))
+        wrong = msgspec.structs.replace(found, chunks=(msgspec.structs.replace(found.chunks[0], codec=99),))
         key = f"runs/exp/000001/{1:012d}/{base.attempt}/rank-00000.manifest"
-        with pytest.raises(CorruptionError, match="unknown codec 5"):
+        with pytest.raises(CorruptionError, match="unknown codec 99"):
             manifest.decode(manifest.encode(wrong), key)

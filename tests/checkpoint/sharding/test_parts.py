@@ -92,7 +92,7 @@ def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: P
     weight = torch.randn(1024, 3000).bfloat16()[:, 500:2500]
     leaf = Leaf("w", Seen(weight, "bfloat16", Box((1024, 3000), (0, 500), (1024, 2000)), True), True)
     other = Leaf("v", Seen(torch.randn(3), "float32", Box((3,), (0,), (3,))), False)
-    prepared = Prepared(b"", [other, leaf], b"", [])
+    prepared = Prepared(b"", [other, leaf], b"")
     specs, tensors = prepared.specs(), prepared.tensors()
     assert len(specs) == len(tensors) > 4
     place = layout.lay_out(specs)

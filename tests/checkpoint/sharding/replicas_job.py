@@ -1,0 +1,70 @@
+"""Ranks of which one has drifted: `replicas_job.py DIRECTORY`. Each prints what a save says of its replicas."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import Checkpointer
+from dataio.core import metrics
+from dataio.core.errors import MillraceError
+
+
+class Lines(logging.Handler):
+    """Warnings of the checkpointer."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    made = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 3))
+    made[1].running_mean.fill_(dist.get_rank())  # each rank's own, under DistributedDataParallel
+    return made
+
+
+def save(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"diverged": checkpointer.save(step, state).result(60).diverged}
+    except MillraceError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def main(directory: str) -> None:
+    lines = Lines()
+    logging.getLogger("millrace").addHandler(lines)
+    saved = {"model": model()}
+    found: dict[str, Any] = {}
+    with Checkpointer(directory, run="warn", sidecar=None, wait_seconds=60) as checkpointer:
+        found["same"] = save(checkpointer, 1, saved)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                saved["model"][0].weight.mul_(1.001)
+        found["differ"] = save(checkpointer, 2, saved)
+    found["lines"] = [line for line in lines.lines if "differ" in line]
+    found["counted"] = metrics.checkpoint_replicas_diverged._value.get()
+    with Checkpointer(directory, run="error", sidecar=None, wait_seconds=60, replicas="error") as checkpointer:
+        found["refused"] = save(checkpointer, 1, saved)
+        found["steps"] = checkpointer.steps()
+    with Checkpointer(directory, run="trust", sidecar=None, wait_seconds=60, replicas="trust") as checkpointer:
+        found["trusted"] = save(checkpointer, 1, saved)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(*sys.argv[1:])
+    dist.destroy_process_group()
