@@ -17,6 +17,8 @@ from checkpoint.dcp.session import Ticket
 from checkpoint.format import layout as layouts
 from checkpoint.format.documents import Fate, encode
 from checkpoint.format.layout import Layout, TensorSpec
+from checkpoint.gds.file import Direct
+from checkpoint.gds.saving import DeviceSlices
 from checkpoint.repository.commit import Attempt
 from checkpoint.repository.lease import DEFAULT_LIFE
 from checkpoint.saving import plan
@@ -39,11 +41,16 @@ class Share:
 
 
 def carry_here(
-    store: Store, share: Share, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], tree: bytes
+    store: Store,
+    share: Share,
+    tensors: Sequence[torch.Tensor],
+    specs: Sequence[TensorSpec],
+    tree: bytes,
+    direct: Direct | None = None,
 ) -> None:
-    """Store the tensors; returns when the step is committed, by all ranks."""
+    """Store the tensors; returns when the step is committed, by all ranks. `direct`: what it reaches goes by it."""
     try:
-        _carry(store, share, tensors, list(specs), tree)
+        _carry(store, share, tensors, list(specs), tree, direct)
     except BaseException as error:
         abort(store, share, error)
         raise
@@ -57,15 +64,28 @@ def abort(store: Store, share: Share, error: BaseException) -> None:
         store.put_if_absent(attempt.fate_key, encode(Fate(attempt=attempt.id, fate="abort", reason=reason)))
 
 
-def _carry(store: Store, share: Share, tensors: Sequence[torch.Tensor], specs: list[TensorSpec], tree: bytes) -> None:
+def _carry(
+    store: Store,
+    share: Share,
+    tensors: Sequence[torch.Tensor],
+    specs: list[TensorSpec],
+    tree: bytes,
+    direct: Direct | None,
+) -> None:
     layout = layouts.lay_out(specs)
     put = plan.encode(_plan(store, share, specs, layout, tree))
     arena = Arena(LEAST_BYTES)
-    sliced = SlicedState(arena, tensors, specs, layout)
+    sliced: SlicedState | None = None
     try:
+        if direct is not None and any(tensor.device.type == direct.device for tensor in tensors):
+            sliced = there = DeviceSlices(direct, arena, tensors, specs, layout)
+            store = there.store(store)
+        else:
+            sliced = SlicedState(arena, tensors, specs, layout)
         carry(sliced, put, lambda _: None, store=store)
     finally:
-        sliced.cancel()
+        if sliced is not None:
+            sliced.cancel()
         arena.close()
 
 

@@ -33,6 +33,8 @@ from checkpoint.dcp.writer import step_of
 from checkpoint.format import names
 from checkpoint.format.chunk import Box
 from checkpoint.format.documents import Base
+from checkpoint.gds.file import Direct
+from checkpoint.gds.store import GdsStore, direct_for
 from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
 from checkpoint.restoring import restore
@@ -48,6 +50,7 @@ class RepositoryReader(StorageReader):
 
     `step` is a number or "latest", on which the ranks agree through torch.distributed (so with `no_dist=True` in a job of
     several ranks, give the number). `rank`: whose values other than tensors are loaded; this process's if not given.
+    `gds`: as for `Checkpointer`.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class RepositoryReader(StorageReader):
         run: str,
         step: int | str = "latest",
         rank: int | None = None,
+        gds: bool | Direct = False,
         **storage_options: object,
     ) -> None:
         self._url, self._options, self._run, self._step = url, storage_options, names.check_run(run), step
-        self._given_rank = rank
+        self._given_rank, self._gds = rank, gds
         self._open = contextlib.ExitStack()
         self._names = document.Names()
         self._saved: dict[str, Saved] = {}
@@ -110,7 +114,9 @@ class RepositoryReader(StorageReader):
             targets = [planner.resolve_tensor(item).detach() for item in items]
             with torch.no_grad():
                 wants = [self._want(item, target) for item, target in zip(items, targets, strict=True)]
-                restore.read(self._store, self._opened_step, wants)
+                direct = direct_for(self._store, self._gds)
+                store = self._store if direct is None else GdsStore(self._store, direct)
+                restore.read(store, self._opened_step, wants)
             for item, target in zip(items, targets, strict=True):
                 planner.commit_tensor(item, target)
             for item in plan.items:

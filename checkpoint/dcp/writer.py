@@ -31,6 +31,8 @@ from checkpoint.format import names
 from checkpoint.format.chunk import SMALL_BELOW, Box
 from checkpoint.format.codec import COMPRESSIONS
 from checkpoint.format.layout import TensorSpec
+from checkpoint.gds.file import Direct
+from checkpoint.gds.store import direct_for
 from checkpoint.sharding.owners import owners
 from checkpoint.state.kinds import TorchKinds, name_of
 from dataio.core.errors import UnsupportedError, UsageError
@@ -61,7 +63,7 @@ class _Orders:
 class RepositoryWriter(StorageWriter):
     """Saves one step of `run` in the repository at `url`; DCP's `checkpoint_id`, where given, is another step.
 
-    `url`, `storage_options`: as for `Checkpointer`. `compression` is "none" or "zstd"; `wait_seconds` bounds the wait for
+    `url`, `gds`, `storage_options`: as for `Checkpointer`. `compression` is "none" or "zstd"; `wait_seconds` bounds the wait for
     other ranks. For `async_save` in a process, give the URL, not an open store.
     """
 
@@ -72,6 +74,7 @@ class RepositoryWriter(StorageWriter):
         run: str,
         step: int | None = None,
         compression: str = "none",
+        gds: bool | Direct = False,
         wait_seconds: float = 600.0,
         **storage_options: object,
     ) -> None:
@@ -79,7 +82,7 @@ class RepositoryWriter(StorageWriter):
             raise UsageError(f"no compression {compression!r}", hint=f"there are: {', '.join(COMPRESSIONS)}")
         self._url, self._options, self._run = url, storage_options, names.check_run(run)
         self._step = None if step is None else names.check_step(step)
-        self._compression, self._wait = compression, wait_seconds
+        self._compression, self._wait, self._gds = compression, wait_seconds, gds
         self._own: list[WriteItem] = []
         self._paths: dict[str, document.Path] | None = None
 
@@ -134,7 +137,7 @@ class RepositoryWriter(StorageWriter):
             except BaseException as error:
                 abort(store, share, error)
                 raise
-            carry_here(store, share, tensors, specs, tree)
+            carry_here(store, share, tensors, specs, tree, direct_for(store, self._gds))
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return future
