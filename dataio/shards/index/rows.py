@@ -2,7 +2,7 @@
 
 Purpose: readers learn from it where every sample lies and what it holds, without opening a shard.
 Invariants: `SCHEMA` is the whole format; media columns are null together where a sample has no such stream. A part is written
-in row groups of `GROUP_ROWS`, so that one sample costs one small read; its footer holds, under `BLOCKS`, the digests of all
+in row groups of `group_rows`, so that one sample costs one small read; its footer holds, under `BLOCKS`, the digests of all
 `BLOCK_BYTES` before it, so that every range of it can be checked alone. The same samples give the same bytes.
 Failure behaviour: `CorruptionError` names the index part, the row and the column; nothing of a bad part is returned.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import blake3
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataio.core import limits
@@ -26,6 +27,10 @@ from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, V
 from dataio.shards.index import checks as index_checks
 
 GROUP_ROWS = 2048
+GROUP_BYTES = 2 * limits.MIB
+MIN_GROUP_ROWS = 64
+"""A row group has `GROUP_ROWS`, or fewer where rows are long (a film has thousands of key frames), so that it takes about
+`GROUP_BYTES`; at least `MIN_GROUP_ROWS`."""
 BLOCK_BYTES = 64 * limits.KIB
 BLOCKS = b"millrace.blocks"
 """The footer's entry: base64 of the blocks' BLAKE3 digests, `BLOCK_DIGEST` bytes of each."""
@@ -203,10 +208,19 @@ def write_table(table: Any) -> bytes:
     with pq.ParquetWriter(
         sink, SCHEMA, compression="zstd", compression_level=6, write_statistics=list(SUMMED), store_schema=True
     ) as writer:
-        writer.write_table(table, row_group_size=GROUP_ROWS)
+        writer.write_table(table, row_group_size=group_rows(table))
         digests = block_digests(sink.getbuffer())
         writer.add_key_value_metadata({BLOCKS: base64.b64encode(b"".join(digests))})
     return sink.getvalue()
+
+
+def group_rows(table: Any) -> int:
+    """Rows of a row group: what is short counts as 512 bytes a row, what is long by its length."""
+    long = [pc.list_value_length(table["key_frames"]), pc.list_value_length(table["members"])]
+    long += [pc.binary_length(table[name]) for name in ("text", "fields")]
+    sums = [pc.sum(lengths).as_py() or 0 for lengths in long]
+    total = 512 * table.num_rows + sum(size * n for size, n in zip((12, 32, 1, 1), sums, strict=True))
+    return max(MIN_GROUP_ROWS, min(GROUP_ROWS, GROUP_BYTES * table.num_rows // max(1, total)))
 
 
 def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,15 +15,15 @@ from hypothesis import strategies as st
 
 from dataio.core.errors import CorruptionError
 from dataio.shards import dataset as dataset_module
-from dataio.shards.contract import Sample
+from dataio.shards.contract import KeyFrame, Sample
 from dataio.shards.dataset import Dataset
 from dataio.shards.index import rows as index
-from dataio.shards.query import kept
+from dataio.shards.query import kept, parts
 from dataio.shards.query.part_reader import PartReader
 from dataio.shards.versions import documents as versions
 from dataio.store.contract import Store
 from dataio.store.open import open_store
-from tests.dataio.shards.making import make
+from tests.dataio.shards.making import make, sample, video
 
 ROWS = 5000
 
@@ -68,6 +69,23 @@ def test_a_value_that_all_samples_have_is_known_from_the_footers_alone(
         "video": (ext, None), "sound": (None, "pcm_s16le"), "both": (None, None), "first-part": (None, None),
     }  # fmt: skip
     assert Dataset(tmp_path / "video").only("height") is None  # of which footers say nothing
+
+
+def test_rows_with_many_key_frames_lie_in_smaller_groups(tmp_path: Path) -> None:
+    """So that one sample of a dataset of films costs no more than one of clips."""
+    store = open_store(tmp_path)
+    film = tuple(KeyFrame(1000 * n, 24 * n) for n in range(3000))
+    rows = [
+        sample(n, "shards/a.tar", n, video=replace(video(n), frames=72_001, key_frames=film), audio=None)
+        for n in range(300)
+    ]
+    (part,) = parts.store_parts(store, rows, 0)
+    reader = PartReader(store, part, {"shards/a.tar": 1 << 40})
+    assert reader.ends.tolist() == [*range(64, 300, 64), 300]
+    assert index.group_rows(reader.read()) == index.MIN_GROUP_ROWS
+    assert index.from_row(reader.read(None, [2]).to_pylist()[1], 129) == rows[129]
+    short = pa.Table.from_pylist([index.to_row(sample(n, "shards/a.tar", n)) for n in range(10)], schema=index.SCHEMA)
+    assert index.group_rows(short) == index.GROUP_ROWS
 
 
 class Counting:
