@@ -13,13 +13,15 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from dataio.cache.announced import Announced, Upcoming, check_inside
 from dataio.cache.disks import Disks, Place
-from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready, Want
+from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready
 from dataio.cache.fetcher import DiskError, Fetcher, Flight
 from dataio.cache.forecast import Forecast
 from dataio.cache.lease import Lease
@@ -28,7 +30,7 @@ from dataio.cache.plan import CachePlan
 from dataio.cache.turns import JobLimits
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import MillraceError, TransientError, UsageError
+from dataio.core.errors import TransientError, UsageError
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
 
@@ -42,7 +44,15 @@ RUNS = 256
 _log = get_logger(__name__)
 _CACHE_BYTES = {source: metrics.cache_bytes.labels(source) for source in ("bypass", "cache", "store")}
 Ranges = Sequence[tuple[int, int]]
-Ranges3 = Sequence[tuple[str, int, int]]
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A loader that announces. `newest` is what nobody has looked at yet, `busy` whether somebody is about to."""
+
+    announced: Announced = field(default_factory=Announced)
+    newest: tuple[Store, Upcoming] | None = None
+    busy: bool = False
 
 
 class Engine:
@@ -78,10 +88,11 @@ class Engine:
         self._ended: deque[int] = deque()
         self._jobs: dict[int, str] = {}  # of streams
         self._within: dict[int, str] = {}  # of streams: the span in which they asked last
-        self._announced: dict[int, tuple[Store, list[tuple[str, int, int]]]] = {}
+        self._announcing: dict[int, _Stream] = {}
         self._tickets = itertools.count()
         self._closed = False
         self._counts = {"fetched_bytes": 0, "asked_bytes": 0, "hit_bytes": 0, "reads_ready": 0, "reads_late": 0}
+        self._tier_hits = [0] * len(places)
         self._forecast = Forecast()
         self._adopt()
         self._fetcher = Fetcher(threads, buffers, block_bytes, clock, self._landed)
@@ -114,22 +125,23 @@ class Engine:
             if file is None or file not in self._disks.files:
                 return None
             self._count(sum(length for _, length in ranges), True, False, stream)
+            self._hit(file, sum(length for _, length in ranges))
             return self._lease(file, False)
 
-    def announce(self, stream: int, store: Store, upcoming: Sequence[tuple[str, int, int]]) -> None:
+    def announce(self, stream: int, store: Store, upcoming: Upcoming) -> None:
         """Prefetch (key, offset, length), soonest first; replaces what `stream` announced before."""
         with self._lock:
-            scheduled = stream in self._announced
-            self._announced[stream] = (store, list(upcoming[:ANNOUNCED]))
+            found = self._announcing.setdefault(stream, _Stream())
+            found.newest, scheduled, found.busy = (store, upcoming[:ANNOUNCED]), found.busy, True
             later = self._execute(self._plan.reads_in_order(stream, self._objects.source(store)))
         _finish(later)
-        if not scheduled:  # at most one job for each stream, whatever the number of announcements
+        if not scheduled:
             self._fetcher.submit(lambda: self._announce(stream))
 
     def withdraw(self, stream: int) -> None:
         """Forget what `stream` announced."""
         with self._lock:
-            self._announced.pop(stream, None)
+            self._announcing.pop(stream, None)
             self._jobs.pop(stream, None)
             self._within.pop(stream, None)
             self._forecast.over(stream)
@@ -195,11 +207,20 @@ class Engine:
             return {**self._plan.counts(), **self._counts, "paused": self._disks.paused}
 
     def tier_stats(self) -> list[dict[str, object]]:
-        """Of each tier: where it is, budget and use in bytes, and whether its disk is in trouble."""
+        """Of each tier: where it is, budget, use and hits (what was there when it was asked for) in bytes, and whether its disk
+        is in trouble."""
         with self._lock:
             return [
-                {"directory": str(place.path), "budget_bytes": budget, "used_bytes": used, "paused": not well}
-                for place, (budget, used, well) in zip(self._disks.places, self._plan.tiers, strict=True)
+                {
+                    "directory": str(place.path),
+                    "budget_bytes": budget,
+                    "used_bytes": used,
+                    "hit_bytes": hits,
+                    "paused": not well,
+                }
+                for place, hits, (budget, used, well) in zip(
+                    self._disks.places, self._tier_hits, self._plan.tiers, strict=True
+                )
             ]
 
     def prefetch_stats(self) -> dict[str, float | int]:
@@ -232,17 +253,19 @@ class Engine:
 
     def _request(self, store: Store, obj: ObjectId, ranges: Ranges, future: Future[Lease | None], stream: int) -> None:
         try:
-            wanted = _checked(obj, ranges)
+            check_inside(obj, ranges)
         except UsageError as error:
             future.set_exception(error)
             return
-        ticket = next(self._tickets)
+        ticket, wanted = next(self._tickets), tuple((offset, length) for offset, length in ranges)
         with self._lock:
             self._waiting[ticket] = future
             self._recover()
             self._sources[obj.source] = store
             there = self._plan.has_all(obj, wanted)
             instructions = [] if self._closed else self._plan.request(ticket, obj, wanted, stream)
+            for ready in (found for found in instructions if there and isinstance(found, Ready)):
+                self._hit(ready.file, sum(length for _, length in wanted) if ready.ticket == ticket else 0)
             later = self._execute(instructions)
             self._count(sum(length for _, length in wanted), there, Bypass(ticket) in instructions, stream)
         if self._closed:
@@ -257,32 +280,38 @@ class Engine:
         if stream:
             self._counts["reads_ready" if there else "reads_late"] += 1
 
+    def _hit(self, file: int, size: int) -> None:
+        tier = self._plan.tier_of(file)
+        if tier is not None:
+            self._tier_hits[tier] += size
+
     def _announce(self, stream: int) -> None:
-        with self._lock:
-            announced = self._announced.pop(stream, None)
-        if announced is None:  # withdrawn
-            return
-        store, upcoming = announced
-        wants: list[tuple[ObjectId, tuple[tuple[int, int], ...]]] = []
-        for key, ranges in grouped(upcoming, self._plan.block_bytes):
+        """Follow what the stream announces, until there is nothing newer: one job for each stream, so that they stay in order."""
+        while True:
+            with self._lock:
+                found = self._announcing.get(stream)
+                if found is None:  # withdrawn
+                    return
+                found.busy = found.newest is not None
+                if found.newest is None:
+                    return
+                (store, upcoming), found.newest = found.newest, None
             try:
-                obj = self._objects.find(store, key)
-                wants.append((obj, _checked(obj, ranges)))
-            except MillraceError as error:
-                _log.debug("not prefetching: %s", error)
+                self._follow(stream, found.announced, store, upcoming)
+            except Exception:  # a hint that cannot be followed; the reads that come will say why
+                _log.exception("not prefetching from %s", store.location.url)
+
+    def _follow(self, stream: int, announced: Announced, store: Store, upcoming: Upcoming) -> None:
+        reads = announced.renew(upcoming, self._plan.block_bytes, lambda key: self._objects.find(store, key))
         with self._lock:
-            if self._closed:
+            if self._closed or stream not in self._announcing:
                 return
             self._recover()
-            source = self._objects.source(store)
+            source, now = self._objects.source(store), self._clock.monotonic()
             self._sources[source] = store
             self._plan.prefetch_bytes = self._fetcher.window_bytes()
-            due = self._forecast.announced(
-                stream, [(obj.key, ranges[0][0]) for obj, ranges in wants], self._clock.monotonic()
-            )
-            later = self._execute(
-                self._plan.announce(stream, source, [Want(*want, when) for want, when in zip(wants, due, strict=True)])
-            )
+            wants = announced.wants(self._forecast.announced(stream, reads, now), now)
+            later = self._execute(self._plan.announce(stream, source, wants))
         _finish(later)
 
     # instructions
@@ -395,29 +424,6 @@ class Engine:
     def _recover(self) -> None:
         for tier in self._disks.recovered():
             self._plan.set_open(tier, open=True)
-
-
-def grouped(upcoming: Ranges3, at_most: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """(key, ranges) of neighbours in `upcoming`, which belong to one sample as a rule, up to `at_most` bytes together."""
-    key, ranges, size = "", list[tuple[int, int]](), 0
-    for name, offset, length in upcoming:
-        if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
-            yield key, ranges
-            ranges, size = [], 0
-        key, size = name, size + length
-        ranges.append((offset, length))
-    if ranges:
-        yield key, ranges
-
-
-def _checked(obj: ObjectId, ranges: Ranges) -> tuple[tuple[int, int], ...]:
-    for offset, length in ranges:
-        if offset < 0 or length < 0 or offset + length > obj.size:
-            raise UsageError(
-                f"bytes [{offset}, {offset + length}) are not inside {obj.key}, which has {obj.size} bytes",
-                hint="the index does not fit the shard: run verify on the dataset",
-            )
-    return tuple((offset, length) for offset, length in ranges)
 
 
 def _finish(later: list[Callable[[], None]]) -> None:

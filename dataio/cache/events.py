@@ -6,13 +6,14 @@ Ranges are (offset, length) in bytes of the object; they lie inside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Ranges = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectId:
-    """One version of one object. `source` names its store; size in bytes; `modified` tells it from an older one."""
+class ObjectId(NamedTuple):
+    """One version of one object. `source` names its store; size in bytes; `modified` tells it from an older one. (A tuple, since
+    it is looked up all the time, and the hash of a dataclass takes five times as long.)"""
 
     source: str
     key: str

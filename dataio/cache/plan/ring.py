@@ -118,6 +118,8 @@ class Ring:
     def announced(self, stream: int, out: list[Instruction]) -> None:
         """The stream has announced anew: see which files it names, how often, and which no more."""
         number = self._streams.announced(stream)
+        if not self._tiers.ring_files:
+            return
         for file in self._tiers.ring_files.values():
             if (readers := file.awaited.get(stream)) is not None:
                 _renew(readers, float("inf"))

@@ -1,7 +1,9 @@
 """What the loaders of the node announced: whose read is prefetched next, and which stores are in use.
 
 Invariants: the read that is due first is next; a stream that has more than its fair share of the bytes in flight waits while
-another has something to fetch, so no job starves another. Reads of one stream keep their order.
+another has something to fetch, so no job starves another. Reads of one stream keep their order. An announcement that goes on
+where the last one was (the same `Want` objects, without some of the first and with more at the end) costs what is new in it, and
+leaves what announcing all of it anew would leave.
 Sans-I/O, bounded: a stream has at most the wants of one announcement.
 """
 
@@ -11,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 
 from dataio.cache.events import ObjectId, Ranges, Want
 
@@ -28,11 +31,10 @@ class Stream:
     number: int = 0
     named: Sequence[Want] = ()
     placed: set[Read] = field(default_factory=set)
-
-    @cached_property
-    def times(self) -> Counter[Read]:
-        """How often the newest announcement names a read; counted when somebody asks, which is where room is short."""
-        return Counter((want.object, want.ranges) for want in self.named)
+    times: Counter[Read] = field(default_factory=Counter)
+    """How often the newest announcement names a read."""
+    reread: bool = False
+    """Whether a read that is still named was read: then it is looked at again when it is announced again."""
 
     @cached_property
     def due(self) -> dict[Read, float]:
@@ -40,12 +42,39 @@ class Stream:
         return {(want.object, want.ranges): want.due for want in reversed(self.named)}
 
     def announce(self, wants: Sequence[Want]) -> None:
+        gone = None if self.reread else continued(self.named, wants)
+        if gone is None:
+            self._begin(wants)
+        else:
+            self._go_on(gone, wants[len(self.named) - gone :])
+        self.named, self.number, self.reread = wants, self.number + 1, False
+        self.__dict__.pop("due", None)
+
+    def read(self, read: Read) -> None:
+        if read in self.placed:
+            self.placed.discard(read)
+            self.reread = True
+
+    def _begin(self, wants: Sequence[Want]) -> None:
         reads = [(want.object, want.ranges) for want in wants]
-        self.placed &= set(reads)
+        self.times = Counter(reads)
+        self.placed &= self.times.keys()
         self.wants = deque(want for want, read in zip(wants, reads, strict=True) if read not in self.placed)
-        self.named, self.number = wants, self.number + 1
-        for counted in ("times", "due"):
-            self.__dict__.pop(counted, None)
+
+    def _go_on(self, gone: int, more: Sequence[Want]) -> None:
+        """The first `gone` wants are named no more, and `more` come after the others."""
+        reads = [(want.object, want.ranges) for want in more]
+        self.times.update(reads)
+        for want in self.named[:gone]:
+            if self.wants and self.wants[0] is want:
+                self.wants.popleft()
+            read = (want.object, want.ranges)
+            self.times[read] -= 1
+            if not self.times[read]:
+                del self.times[read]
+                self.placed.discard(read)
+        self.wants.extend(more)
+        self.wants = deque(want for want in self.wants if (want.object, want.ranges) not in self.placed)
 
 
 class Streams:
@@ -93,7 +122,7 @@ class Streams:
         """The stream reads this now: when it is named once more, it is looked at once more."""
         stream = self._streams.get(number)
         if stream is not None:
-            stream.placed.discard((obj, ranges))
+            stream.read((obj, ranges))
 
     def times(self, number: int, obj: ObjectId, ranges: Ranges) -> int:
         """How often the stream's newest announcement names this read."""
@@ -140,3 +169,13 @@ class Streams:
     def waiting(self) -> int:
         """Wants not looked at yet."""
         return sum(len(stream.wants) for stream in self._streams.values())
+
+
+def continued(old: Sequence[Want], new: Sequence[Want]) -> int | None:
+    """How many of the first of `old` are missing in `new`, which then goes on with the very same others; else None."""
+    if not old or not new:
+        return None
+    gone = next((place for place, want in enumerate(old) if want is new[0]), None)
+    if gone is None or len(new) < len(old) - gone or not all(map(is_, old[gone:], new)):
+        return None
+    return gone

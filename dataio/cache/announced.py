@@ -1,0 +1,131 @@
+"""From the ranges that a loader announces to the reads that the plan knows.
+
+Purpose: with every batch a loader names its next few hundred ranges, most of them for the eighth time. A list that goes on
+where the last one was keeps its `Want` objects, so that the plan, too, looks at what is new alone.
+Invariants: the wants are those of the whole list, however much of it was known: neighbours of one sample are one want. They are
+made anew when what was foreseen of them is off by more than `SHIFT` of the time that the list covers. Bounded by the list.
+Failure behaviour: a range outside its object, or whose object cannot be found, is left out; the read that comes will say why.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dataio.cache.events import ObjectId, Ranges, Want
+from dataio.core.errors import MillraceError, UsageError
+from dataio.core.log import get_logger
+
+SHIFT = 0.25
+Upcoming = Sequence[tuple[str, int, int]]
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Neighbours, from the `at`-th range that the loader has ever named on. Without `object` it is left out."""
+
+    at: int
+    key: str
+    ranges: Ranges
+    object: ObjectId | None = None
+    want: Want | None = None
+
+
+class Announced:
+    """The newest list of one loader."""
+
+    def __init__(self) -> None:
+        self._list: list[tuple[str, int, int]] = []
+        self._first = 0  # its place in all that the loader has ever named
+        self._groups: deque[_Group] = deque()
+
+    def renew(self, upcoming: Upcoming, at_most: int, find: Callable[[str], ObjectId]) -> list[tuple[str, int]]:
+        """The list is `upcoming` now, neighbours together up to `at_most` bytes; (key, offset) of its reads."""
+        new = list(upcoming)
+        last = self._keep(new)
+        start = last.at if last else self._first
+        for at, key, ranges in _grouped(new[start - self._first :], at_most):
+            if last is not None and (last.key, last.ranges) == (key, ranges):
+                self._groups.append(last)
+            else:
+                self._groups.append(_Group(start + at, key, ranges, _object(key, ranges, find)))
+            last = None
+        self._list = new
+        return [(group.key, group.ranges[0][0]) for group in self._groups if group.object is not None]
+
+    def wants(self, due: Sequence[float], now: float) -> list[Want]:
+        """The reads, which are due then."""
+        groups = [group for group in self._groups if group.object is not None]
+        if _shifted(groups, due, now):
+            for group in groups:
+                group.want = None
+        out: list[Want] = []
+        for group, when in zip(groups, due, strict=True):
+            if group.want is None and group.object is not None:
+                group.want = Want(group.object, group.ranges, when)
+            if group.want is not None:
+                out.append(group.want)
+        return out
+
+    def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
+        """Keep the groups that `new` goes on with. The last of them is returned instead: it may have got more neighbours."""
+        gone = self._gone(new)
+        if gone is not None:
+            self._first += gone
+            while self._groups and self._groups[0].at < self._first:
+                self._groups.popleft()
+            if self._groups and self._groups[0].at == self._first:
+                return self._groups.pop()
+        self._first += len(self._list)  # nothing of it is left, and every number is used once
+        self._groups.clear()
+        return None
+
+    def _gone(self, new: Sequence[tuple[str, int, int]]) -> int | None:
+        """How many of the first ranges `new` names no more; None when it is another list."""
+        old = self._list
+        try:
+            gone = old.index(new[0])
+        except (IndexError, ValueError):
+            return None
+        return gone if old[gone:] == new[: len(old) - gone] else None
+
+
+def _shifted(groups: Sequence[_Group], due: Sequence[float], now: float) -> bool:
+    known = [(group.want.due, when) for group, when in zip(groups, due, strict=True) if group.want is not None]
+    return bool(known) and max(abs(was - when) for was, when in (known[0], known[-1])) > SHIFT * (due[-1] - now)
+
+
+def _grouped(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
+    """(place of the first, key, ranges) of neighbours in `upcoming`, which belong to one sample as a rule."""
+    first, key, ranges, size = 0, "", list[tuple[int, int]](), 0
+    for place, (name, offset, length) in enumerate(upcoming):
+        if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
+            yield first, key, tuple(ranges)
+            first, ranges, size = place, [], 0
+        key, size = name, size + length
+        ranges.append((offset, length))
+    if ranges:
+        yield first, key, tuple(ranges)
+
+
+def _object(key: str, ranges: Ranges, find: Callable[[str], ObjectId]) -> ObjectId | None:
+    try:
+        obj = find(key)
+        check_inside(obj, ranges)
+    except MillraceError as error:
+        _log.debug("not prefetching: %s", error)
+        return None
+    return obj
+
+
+def check_inside(obj: ObjectId, ranges: Sequence[tuple[int, int]]) -> None:
+    """`UsageError` for a range that is not inside the object."""
+    for offset, length in ranges:
+        if offset < 0 or length < 0 or offset + length > obj.size:
+            raise UsageError(
+                f"bytes [{offset}, {offset + length}) are not inside {obj.key}, which has {obj.size} bytes",
+                hint="the index does not fit the shard: run verify on the dataset",
+            )
