@@ -32,18 +32,18 @@ class Fitted:
         self._down, self._across = axes(request.info.height, request.info.width, fit)
         self._rows, self._columns = self._down.needed(fit.antialias), self._across.needed(fit.antialias)
         height, width, self._scale = _scaling(self._down, self._across, self._rows[1], self._columns[1], fit.antialias)
-        self._page = torch.empty((height, width, 3), dtype=torch.uint8)
+        self._page = torch.empty((1, height, width, 3), dtype=torch.uint8)
         self.clip = torch.empty((len(request.wanted.values), 3, *fit.size), dtype=torch.uint8)
 
     def draw(self, number: int, frame: VideoFrame) -> None:
-        page = self._page.numpy()
+        page = self._page[0].numpy()
         part = convert.with_margin(self._rows, self._columns, frame)
         picture = convert.plane(self._convert(frame, convert.rgb(frame, self._color, part)), samples=3)
         bottom, right = min(part.bottom, len(page)), min(part.right, page.shape[1])
         kept = picture[: bottom - part.top, : 3 * (right - part.left)]
         page[part.top : bottom, part.left : right] = kept.reshape(bottom - part.top, right - part.left, 3)
         down, across = self._down, self._across
-        scaled = self._scale(self._page.permute(2, 0, 1)[None])[0]
+        scaled = self._scale(self._page.permute(0, 3, 1, 2))[0]
         fitted = scaled[:, down.first : down.first + down.kept, across.first : across.first + across.kept]
         self.clip[number] = fitted.flip(2) if self._fit.mirror else fitted
 

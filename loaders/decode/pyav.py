@@ -24,7 +24,8 @@ from dataio.shards.media.container import IMAGE_EXTENSIONS
 from loaders.decode.canvas import Canvas, Quick, Whole
 from loaders.decode.contract import Decoded, Request
 from loaders.decode.convert import U8, Converter
-from loaders.decode.trim import Window, open_window
+from loaders.decode.giving_up import check
+from loaders.decode.trim import Window, open_window, tells_all
 
 _SKIPPING = frozenset(["h264", "hevc"])
 """Codecs whose decoders may be told anew with every packet whether to skip; dav1d listens only once."""
@@ -108,9 +109,9 @@ def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface,
     """From the key frame before the clip; where that fails, from the ones before: a key frame may be only a point from
     which the picture recovers gradually."""
     first: CorruptionError | None = None
-    for earlier in _starts(request):
+    for earlier, trusting in _starts(request):
         try:
-            with open_window(earlier) as window:
+            with open_window(earlier, trusting=trusting) as window:
                 return _clip(window, earlier, begin()), window.pts
         except CorruptionError as error:
             first = first or error
@@ -120,12 +121,15 @@ def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface,
     raise first
 
 
-def _starts(request: Request) -> Iterator[Request]:
-    """The request as it is, then started one key frame earlier, then at the first one."""
+def _starts(request: Request) -> Iterator[tuple[Request, bool]]:
+    """The request as it is, where possible as the container describes it; then as libav finds it; then started one key frame
+    earlier; then at the first one."""
+    if tells_all(request):
+        yield request, True
     keys = request.info.key_frames
     at = keys.index(request.wanted.key) if request.wanted.key in keys else 0
     for number in sorted({at, max(0, at - 1), 0}, reverse=True):
-        yield replace(request, wanted=replace(request.wanted, key=keys[number]))
+        yield replace(request, wanted=replace(request.wanted, key=keys[number])), False
 
 
 def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
@@ -167,6 +171,7 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
     wanted = set(window.pts)
     skipping = window.stamped and context.codec.canonical_name in _SKIPPING
     for packet in _until(window.packets, wanted) if window.stamped else window.packets:
+        check()
         if skipping:
             context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
         yield from context.decode(packet)

@@ -41,6 +41,8 @@ _DECODING = {
 }  # the index knows the first frame's size; a later one may be a bomb
 _READ_BYTES = 1 << 18
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
+_WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
+_IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
 
 Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
 
@@ -92,10 +94,15 @@ class ViewFile(io.RawIOBase):
 
 
 @contextmanager
-def open_media(data: memoryview) -> Iterator[av.container.InputContainer]:
-    """The container of `data`, complete and of a kind that cannot name other files; errors of libav become ours."""
+def open_media(data: memoryview, *, trusting: bool = False) -> Iterator[av.container.InputContainer]:
+    """The container of `data`, complete and of a kind that cannot name other files; errors of libav become ours.
+
+    `trusting` believes what the container says of its streams; else libav decodes the first pictures to see for itself.
+    """
     check_complete(cast(BinaryIO, ViewFile(data)), len(data))
     options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_DECODING}
+    if trusting:
+        options["codec_whitelist"] = "none"  # of those that look; ours are others
     try:
         with av.open(ViewFile(data), "r", buffer_size=_READ_BYTES, options=options) as container:
             yield container
@@ -105,12 +112,18 @@ def open_media(data: memoryview) -> Iterator[av.container.InputContainer]:
 
 
 @contextmanager
-def open_window(request: Request) -> Iterator[Window]:
-    """The packets and frames of `request`; libav's errors inside the block become ours too."""
+def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]:
+    """The packets and frames of `request`; libav's errors inside the block become ours too. `trusting`: see `open_media`; for
+    what `tells_all` only."""
     if request.info.width * request.info.height * 3 * len(request.wanted.values) > MAX_CLIP_BYTES:
         raise CapacityError("the decoded clip would be too large", hint="ask for fewer frames a clip")
-    with open_media(request.data) as container:
+    with open_media(request.data, trusting=trusting) as container:
         yield _read(container, request)
+
+
+def tells_all(request: Request) -> bool:
+    """Whether the container says, or the codec needs not be told, in which order pictures are decoded and shown."""
+    return request.info.ext in _WITH_DECODE_TIMES or request.info.codec in _IN_ORDER
 
 
 def _read(container: av.container.InputContainer, request: Request) -> Window:
