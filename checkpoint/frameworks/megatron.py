@@ -3,9 +3,9 @@
 
 The sharded tensors and objects of the state are a step of the repository: the number that ends the folder's name
 (`iter_0001200`). Megatron-Core writes what is left into the folder itself, `common.pt` and `metadata.json`, and allows nothing
-else there. Both strategies go into its wrappers for parallel saving and loading (whose exchange at loading needs CUDA). Saving ends
-with the commit; Megatron's asynchronous save wants a worker process of its own kind and is not offered: a `Checkpointer` saves in
-the background.
+else there. Both strategies go into its wrappers for parallel saving and loading (whose exchange at loading needs CUDA). Saving
+ends with the commit; Megatron's asynchronous save wants a worker process of its own kind and is not offered: a `Checkpointer`
+saves in the background.
 Invariant: replicas are written once, by Megatron's own choice (`replica_id`); objects are plain values, arrays and bytes,
 and never a pickle. Any number of ranks and any sharding may load.
 Failure behaviour: as `checkpoint.dcp`; `UsageError` naming an object that cannot be saved.

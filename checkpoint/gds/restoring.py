@@ -12,7 +12,8 @@ it does about copies; then `CorruptionError` as in `restore`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
 from typing import Any
@@ -44,6 +45,7 @@ class StraightReading:
         self._reading, self._direct, self._store, self._root = reading, direct, store, root
         self._own = local()
         self._buffers: list[torch.Tensor] = []
+        self._files: list[GpuFile] = []
         self.straight = 0
 
     def read(self, chunks: Iterable[Place]) -> list[Place]:
@@ -59,16 +61,23 @@ class StraightReading:
         finally:
             for buffer in self._buffers:
                 self._direct.release(buffer)
+            for file in self._files:
+                file.close()
         return [place for place in given if not any(use.want in targets for use in place[1].uses)]
 
-    def _targets(self, given: Iterable[Place]) -> dict[int, torch.Tensor]:
-        """The wants that are filled so, each with its memory: its extents, and the bytes of an element."""
+    def _targets(self, given: Sequence[Place]) -> dict[int, torch.Tensor]:
+        """The wants that are filled so, each with its memory: its extents, and the bytes of an element.
+
+        Those with a chunk that is not here (other ranks send it) or does not qualify are not among them.
+        """
+        here = Counter(use.want for _, chunk in given for use in chunk.uses)
         bad = {use.want for _, chunk in given for use in chunk.uses if chunk.codec != RAW or chunk.offset % ALIGNMENT}
         found: dict[int, torch.Tensor] = {}
-        for number in {use.want for _, chunk in given for use in chunk.uses} - bad:
+        for number, count in here.items():
             want = self._reading.wants[number]
             tensor: Any = getattr(want.sink, "straight", None)
-            if tensor is not None and self._direct.reaches(tensor):
+            whole = number not in bad and count == self._reading.left(number)
+            if whole and tensor is not None and self._direct.reaches(tensor):
                 found[number] = flat_bytes(tensor).view(*want.box.local, dtypes.ITEM_BYTES[want.saved.dtype])
         return found
 
@@ -90,15 +99,27 @@ class StraightReading:
     def _transferred(self, key: str, chunk: Needed, buffer: torch.Tensor) -> bool:
         """Whether the chunk's bytes, whatever they are, were read into the device's buffer."""
         try:
-            with GpuFile(f"{self._root}/{key}", direct=self._direct) as file:
-                blocks = -(-chunk.stored // ALIGNMENT) * ALIGNMENT  # packs go on behind a chunk
-                size = blocks if chunk.offset + blocks <= file.size else chunk.stored
-                file.read(buffer[:size], chunk.offset)
+            file = self._file(key)
+            blocks = -(-chunk.stored // ALIGNMENT) * ALIGNMENT  # packs go on behind a chunk
+            size = blocks if chunk.offset + blocks <= file.size else chunk.stored
+            file.read(buffer[:size], chunk.offset)
             return True
         except (OSError, TransientError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
             warn_once(_log, f"cuFile could not read from {self._root}, reading through host memory: {reason}")
             return False
+
+    def _file(self, key: str) -> GpuFile:
+        """The pack, kept open by this thread until it needs another."""
+        if getattr(self._own, "key", None) != key:
+            if getattr(self._own, "key", None) is not None:
+                self._own.file.close()
+            self._own.key = None
+            self._own.file = GpuFile(f"{self._root}/{key}", direct=self._direct)
+            self._own.key = key
+            self._files.append(self._own.file)
+        opened: GpuFile = self._own.file
+        return opened
 
     def _again(self, key: str, chunk: Needed, there: torch.Tensor) -> None:
         def use(pack: str, wanted: Needed, payload: memoryview | None) -> None:

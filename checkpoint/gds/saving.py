@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from checkpoint.format.chunk import CHUNK_BYTES
 from checkpoint.format.layout import Layout, Piece, TensorSpec
 from checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, directory_of, flat_bytes
 from checkpoint.staging.arena import Arena
@@ -42,7 +43,8 @@ class DeviceSlices(SlicedState):
     ) -> None:
         self._direct = direct
         self._device = next(t.device for t in tensors if t.device.type == direct.device)
-        self._ring = direct.buffer(arena.size, self._device)
+        # a buffer for each slot: cuFile knows a buffer by where it begins
+        self._ring = [direct.buffer(CHUNK_BYTES, self._device) for _ in range(arena.size // CHUNK_BYTES)]
         self._start = arena.bytes.ctypes.data
         self._twins: set[int] = set()
         self._flat: tuple[int, torch.Tensor] | None = None
@@ -55,7 +57,7 @@ class DeviceSlices(SlicedState):
         """See `Twin`."""
         view = np.frombuffer(data, np.uint8)
         slot = view.ctypes.data - self._start
-        return self._ring[slot : slot + len(view)] if slot in self._twins else None
+        return self._ring[slot // CHUNK_BYTES][: len(view)] if slot in self._twins else None
 
     def store(self, inner: Store) -> SavingStore:
         """The store as the carrier of these slices sees it."""
@@ -64,7 +66,8 @@ class DeviceSlices(SlicedState):
 
     def cancel(self, error: BaseException | None = None) -> None:
         super().cancel(error)
-        self._direct.release(self._ring)
+        for buffer in self._ring:
+            self._direct.release(buffer)
 
     def _gather(self, number: int, piece: Piece, target: npt.NDArray[np.uint8]) -> None:
         slot, parts = target.ctypes.data - self._start, self._parts[number]
@@ -72,9 +75,9 @@ class DeviceSlices(SlicedState):
             self._twins.discard(slot)
             super()._gather(number, piece, target)
             return
-        device = self._ring[slot : slot + piece.length]
+        device = self._ring[slot // CHUNK_BYTES][: piece.length]
         if self._ready_to_read is not None:
-            self._ready_to_read.wait()
+            self._ready_to_read.wait(torch.cuda.current_stream(self._device))
             self._ready_to_read = None
         if sum(part.length for part in parts) != piece.length:
             device.zero_()  # the gaps between small tensors

@@ -223,6 +223,10 @@ class Reading:
         if wanted.there is not None:
             self.done(wanted.there.want)  # last: the others are copied from there
 
+    def left(self, want: int) -> int:
+        """How many uses of chunks a want still waits for."""
+        return self._left[want]
+
     def put(self, use: Use, payload: memoryview) -> None:
         """Copy what one use needs of a chunk."""
         want, part = self.wants[use.want], payload[use.start : use.start + use.length]

@@ -17,8 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint import Checkpointer
 from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from checkpoint.gds import direct_for
+from checkpoint.format.chunk import whole
+from checkpoint.gds import GdsStore, direct_for
+from checkpoint.repository import steps as repository
 from checkpoint.repository.check import check
+from checkpoint.restoring import restore
+from checkpoint.restoring.restore import Want
+from checkpoint.state.kinds import TensorSink
 from dataio.core.errors import TransientError
 from dataio.core.limits import MIB
 from dataio.store.open import open_store
@@ -149,6 +154,28 @@ def test_dcp_goes_straight_by_one_argument(tmp_path: Path) -> None:
     assert counts.read == 12 * MIB  # what is not contiguous goes through host memory
     assert torch.equal(into["w"], given["w"])
     assert torch.equal(into["b"], given["b"])
+
+
+def test_a_tensor_of_which_other_ranks_send_a_part_goes_through_host_memory(tmp_path: Path) -> None:
+    counts, given = Counts(), {"w": torch.randn(4 * MIB), "v": torch.randn(2 * MIB)}
+    with Checkpointer(str(tmp_path), run="a", sidecar=None) as checkpointer:
+        checkpointer.save(1, given).result(60)
+    with open_store(tmp_path) as store:
+        base = repository.find(store, "a", 1)
+        assert base is not None
+        with restore.reading(store, "a", base) as step:
+            into = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+            saved = restore.tensors_of(step, 0)
+            wants = [Want(saved[name], whole(tuple(t.shape)), TensorSink(t)) for name, t in into.items()]
+            reading = restore.Reading(step, wants)
+            places = reading.needed()
+            sent = next(place for place in places if [use.want for use in place[1].uses] == [0])
+            rest = GdsStore(store, counts.direct()).read_straight(reading, [p for p in places if p is not sent])
+            assert {use.want for _, chunk in rest for use in chunk.uses} == {0}
+            assert counts.read == given["v"].nbytes
+            reading.fetch(store, [*rest, sent])
+    assert torch.equal(into["w"], given["w"])
+    assert torch.equal(into["v"], given["v"])
 
 
 def test_compressed_chunks_arrive_too(tmp_path: Path) -> None:
