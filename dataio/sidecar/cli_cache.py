@@ -22,14 +22,17 @@ def lines(state: State) -> list[Text]:
 
 def _tiers(cache: State) -> list[Text]:
     tiers = cache.get("tiers", [])
-    return [
-        Text(
-            f"  tier {number}  {format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])} "
-            f"in {_clean(tier['directory'])}" + (", PAUSED: it cannot be written" if tier["paused"] else "")
-        )
-        for number, tier in enumerate(tiers)
-        if len(tiers) > 1
-    ]
+    return [Text(_tier(number, tier, cache)) for number, tier in enumerate(tiers) if len(tiers) > 1]
+
+
+def _tier(number: int, tier: State, cache: State) -> str:
+    text = f"  tier {number}  {format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])} "
+    text += f"in {_clean(tier['directory'])}" + (f" ({_clean(tier['medium'])})" if "medium" in tier else "")
+    if "hit_bytes" in tier:
+        asked = cache.get("asked_bytes", 0)
+        share = f" ({100 * tier['hit_bytes'] / asked:.1f} % of what was asked for)" if asked else ""
+        text += f", {format_bytes(tier['hit_bytes'])} hits{share}"
+    return text + (", PAUSED: it cannot be written" if tier["paused"] else "")
 
 
 def _prefetch(found: State) -> list[Text]:

@@ -97,10 +97,10 @@ def _tier(state: State) -> list[Text]:
     tier = state.get("tier")
     if not tier:
         return []
-    kept = ", ".join(_clean(f"{s['run']} {s['step']}" + ("" if s["committed"] else "!")) for s in tier["kept"][:6])
-    text = (
-        f"tier    {format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])}, steps: {kept or 'none'}"
-    )
+    kept = ", ".join(_kept(step) for step in tier["kept"][:6])
+    where = f" in {_clean(tier['medium'])}" if "medium" in tier else ""
+    size = f"{format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])}{where}"
+    text = f"tier    {size}, steps: {kept or 'none'}"
     lines = [Text(text + (f", UNUSABLE: {_clean(tier['trouble'])}" if tier["trouble"] else ""))]
     if tier["buddy"]:
         lines.append(_buddy(tier["buddy"]))
@@ -110,6 +110,17 @@ def _tier(state: State) -> list[Text]:
             Text(f"guests  port {tier['guests']['port']}, {tier['guests']['peers']} connected, {refused} refused")
         )
     return lines
+
+
+def _kept(step: State) -> str:
+    """Run and step, and what is to be known of it."""
+    notes = [] if step["committed"] else ["not committed"]
+    if step["guest"]:
+        notes.append("for a buddy")
+    elif step.get("copied") is not None:
+        whole = step["copied"] >= step["ranks"]
+        notes.append("copied" if whole else f"{step['copied']} of {step['ranks']} ranks copied")
+    return _clean(f"{step['run']} {step['step']}" + (f" ({', '.join(notes)})" if notes else ""))
 
 
 def _buddy(buddy: State) -> Text:

@@ -137,6 +137,12 @@ class JobMetrics(Collector):
 
 
 def _of_tiers(tiers: Sequence[Mapping[str, object]]) -> Iterable[Metric]:
+    hits = CounterMetricFamily(
+        "millrace_cache_tier_hit_bytes", "Bytes that a tier had when they were asked for", labels=["tier"]
+    )
+    for number, tier in enumerate(tiers):
+        hits.add_metric([str(number)], float(str(tier["hit_bytes"])))
+    yield hits
     for name, help_line in _TIERS:
         family = GaugeMetricFamily(f"millrace_cache_tier_{name}", help_line, labels=["tier"])
         for number, tier in enumerate(tiers):

@@ -25,6 +25,7 @@ from dataio.cache.engine import Engine
 from dataio.core import limits
 from dataio.core.errors import MillraceError, UsageError
 from dataio.core.log import get_logger
+from dataio.core.medium import medium
 from dataio.sidecar import activation, memory, paths
 from dataio.sidecar.board import POINT_SECONDS
 from dataio.sidecar.cachedir import CacheDirectories
@@ -96,6 +97,7 @@ class Daemon:
             buffers=max(2, self._config.fetch_memory // limits.CACHE_BLOCK_BYTES),
         )
         self._engine.limit(self._config.job_limits)
+        self._media = {str(place.path): medium(place.path) for place in (first, *slower)}
         self._stores = Stores(self._opener, self._engine.forget)
         wanted = self._config.tier
         self._tier = Tier(wanted) if wanted is not None else None
@@ -202,7 +204,9 @@ class Daemon:
             "cache": {
                 "directory": self._cache_names,
                 **self._engine.stats(),
-                "tiers": self._engine.tier_stats(),
+                "tiers": [
+                    {**tier, "medium": self._media[str(tier["directory"])]} for tier in self._engine.tier_stats()
+                ],
             },
             "prefetch": self._engine.prefetch_stats(),
             "fetching": self._engine.turns(),

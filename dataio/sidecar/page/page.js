@@ -140,12 +140,23 @@ function jobCard(name) {
 
 const cacheChart = chart("Bytes of all jobs", [BY_SOURCE[0], { name: "fetched", class: "wait", field: "fetched_bytes_per_second" }], rate);
 const cacheFacts = el("dl"), cacheBar = el("i", { class: "compute" }), cacheNote = el("p", { class: "warn" });
-byId("cache").append(el("div", { class: "card" }, cacheNote, el("div", { class: "split" }, cacheBar), cacheFacts,
+const cacheTiers = el("div", { class: "tiers" });
+byId("cache").append(el("div", { class: "card" }, cacheNote, el("div", { class: "split" }, cacheBar), cacheFacts, cacheTiers,
   el("div", { class: "charts" }, cacheChart.figure)));
+
+function cacheTier(tier, i, cache) {
+  const bar = el("i", { class: "compute" });
+  bar.style.width = `${Math.min(100, 100 * tier.used_bytes / (tier.budget_bytes || 1))}%`;
+  const hits = known(tier.hit_bytes) ? `, ${bytes(tier.hit_bytes)} hits${cache.asked_bytes ? ` (${percent(tier.hit_bytes / cache.asked_bytes)} of what was asked for)` : ""}` : "";
+  return el("div", { class: "save" }, el("div", { class: "top" },
+    el("b", {}, `Tier ${i}, ${tier.medium || "directory"}`), el("span", { class: tier.paused ? "warn" : "" }, tier.paused ? "cannot be written" : tier.directory)),
+    el("div", { class: "split" }, bar), el("div", { class: "quiet" }, `${bytes(tier.used_bytes)} of ${bytes(tier.budget_bytes)}${hits}`));
+}
 
 function showCache(status) {
   const cache = status.cache || {}, rates = status.rates || {};
   cacheBar.style.width = `${Math.min(100, 100 * (cache.used_bytes || 0) / (cache.budget_bytes || 1))}%`;
+  cacheTiers.replaceChildren(...((cache.tiers || []).length > 1 ? cache.tiers : []).map((tier, i) => cacheTier(tier, i, cache)));
   cacheNote.hidden = !cache.paused;
   cacheNote.textContent = cache.paused ? "Its disk cannot be written: new data is read from the store directly." : "";
   cacheFacts.replaceChildren(...[
@@ -177,6 +188,15 @@ function showSaves(saves) {
 
 // ---- the last steps, kept on the node and on its buddy
 
+function onBuddy(step) {
+  return known(step.copied) && step.copied >= step.ranks;
+}
+
+function copies(step) {
+  if (!known(step.copied)) return "";
+  return onBuddy(step) ? ", copied to the buddy" : `, ${step.copied} of ${step.ranks} copied to the buddy`;
+}
+
 function showTier(tier) {
   byId("tier").hidden = !tier;
   if (!tier) return;
@@ -184,9 +204,10 @@ function showTier(tier) {
   bar.style.width = `${Math.min(100, 100 * tier.used_bytes / (tier.budget_bytes || 1))}%`;
   const steps = tier.kept.slice(0, 6).map((step) => el("div", { class: "save" }, el("div", { class: "top" },
     el("b", {}, `${step.run}, step ${step.step}`),
-    el("span", { class: step.committed ? "" : "warn" }, step.committed ? "committed" : "only here yet")),
-    el("div", { class: "quiet" }, `kept ${span(step.age_seconds)} ago, ${step.ranks} of ${step.world_size} ranks${step.guest ? ", for a buddy" : ""}`)));
+    el("span", { class: step.committed ? "" : "warn" }, step.committed ? "committed" : onBuddy(step) ? "here and on the buddy" : "only here yet")),
+    el("div", { class: "quiet" }, `kept ${span(step.age_seconds)} ago, ${step.ranks} of ${step.world_size} ranks${step.guest ? ", for a buddy" : copies(step)}`)));
   const facts = [["Holds", bytes(tier.used_bytes), `of ${bytes(tier.budget_bytes)}`]];
+  if (tier.medium) facts.push(["In", tier.medium]);
   const buddy = tier.buddy, guests = tier.guests;
   if (buddy) facts.push(["Buddy", buddy.trouble ? "no copies" : "takes copies"], ["To be copied", number(buddy.waiting)]);
   for (const copy of buddy ? buddy.copies.slice(0, 4) : []) facts.push([`Copy of ${copy.run}`, `step ${copy.step}`, `${span(copy.age_seconds)} old`]);

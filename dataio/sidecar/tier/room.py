@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from dataio.core.errors import MillraceError
 from dataio.core.log import get_logger
+from dataio.core.medium import medium
 from dataio.core.metrics import REGISTRY
 from dataio.sidecar.tier import protocol as p
 from dataio.sidecar.tier import tls
@@ -48,6 +49,7 @@ class Tier:
         self._pace = p.Pace(None)  # somebody waits for what is fetched
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="millrace-recall")
         """For `recall`."""
+        self._medium = medium(config.folder)
         self._lock, self._away_until = threading.Lock(), 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="millrace-tier", daemon=True)
@@ -135,11 +137,12 @@ class Tier:
             records, used = [], 0
         self._shown = {
             "directory": str(self.shelf.root),
+            "medium": self._medium,
             "budget_bytes": self.shelf.limits.bytes,
             "steps": self.shelf.limits.steps,
             "used_bytes": used,
             "trouble": trouble,
-            "kept": _steps(records),
+            "kept": _steps(records, self._sending.has if self._sending is not None else None),
         }
 
     def _buddy(self) -> dict[str, object] | None:
@@ -169,15 +172,17 @@ class Tier:
         }
 
 
-def _steps(records: Sequence[Record]) -> list[dict[str, object]]:
-    """The newest steps here, one line each."""
+def _steps(records: Sequence[Record], copied: Callable[[Record], bool] | None) -> list[dict[str, object]]:
+    """The newest steps here, one line each; `copied` ranks of it are on the buddy too, None where there is no buddy."""
     lines: dict[tuple[str, str], dict[str, object]] = {}
     for r in records:
         line = lines.setdefault(
             (r.source, r.attempt),
             {"run": r.run, "step": r.step, "ranks": 0, "world_size": r.world_size, "committed": True, "guest": r.guest}
-            | {"age_seconds": round(max(time.time() - r.created, 0.0), 1)},
+            | {"age_seconds": round(max(time.time() - r.created, 0.0), 1), "copied": None if copied is None else 0},
         )
         line["ranks"] = int(str(line["ranks"])) + 1
         line["committed"] = bool(line["committed"]) and r.committed > 0
+        if copied is not None and copied(r):
+            line["copied"] = int(str(line["copied"])) + 1
     return list(lines.values())[:LISTED]

@@ -53,6 +53,10 @@ class Sending:
         self.trouble, self.waiting, self.bytes = "not reached yet", 0, 0
         self.copies: dict[str, Copy] = {}
 
+    def has(self, record: Record) -> bool:
+        """Whether the buddy has this rank's part of the step, whole."""
+        return any((record.attempt, record.rank, committed) in self._done for committed in (False, True))
+
     def start(self) -> None:
         self._thread.start()
 

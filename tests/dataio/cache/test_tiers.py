@@ -109,6 +109,9 @@ def test_memory_is_filled_first_and_each_budget_is_kept(
             assert sum(path.stat().st_blocks * 512 for path in folder.glob("*.blocks")) <= budget * BLOCK
     assert [tier["directory"] for tier in engine.tier_stats()] == [str(folder) for folder in folders]
     assert all(used(engine))
+    hits = [int(str(tier["hit_bytes"])) for tier in engine.tier_stats()]
+    assert all(hits)
+    assert sum(hits) == engine.stats()["hit_bytes"]
 
 
 def test_what_is_unlinked_and_still_held_counts_in_its_tier(tiers: Callable[..., Made], store: MemoryStore) -> None:

@@ -43,8 +43,9 @@ def test_the_terminal_shows_what_the_page_shows(daemon: RunningDaemon, capsys: p
 
 def test_the_terminal_says_how_prefetching_did_against_its_forecast() -> None:
     tier = {"used_bytes": 1 << 20, "budget_bytes": 1 << 30, "directory": "/dev/shm/m\x1b", "paused": True}
+    nvme = {**tier, "directory": "/nvme", "medium": "disk", "hit_bytes": 3 << 20, "paused": False}
     state = {
-        "cache": {"tiers": [tier, {**tier, "directory": "/nvme", "paused": False}]},
+        "cache": {"tiers": [tier, nvme], "asked_bytes": 4 << 20},
         "prefetch": {
             "reads_ready": 97,
             "reads_late": 3,
@@ -58,7 +59,7 @@ def test_the_terminal_says_how_prefetching_did_against_its_forecast() -> None:
     }
     first, second, ahead, stores = (line.plain for line in cli_cache.lines(state))
     assert first == "  tier 0  1.0 MiB of 1.0 GiB in /dev/shm/m, PAUSED: it cannot be written"
-    assert "PAUSED" not in second
+    assert second == "  tier 1  1.0 MiB of 1.0 GiB in /nvme (disk), 3.0 MiB hits (75.0 % of what was asked for)"
     assert "97 of 100 reads were there in time (97.0 %)" in ahead
     assert "needed 0.5 s sooner than foreseen, 95 % within 2 s" in ahead
     assert stores == "stores  exp42 1 (4.0 MiB), 2 waiting"

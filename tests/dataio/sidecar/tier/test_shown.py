@@ -66,7 +66,7 @@ tls_key = "{certificates}/127.0.0.1.key"
 tls_ca = "{certificates}/ca.pem"
 """)
         command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--config", str(file)]
-        command += ["--socket", str(folder / "s.sock"), "--cache-dir", str(folder / "cache"), "--cache-bytes", "1MiB"]
+        command += ["--socket", str(folder / "s.sock"), "--cache-dir", f"{folder}/fast=1MiB,{folder}/slow=2MiB"]
         environment = {**os.environ, "MILLRACE_SIDECAR_TIER_DIR": str(folder / "tier")}
         with open(tmp_path / "log", "wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -86,7 +86,8 @@ tls_ca = "{certificates}/ca.pem"
 def test_the_terminal_and_the_metrics_show_the_tier(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sidecar", "status", "--socket", str(shown.socket)]) == 0
     text = capsys.readouterr().out
-    assert "of 64.0 MiB, steps: run 4!, run 3" in text
+    assert "steps: run 4 (not committed, 0 of 1 ranks copied), run 3 (0 of 1 ranks copied)" in text
+    assert "  tier 1  0 B of 2.0 MiB in " in text
     assert "buddy   127.0.0.1:1 has nothing of this daemon yet, 2 waiting, GETS NO COPIES" in text
     assert "0 connected, 0 refused" in text
     with urllib.request.urlopen(shown.url + "metrics", timeout=10) as answer:
@@ -127,8 +128,11 @@ def test_the_page_shows_the_tier_at_both_widths_in_both_schemes(shown: Shown, tm
             browser.wait_until("document.body?.className === 'live' && !document.getElementById('tier').hidden")
             browser.wait_until("document.getElementById('tier').innerText.includes('onerror')")
             text = browser.evaluate("document.getElementById('tier').innerText")
-            for wanted in ("step 4", "only here yet", "committed", "no copies", "Connection refused"):
+            for wanted in ("step 4", "only here yet", "committed", "no copies", "Connection refused", "0 of 1 copied"):
                 assert wanted.lower() in text.lower()
+            cache = browser.evaluate("document.getElementById('cache').innerText")
+            for wanted in ("Tier 0", "Tier 1", "of 2 MiB", "hits"):
+                assert wanted in cache
             assert not any(bad in text for bad in ("NaN", "undefined", "null"))
             assert browser.evaluate("document.images.length") == 0
             assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"too wide at {width}"
