@@ -17,18 +17,18 @@ from typing import Any, Self, TypedDict, TypeVar
 import torch
 
 from dataio.shards.dataset import Dataset
-from loaders import arguments, sampling
+from loaders import arguments
 from loaders.contract import Work
 from loaders.decode.isolated import IsolatedDecoder
 from loaders.delivery.batch import Output
 from loaders.engine import DEFAULT_MEMORY, Delivery, Refusing
-from loaders.mixture import Mixture, Place
+from loaders.mixture import Mixture, Place, opened
 from loaders.order.permutation import I64
 from loaders.packed import Pack
 from loaders.plan import OrderPlan
 from loaders.samples.maker import OnBad
 from loaders.samples.shared_list import QuarantineList
-from loaders.sampling import Find, Sampling, Sorting
+from loaders.sampling import Find, Sampling, Sorting, plan
 from loaders.sound.spec import AudioSpec
 from loaders.works.added import Transform, wrapped
 from loaders.works.mels import mels
@@ -153,7 +153,12 @@ class Asked:
             arguments.added(dataset, self.columns)
             return find(dataset)
 
-        return sampling.planned(place, self.version, self.storage_options, checked, what, how, sorting, pack)
+        source = opened(place, self.version, self.storage_options)
+        try:
+            return plan(source, checked, what, how, sorting, pack), source.owned
+        except BaseException:
+            source.close()
+            raise
 
     def finished(self, work: Work, spec: AudioSpec | None, device: torch.device, names: Sequence[str]) -> Work:
         """`work` with the features, columns, transform and names of sources that are wanted around it."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from loaders.mixture import Mixture, Opened, Place, opened
+from loaders.mixture import Mixture, Opened
 from loaders.order.buckets import Bucketed
 from loaders.order.evaluation import Evaluation
 from loaders.order.mixed_buckets import MixedBuckets
@@ -159,22 +159,3 @@ def _weighed(mixture: Mixture, how: Sampling) -> dict[str, Any]:
         "seed": how.seed,
         "shuffle": how.shuffle,
     }
-
-
-def planned(
-    place: Place | Mixture,
-    version: int | str | None,
-    options: Mapping[str, Any] | None,
-    find: Find,
-    what: Any,
-    how: Sampling,
-    sorting: Sorting | None = None,
-    pack: Pack | None = None,
-) -> tuple[OrderPlan, Sequence[Dataset]]:
-    """The plan for what `place` names, and the datasets that were opened for it, to be closed with the loader."""
-    source = opened(place, version, options)
-    try:
-        return plan(source, find, what, how, sorting, pack), source.owned
-    except BaseException:
-        source.close()
-        raise

@@ -2,14 +2,16 @@
 
 Purpose: resume exactly, on any number of ranks, from a few bytes.
 Invariants: a state is JSON, as `json.dumps` writes it, of less than 200 bytes, and about 45 more for each source of a mixture, as
-long as nothing is quarantined; it is the same on every rank, and has the same keys wherever a loader is. The position counts
-global batches that the trainer received.
+long as nothing is quarantined beside a list (`loaders.samples.shared_list`); it is the same on every rank, and has the same keys
+wherever a loader is. The position counts global batches that the trainer received. To be short, the global batch is the first
+value of "order", and version and digest of a list of bad samples, "17:0123abcd", the first of "quarantine".
 Failure behaviour: `MismatchError` names the field, what was saved and what is here; `UsageError` for what is no state at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +32,8 @@ _HINTS = {
     "buckets": "keep shapes, budget, patch and multiple as they were",
 }
 _FORCE = "load_state_dict(state, force=True) goes on and says what is lost"
-_POSITION = ("epoch", "batch", "quarantine", "listed")
+_LISTED = re.compile(r"([0-9]{1,9}):([0-9a-f]{0,16})")
+_POSITION = ("epoch", "batch", "quarantine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,11 @@ def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
     """The state as plain JSON types."""
     mixture = not isinstance(fingerprint.sources, Identity)
     condemned = [[source, number] if mixture else number for source, number in position.quarantine]
-    where = {"epoch": position.epoch, "batch": position.batch, "quarantine": condemned}
-    return fingerprint.values() | where | ({} if position.listed is None else {"listed": list(position.listed)})
+    listed = [] if position.listed is None else ["{}:{}".format(*position.listed)]
+    values = fingerprint.values()
+    if "global_batch" in values:
+        values["order"] = [values.pop("global_batch"), *values["order"]]
+    return values | {"epoch": position.epoch, "batch": position.batch, "quarantine": [*listed, *condemned]}
 
 
 def load(fingerprint: Callable[[int, int], Fingerprint], state: Mapping[str, Any]) -> Position:
@@ -120,23 +126,23 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
     ):
         raise UsageError("this is not the state of a loader", hint="pass what state_dict() returned")
     saved = plain(dict(state))
-    condemned = [one if isinstance(one, list) else [0, one] for one in saved.get("quarantine", [])]
+    listed, condemned = _quarantine(saved.get("quarantine", []))
     numbers = [saved["epoch"], saved["batch"], *(number for pair in condemned for number in pair)]
     if not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in numbers) or any(len(p) != 2 for p in condemned):
         raise UsageError("the loader's state holds an impossible position", hint="pass what state_dict() returned")
-    position = Position(
-        saved["epoch"], saved["batch"], tuple((source, number) for source, number in condemned), _listed(saved)
-    )
-    return {name: value for name, value in saved.items() if name not in _POSITION}, position
+    position = Position(saved["epoch"], saved["batch"], tuple((source, n) for source, n in condemned), listed)
+    fields = {name: value for name, value in saved.items() if name not in _POSITION}
+    if "buckets" not in fields and isinstance(fields.get("order"), list) and fields["order"]:
+        fields["global_batch"], *fields["order"] = fields["order"]
+    return fields, position
 
 
-def _listed(saved: Mapping[str, Any]) -> tuple[int, str] | None:
-    listed = saved.get("listed")
-    if listed is None:
-        return None
-    if not isinstance(listed, list) or [type(one) for one in listed] != [int, str] or listed[0] < 0:
-        raise UsageError("the loader's state names no version of a list", hint="pass what state_dict() returned")
-    return listed[0], listed[1]
+def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
+    """Version and digest of the list that is gone by, if any, and the samples beside it as [source, number]."""
+    rest = list(values) if isinstance(values, list) else [values]
+    named = _LISTED.fullmatch(rest[0]) if rest and isinstance(rest[0], str) else None
+    listed = None if named is None else (int(named[1]), named[2])
+    return listed, [one if isinstance(one, list) else [0, one] for one in (rest if named is None else rest[1:])]
 
 
 def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[Difference]:

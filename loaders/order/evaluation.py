@@ -67,8 +67,8 @@ class Evaluation:
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
         if not self.buckets:
-            return {"global_batch": self.orders[0].batch, "order": "evaluation"}
-        return {"buckets": self.name, "order": "evaluation"}
+            return {"global_batch": self.orders[0].batch, "order": ["evaluation"]}
+        return {"buckets": self.name, "order": ["evaluation"]}
 
     @cached_property
     def _ends(self) -> list[int]:

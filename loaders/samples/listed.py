@@ -54,6 +54,7 @@ class Listed:
         self.list, self._plan, self._run, self._owns_list = chosen, plan, run, owns_list
         self._urls = tuple(dataset.url for dataset in plan.datasets)
         self._versions: dict[int, int] = {}
+        self._sealed = False
         self._lock = threading.Lock()
 
     @classmethod
@@ -101,12 +102,13 @@ class Listed:
         spot = spot_of(sample, self._urls[refusal.source])
         if self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None:
             return True
-        if self.list.pinned is not None:
+        if self.list.pinned is not None or self._sealed:
             return False
         try:
             self.list.append([Entry(*spot, refusal.key, refusal.code, refusal.reason, self._run, epoch)])
         except MillraceError as error:
             warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
+            self._sealed = True  # the trainer waits here: once is enough
             return False
         return True
 

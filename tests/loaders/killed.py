@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loaders import Clip, VideoLoader
+from dataio.shards.dataset import Dataset
+from loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
 
 GLOBAL_BATCH = 12
 SECONDS = 120.0
@@ -38,29 +39,38 @@ class Job:
     steps: int
     runs: list[tuple[int, int | None]]
     seed: int = 0
+    kind: str = "plain"
 
     def text(self) -> str:
         return json.dumps(asdict(self))
 
 
-def make_loader(url: str, rank: int, world_size: int) -> VideoLoader:
-    """The loader that every run has."""
+def make_loader(url: str, rank: int, world_size: int, kind: str = "plain") -> VideoLoader:
+    """The loader that every run has: of a dataset, or (`kind="mixed"`) of a mixture in buckets whose weights change."""
+    source: str | Mixture = url
+    batch: dict[str, Any] = {"batch_size": GLOBAL_BATCH // world_size, "size": (16, 16)}
+    if kind == "mixed":
+        views = {"wide": Dataset(url).where("width >= 64"), "all": url}
+        source = Mixture(views, weights=[(0, {"wide": 1, "all": 1}), (9, {"wide": 1, "all": 4})])
+        batch = {
+            "buckets": Buckets((Bucket((16, 16)), Bucket((16, 28)), Bucket((28, 16), 4)), 28 * 16 * 4 * 6, multiple=2)
+        }
     return VideoLoader(
-        url,
-        GLOBAL_BATCH // world_size,
+        source,
         clip=Clip(2, per_video=3),
-        size=(16, 16),
         seed=5,
         sidecar=None,
         threads=1,
         rank=rank,
         world_size=world_size,
+        **batch,
     )
 
 
 def row(batch: dict[str, Any]) -> list[list[Any]]:
     """What a batch holds: (sample, start, digest of the pixels) of each clip."""
-    digests = [hashlib.sha256(clip.numpy().tobytes()).hexdigest()[:16] for clip in batch["video"]]
+    clips = () if batch["video"] is None else batch["video"]
+    digests = [hashlib.sha256(clip.numpy().tobytes()).hexdigest()[:16] for clip in clips]
     return [list(one) for one in zip(batch["id"].tolist(), batch["clip"].tolist(), digests, strict=True)]
 
 
@@ -70,7 +80,7 @@ def train(job: Job, rank: int, world_size: int, port: int) -> None:
     dist.init_process_group("gloo", where, timedelta(seconds=SECONDS), rank=rank, world_size=world_size)
     log, saved = Path(job.folder, "log"), Path(job.folder, "state")
     lines = 0
-    with make_loader(job.url, rank, world_size) as loader:
+    with make_loader(job.url, rank, world_size, job.kind) as loader:
         if saved.exists():
             state = json.loads(saved.read_text())
             loader.load_state_dict(state["loader"])

@@ -15,7 +15,7 @@ from dataio.shards.dataset import Dataset
 from tests.loaders import killed
 
 
-def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int) -> None:
+def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kind: str = "plain") -> None:
     """One run for each of `worlds`, all but the last one killed a few steps after it began."""
     draw = random.Random(seed)
     runs: list[tuple[int, int | None]] = []
@@ -24,7 +24,7 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int) -> 
         at += draw.randint(1, 4)
         runs.append((world_size, at))
     steps = at + 3
-    job = killed.Job(made_dataset.url, str(folder), steps, [*runs, (worlds[-1], None)], seed)
+    job = killed.Job(made_dataset.url, str(folder), steps, [*runs, (worlds[-1], None)], seed, kind)
     done = subprocess.run(
         [sys.executable, "-m", "tests.loaders.killed", job.text()],
         capture_output=True,
@@ -40,13 +40,13 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int) -> 
         assert kill_at <= end["lines"] < steps
     assert ends[-1] == {"world_size": worlds[-1], "ends": [0] * worlds[-1], "lines": steps}
     found = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
-    assert found == uninterrupted(made_dataset.url, steps)
+    assert found == uninterrupted(made_dataset.url, steps, kind)
 
 
-def uninterrupted(url: str, steps: int) -> list[Any]:
+def uninterrupted(url: str, steps: int, kind: str) -> list[Any]:
     """What one process sees that nobody kills."""
     rows: list[Any] = []
-    with killed.make_loader(url, 0, 1) as loader:
+    with killed.make_loader(url, 0, 1, kind) as loader:
         while len(rows) < steps:
             for batch in loader:
                 rows.append(killed.row(batch))
@@ -61,5 +61,6 @@ def test_ranks_killed_three_times_go_on_exactly_as_two_and_as_three(made_dataset
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_ranks_killed_twenty_times_go_on_exactly(made_dataset: Dataset, tmp_path: Path) -> None:
-    check(made_dataset, tmp_path, [4] * 10 + [2, 2, 3, 3, 4, 2, 3, 4, 2, 3, 1], seed=2)
+@pytest.mark.parametrize("kind", ["plain", "mixed"])
+def test_ranks_killed_twenty_times_go_on_exactly(kind: str, made_dataset: Dataset, tmp_path: Path) -> None:
+    check(made_dataset, tmp_path, [4] * 10 + [2, 2, 3, 3, 4, 2, 3, 4, 2, 3, 1], seed=2, kind=kind)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dataio.cli import main
 from dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
@@ -195,8 +194,7 @@ def test_a_restored_run_repeats_its_substitutions_although_the_list_has_grown(
     interrupted = make()
     before = take(interrupted, 2)
     state = json.loads(json.dumps(interrupted.state_dict()))
-    assert state["listed"] == [1, bad.digest(1)]
-    assert state["quarantine"] == []  # the list remembers
+    assert state["quarantine"] == [f"1:{bad.digest(1)}"]  # the list remembers which
     whole = before + take(interrupted, 4)
     assert 1 not in ids(whole)
     bad.append([by_hand(damaged, 6)])
@@ -230,7 +228,7 @@ def test_what_a_run_finds_itself_is_left_out_also_when_it_was_repaired_before_th
     assert 3 not in ids(whole)
     (found,) = QuarantineList(tmp_path / "list").entries()
     assert (found.shard, found.epoch) == (interrupted.dataset.sample(3).shard, 0)
-    assert interrupted.state_dict()["quarantine"] == []
+    assert len(interrupted.state_dict()["quarantine"]) == 1
     hurt(damaged, 3)
     resumed = make()
     resumed.load_state_dict(state)
@@ -270,22 +268,24 @@ def test_a_state_says_which_list_it_needs(make: Make, damaged: Path, tmp_path: P
         assert loss is not None
         assert [one.field for one in loss.fields] == ["quarantine_list"]
     none = make(quarantine_list=None).state_dict()
-    assert "listed" not in none
+    assert none["quarantine"] == []
     late = make()
     late.load_state_dict(none)  # the interrupted run had no list: this epoch has none
     assert 1 in ids(take(late, 6))
-    with pytest.raises(UsageError, match="names no version"):
-        late.load_state_dict(state | {"listed": ["x", 1]})
+    with pytest.raises(UsageError, match="impossible"):
+        late.load_state_dict(state | {"quarantine": ["x", 1]})
 
 
 class Sealed(Wrapper):
     """A store that takes no entries."""
 
-    refused = 0
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.refused = 0
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         if key.startswith("entries"):
-            Sealed.refused += 1
+            self.refused += 1
             raise TransientError("nobody writes here")
         return super().put_if_absent(key, data)
 
@@ -294,16 +294,17 @@ def test_what_the_list_cannot_take_stays_in_the_state(
     make: Make, damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hurt(damaged, 3)
+    hurt(damaged, 6)
     with open_store(tmp_path / "sealed") as store:
-        loader = make(quarantine_list=QuarantineList(Sealed(store)))
+        sealed = Sealed(store)
+        loader = make(quarantine_list=QuarantineList(sealed))
         take(loader, 6)
-        assert Sealed.refused
-        assert loader.state_dict()["quarantine"] == [3]
+        assert sealed.refused == 1  # asked once, and not for every sample
+        assert loader.state_dict()["quarantine"] == ["0:", 3, 6]
         assert "cannot take them" in caplog.text
         pinned = make(quarantine_list=QuarantineList(store, version=0))
         take(pinned, 6)
-        assert pinned.state_dict()["quarantine"] == [3]
-    assert torch.utils.data.get_worker_info() is None
+        assert pinned.state_dict()["quarantine"] == ["0:", 3, 6]
 
 
 def test_a_list_that_cannot_be_opened_lets_go_of_the_dataset(make: Make, tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ MIXTURE = Fingerprint(
 
 
 def length(fingerprint: Fingerprint) -> int:
-    """Bytes of JSON in its default encoding, far into a long run."""
-    return len(json.dumps(dump(fingerprint, Position(12_345, 243_000))))
+    """Bytes of JSON in its default encoding, far into a long run that goes by a list of bad samples."""
+    return len(json.dumps(dump(fingerprint, Position(12_345, 243_000, (), (1234, "0123abcd")))))
 
 
 def loaded(state: Any, here: Fingerprint = HERE) -> Position:
@@ -51,9 +51,14 @@ def test_a_source_of_a_mixture_takes_45_bytes_more() -> None:
 pairs = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, MAX_COUNT)), max_size=5)
 
 
-@given(st.integers(0, MAX_COUNT), st.integers(0, MAX_COUNT), pairs)
-def test_a_state_survives_json(epoch: int, batch: int, quarantine: list[tuple[int, int]]) -> None:
-    position = Position(epoch, batch, tuple(quarantine))
+lists = st.none() | st.tuples(st.integers(0, 100_000), st.sampled_from(["", "0123abcd"]))
+
+
+@given(st.integers(0, MAX_COUNT), st.integers(0, MAX_COUNT), pairs, lists)
+def test_a_state_survives_json(
+    epoch: int, batch: int, quarantine: list[tuple[int, int]], listed: tuple[int, str] | None
+) -> None:
+    position = Position(epoch, batch, tuple(quarantine), listed)
     assert loaded(json.loads(json.dumps(dump(MIXTURE, position))), MIXTURE) == position
     assert loaded(dump(MIXTURE, position), MIXTURE) == position
     alone = replace(position, quarantine=tuple((0, number) for _, number in quarantine))
@@ -119,7 +124,16 @@ def test_what_is_no_state_is_refused(broken: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"epoch": -1}, {"batch": "7"}, {"quarantine": [None]}, {"quarantine": [[1, 2, 3]]}, {"batch": MAX_COUNT + 1}],
+    [
+        {"epoch": -1},
+        {"batch": "7"},
+        {"quarantine": [None]},
+        {"quarantine": [[1, 2, 3]]},
+        {"quarantine": ["x:1"]},
+        {"quarantine": [3, "1:ab"]},
+        {"quarantine": 7.5},
+        {"batch": MAX_COUNT + 1},
+    ],
 )
 def test_impossible_positions_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="impossible"):

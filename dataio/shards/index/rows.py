@@ -218,9 +218,10 @@ def group_rows(table: Any) -> int:
     """Rows of a row group: what is short counts as 512 bytes a row, what is long by its length."""
     long = [pc.list_value_length(table["key_frames"]), pc.list_value_length(table["members"])]
     long += [pc.binary_length(table[name]) for name in ("text", "fields")]
-    sums = [pc.sum(lengths).as_py() or 0 for lengths in long]
-    total = 512 * table.num_rows + sum(size * n for size, n in zip((12, 32, 1, 1), sums, strict=True))
-    return max(MIN_GROUP_ROWS, min(GROUP_ROWS, GROUP_BYTES * table.num_rows // max(1, total)))
+    sums = [int(pc.sum(lengths).as_py() or 0) for lengths in long]
+    rows = int(table.num_rows)
+    total = 512 * rows + sum(size * n for size, n in zip((12, 32, 1, 1), sums, strict=True))
+    return max(MIN_GROUP_ROWS, min(GROUP_ROWS, GROUP_BYTES * rows // max(1, total)))
 
 
 def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
