@@ -17,7 +17,6 @@ import torch.distributed as dist
 from dataio.core.errors import UsageError
 from dataio.core.log import get_logger, warn_once
 from dataio.shards.dataset import Dataset
-from dataio.shards.query.conditions import field_types
 from loaders.decode.isolated import SECONDS, IsolatedDecoder
 from loaders.delivery.batch import AXES, Output
 from loaders.works.added import check_columns, known_columns
@@ -122,7 +121,11 @@ def output(
 
 def added(dataset: Dataset, columns: Sequence[str]) -> tuple[str, ...]:
     """`columns`, if this dataset has them."""
-    return check_columns(columns, known_columns(field_types(dataset.document))) if columns else ()
+    if not columns:
+        return ()
+    from dataio.shards.query.conditions import field_types  # with DuckDB, which most loaders need not wait for
+
+    return check_columns(columns, known_columns(field_types(dataset.document)))
 
 
 def check_isolate(isolate: bool | float) -> None:

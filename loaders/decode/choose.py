@@ -1,8 +1,9 @@
 """Which decoder a clip gets: one rule, printed once, the same for every rank.
 
 Purpose: hide the back-ends behind one `Decoder`.
-Invariants: DALI only gets what it decodes to PyAV's pixels: 8-bit streams without transparency whose packets are frames. What
-DALI refuses, for any reason, PyAV judges, so whether a sample counts as damaged does not depend on what is installed.
+Invariants: DALI only gets what it decodes to PyAV's pixels: 8-bit streams without transparency whose packets are frames. On the
+CPU it gives the same bits as PyAV for more CPU seconds, so nothing is sent there. What DALI refuses, for any reason, PyAV
+judges, so whether a sample counts as damaged does not depend on what is installed.
 Failure behaviour: that of the contract; without DALI or without a GPU the rule simply names PyAV, and says so.
 """
 
@@ -20,17 +21,13 @@ from loaders.decode.contract import Color, Decoded, Decoder, Request
 from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
 from loaders.decode.pyav import PyAVDecoder
 
-Kind = Literal["pyav", "dali_cpu", "dali_gpu"]
+Kind = Literal["pyav", "dali_gpu"]
 
-CPU_CODECS = frozenset(["vp8", "vp9", "mjpeg"])
 GPU_CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
-CPU_FORMATS = frozenset(["yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p"])
 GPU_FORMATS = frozenset(["yuv420p"])
 RULE = (
     "video decoders: on device='cuda' with a GPU, DALI (NVDEC) for 8-bit 4:2:0 "
     + "/".join(sorted(GPU_CODECS))
-    + "; else DALI on the CPU for 8-bit "
-    + "/".join(sorted(CPU_CODECS))
     + "; else, for color other than bt601, for pictures, and for whatever DALI refuses, PyAV"
 )
 
@@ -43,8 +40,6 @@ def choose(info: VideoInfo, *, gpu: bool, color: Color = "bt601") -> Kind:
         return "pyav"
     if gpu and info.codec in GPU_CODECS and info.pixel_format in GPU_FORMATS and info.ext != "avi":
         return "dali_gpu"
-    if info.codec in CPU_CODECS and info.pixel_format in CPU_FORMATS:
-        return "dali_cpu"
     return "pyav"
 
 
@@ -103,5 +98,5 @@ class AutoDecoder:
     def _of(self, kind: Kind) -> Decoder:
         with self._lock:
             if kind not in self._dali:
-                self._dali[kind] = DaliDecoder(self._device_id if kind == "dali_gpu" else None)
+                self._dali[kind] = DaliDecoder(self._device_id)
             return self._dali[kind]

@@ -1,6 +1,6 @@
-"""Decoding with NVIDIA DALI: VP8, VP9 and MJPEG on the CPU; H.264, HEVC, VP9 and AV1 on a GPU.
+"""Decoding with NVIDIA DALI: H.264, HEVC, VP9 and AV1 on a GPU; VP8, VP9 and MJPEG on the CPU, where tests compare its pixels.
 
-Purpose: the fast paths, under the same contract as PyAV's.
+Purpose: the fast path, under the same contract as PyAV's.
 Invariants: DALI never sees a whole file, only the packets that `trim` selected and checked, so it cannot run dry in the
 middle and pad with zeros. Every request carries a number through the graph, which must come out beside its frames. After
 any error the pipeline is thrown away (building one takes milliseconds) and the requests are run again one by one in new

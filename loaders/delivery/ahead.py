@@ -54,18 +54,23 @@ class Ahead:
         self._announced: Future[None] | None = None
 
     def next(self) -> Batch:
-        """The next batch, whole."""
-        self._plan(ANNOUNCED_BATCHES + self._room() + 1 - len(self._prefetcher))
+        """The next batch, whole. What comes behind it is begun before it is returned, and what comes later is looked up and
+        announced only then: the first batch has the cores for itself."""
+        self._plan(self._room() + 1 - len(self._prefetcher))
         while len(self._prefetcher) <= self._room() and (self._planned[0].done() or not len(self._prefetcher)):
             self._prefetcher.start(self._planned.popleft().result())
-        self._announce()
         batch = self._prefetcher.next()
         self._batch_bytes = max(self._batch_bytes, batch.nbytes)
+        self._plan(ANNOUNCED_BATCHES + self._room() + 1 - len(self._prefetcher))
+        while len(self._prefetcher) < self._room() and _is_there(self._planned[0]):
+            self._prefetcher.start(self._planned.popleft().result())
+        self._announce()
         return batch
 
     def close(self) -> None:
         """End the threads; nothing is delivered afterwards."""
         self._memory.close()
+        self._prefetcher.stop()
         inside = threading.current_thread().name.startswith(_THREAD)  # a collected loader may be finalised there
         self._planner.shutdown(wait=not inside, cancel_futures=True)
         self._prefetcher.close()
@@ -110,3 +115,8 @@ class Ahead:
         for number, source in enumerate(self._sources):
             mine = [place.sample for place in places if place.source == number]
             source.announce([(sample, self._work.members(sample)) for sample in mine])
+
+
+def _is_there(planned: Future[Places]) -> bool:
+    """Whether these places are known; what went wrong is raised where the batch is due."""
+    return planned.done() and not planned.exception()

@@ -5,8 +5,8 @@ Purpose: keep the trainer from waiting without ever running away from it.
 Invariants: batches come out in the order they were asked for, whichever sample was finished first. A batch is started only by
 the one who asks for batches.
 Failure behaviour: the first error of a batch is raised where that batch would be delivered, and again if it is asked
-for again; a batch that nothing was finished of for `STALL_SECONDS` is a `DeadlineError`. `close` stops threads after
-the sample that each has in hand, from any state.
+for again; a batch that nothing was finished of for `STALL_SECONDS` is a `DeadlineError`. `close` stops threads, from any
+state, after the picture that each has in hand, or the sample where that is not decoded picture by picture.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from dataio.core.errors import DeadlineError
 from loaders.contract import Finished, Layout, Place
+from loaders.decode.giving_up import GivenUp, giving_up
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
 from loaders.delivery.memory import Closed
@@ -109,9 +110,13 @@ class Prefetcher:
         """Bytes of the batches that were started and not delivered."""
         return sum(batch.nbytes for batch, _ in self._batches)
 
+    def stop(self) -> None:
+        """Begin nothing more, and give up what can be given up."""
+        self._stopped.set()
+
     def close(self) -> None:
         """Drop what was started and end the threads."""
-        self._stopped.set()
+        self.stop()
         inside = threading.current_thread().name.startswith(_THREADS)  # a collected loader may be finalised here
         self._pool.shutdown(wait=not inside, cancel_futures=True)
         self._batches.clear()
@@ -120,6 +125,10 @@ class Prefetcher:
     def _fill(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
         if self._stopped.is_set():
             return
+        with giving_up(self._stopped):
+            self._fill_now(batch, slots, places)
+
+    def _fill_now(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
         if self._output.device.type != "cuda":
             self._put(batch, slots, places)
             return
@@ -131,5 +140,5 @@ class Prefetcher:
         try:
             for slot, sample in zip(slots, self._make(places), strict=True):
                 batch.put(slot, sample)
-        except Closed:
+        except (Closed, GivenUp):
             return  # nobody asks for this batch any more
