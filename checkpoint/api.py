@@ -24,9 +24,8 @@ import torch
 
 from checkpoint import preemption
 from checkpoint.format import layout as layouts
-from checkpoint.format import names, ulid
+from checkpoint.format import names
 from checkpoint.format.codec import COMPRESSIONS
-from checkpoint.format.documents import Base, StepName
 from checkpoint.format.layout import TensorSpec
 from checkpoint.gds.file import Direct
 from checkpoint.gds.saving import RING_BYTES, DeviceSlices
@@ -34,11 +33,10 @@ from checkpoint.gds.store import GdsStore, direct_for
 from checkpoint.handle import Handle, SaveResult
 from checkpoint.lifecycle.automatic import Retention
 from checkpoint.lifecycle.keep import Keep
+from checkpoint.lineage import Lineage, Ticket
 from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
-from checkpoint.repository import timeline
 from checkpoint.repository.lease import DEFAULT_LIFE
-from checkpoint.repository.parent import Parent
 from checkpoint.restoring import restore
 from checkpoint.restoring.apply import apply
 from checkpoint.saving import plan
@@ -54,7 +52,7 @@ from checkpoint.state.selection import Selection
 from checkpoint.tier import reading
 from checkpoint.tier.reading import NodeTier, node_tier
 from dataio.core import metrics
-from dataio.core.errors import ConflictError, DeadlineError, MillraceError, MismatchError, NotFoundError, UsageError
+from dataio.core.errors import ConflictError, DeadlineError, MillraceError, MismatchError, UsageError
 from dataio.core.log import get_logger, warn_once
 from dataio.core.trace import span
 from dataio.sidecar.client import SaveMeter
@@ -66,18 +64,8 @@ _KINDS = TorchKinds()
 PRIORITIES = ("normal", "preemption")
 _TELLING, _SLOW = 64 << 20, 300e6
 """A save of so many bytes, slower than so many a second, tells the next one that compression may pay from its first byte on."""
-_LOOKS = 5
-"""How often the latest step is looked for, when retention removes what was found."""
 _IN_FLIGHT = 2
 """Saves on their way at once: one whose arena is still needed, one that only waits for its commit."""
-
-
-class _Ticket(msgspec.Struct, array_like=True, frozen=True):
-    """What rank 0 decides for one save."""
-
-    attempt: str
-    timeline: int
-    bases: tuple[Base, ...]
 
 
 class Checkpointer:
@@ -139,8 +127,6 @@ class Checkpointer:
         if replicas not in comparing.POLICIES:
             raise UsageError(f"replicas is {replicas!r}", hint=f"there are: {', '.join(comparing.POLICIES)}")
         self._replicas = replicas
-        if base is not None:
-            names.check_run(base if isinstance(base, str) else base[0])
         self._run = names.check_run(run)
         self._ranks = Ranks.here(rank, world_size)
         self._owns_store = not isinstance(url, Store)
@@ -157,14 +143,7 @@ class Checkpointer:
         self._raises = failed_saves == "raise"
         self._retention = Retention(self._store, self._run, keep) if keep and self._ranks.rank == 0 else None
         self._compression, self._wait = compression, wait_seconds
-        self._timeline = 0
-        self._parent: StepName | None = None
-        self._held = Parent(self._store)
-        self._base: Base | None = None
-        self._origin = (base, "latest") if isinstance(base, str) else base
-        self._fork: Base | None = None
-        self._fork_held = Parent(self._store)
-        self._unsure: Base | None = None
+        self._lineage = Lineage(self._store, self._run, base)
         self._saves: dict[int, Handle] = {}
         self._committed: dict[int, Handle] = {}
         self._unheard: Handle | None = None
@@ -291,12 +270,9 @@ class Checkpointer:
             reading.told(near, base.step)
         if skipped:
             _log.warning("step %d: left as they are: %s", base.step, ", ".join(skipped[:8]))
+        self._lineage.restored(source, found, latest=step == "latest")
         if source == self._run:
-            self._parent, self._base, self._timeline = StepName(base.timeline, base.step), base, 0
             self._committed.clear()
-            self._unsure = base if found.away and step == "latest" else None
-        elif not found.away:
-            self._fork = msgspec.structs.replace(base, run=source)
         return base.step
 
     def steps(self) -> list[int]:
@@ -323,8 +299,7 @@ class Checkpointer:
             self._gates.close()
             self._staging.close()
             self._carriers.close()
-            self._held.let_go()
-            self._fork_held.let_go()
+            self._lineage.let_go()
             if self._owns_store and all(handle.done for handle in self._saves.values()):
                 self._store.close()
 
@@ -339,19 +314,19 @@ class Checkpointer:
                 raise
             _log.error("closing after %s: %s", kind.__name__ if kind else "an error", second)
 
-    def _begin(self, step: int, state: dict[str, Any]) -> tuple[_Ticket, Prepared]:
+    def _begin(self, step: int, state: dict[str, Any]) -> tuple[Ticket, Prepared]:
         """Agree with the other ranks on the attempt, with the state taken apart on each."""
         taken, message, error = None, b"", None
         try:
             taken = self._take(step, state)
             if self._ranks.rank == 0:
-                message = msgspec.msgpack.encode(self._draw())
+                message = msgspec.msgpack.encode(self._lineage.draw())
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
         number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
-        ticket = msgspec.msgpack.decode(self._ranks.agree(number, message, error), type=_Ticket)
+        ticket = msgspec.msgpack.decode(self._ranks.agree(number, message, error), type=Ticket)
         assert taken is not None
-        self._timeline = ticket.timeline
+        self._lineage.timeline = ticket.timeline
         return ticket, prepare(taken, self._ranks)
 
     def _compare_replicas(self, step: int, prepared: Prepared) -> tuple[str, ...]:
@@ -391,31 +366,10 @@ class Checkpointer:
                 del self._saves[step]
                 if handle.error is None:
                     self._committed[step] = handle
-                    self._base, self._fork = Base(self._timeline, step, handle.attempt), None
-
-    def _draw(self) -> _Ticket:
-        """On rank 0. Opens the run's next timeline before the first save; otherwise asks the store nothing."""
-        number = self._timeline
-        if not number:
-            repository.ensure_repo(self._store)
-            if self._base is None:
-                self._base = repository.find(self._store, self._run, "latest")
-            self._check_sure()
-            self._held.require()
-            number = timeline.open_timeline(self._store, self._run, self._parent)
-            self._fork = self._fork or self._find_origin()
-        return _Ticket(ulid.new(), number, tuple(base for base in (self._base, self._fork) if base is not None))
-
-    def _find_origin(self) -> Base | None:
-        """The step of another run that this one starts from, as long as it has none of its own."""
-        if self._origin is None or self._base is not None:
-            return None
-        run, step = self._origin
-        found = repository.find(self._store, run, step)
-        return None if found is None else msgspec.structs.replace(found, run=run)
+                    self._lineage.committed(step, handle.attempt)
 
     def _plan(
-        self, step: int, ticket: _Ticket, prepared: Prepared, specs: list[TensorSpec], layout: layouts.Layout
+        self, step: int, ticket: Ticket, prepared: Prepared, specs: list[TensorSpec], layout: layouts.Layout
     ) -> plan.PutPlan:
         location = self._store.location
         return plan.PutPlan(
@@ -505,8 +459,7 @@ class Checkpointer:
             metrics.checkpoint_bytes.labels(kind).inc(getattr(saved, f"bytes_{kind}"))
         if saved.bytes_written >= _TELLING and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW:
             self._upload_hint = saved.bytes_written / saved.seconds
-        self._held.let_go()
-        self._fork_held.let_go()
+        self._lineage.let_go()
         handle.set_result(saved)
         if self._retention is not None:
             self._retention.committed()
@@ -530,33 +483,11 @@ class Checkpointer:
         self._ranks.agree(number, b"", error)  # now all that only the nodes' tiers had is in the store
         try:
             if self._ranks.rank == 0:
-                found = self._find_and_hold(run, step, tier)
+                found = self._lineage.find(run, step, tier)
         except Exception as caught:
             error = caught
         message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
         return msgspec.msgpack.decode(message, type=reading.Found | None)
-
-    def _find_and_hold(self, run: str, step: int | str, tier: NodeTier) -> reading.Found | None:
-        """The step, held until this trainer has committed one of its own; a newer one when the latest is removed just now."""
-        for left in reversed(range(_LOOKS)):
-            found = tier.find(self._store, run, step)
-            if found is None or found.away:
-                break
-            try:
-                (self._held if run == self._run else self._fork_held).hold(run, found.base)
-                break
-            except NotFoundError:
-                if step != "latest" or not left:
-                    raise
-        return found
-
-    def _check_sure(self) -> None:
-        """What was restored while the store was away must still be the latest before anything is built on it."""
-        if self._unsure is not None:
-            latest = repository.find(self._store, self._run, "latest")
-            if latest != self._unsure:
-                raise reading.outdated(self._run, self._unsure, latest)
-            self._unsure = None
 
     def _staging_for(self, urgent: bool) -> Staging:
         """Where the state is copied to. An urgent save gets memory of its own rather than wait for an earlier save's."""

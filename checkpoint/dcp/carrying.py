@@ -72,6 +72,7 @@ def _carry(
     tree: bytes,
     direct: Direct | None,
 ) -> None:
+    specs, tensors = layouts.in_bands(specs, tensors)
     layout = layouts.lay_out(specs)
     put = plan.encode(_plan(store, share, specs, layout, tree))
     arena = Arena(LEAST_BYTES)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from checkpoint.format import dtypes
-from checkpoint.format.bands import pieces
+from checkpoint.format import bands, dtypes
 from checkpoint.format.chunk import FINE_CHUNK_BYTES, SMALL_BELOW, Box, cut
 
 ALIGN = 4096
@@ -60,6 +60,16 @@ class PieceSpan:
     length: int
 
 
+def in_bands(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[list[TensorSpec], list[Any]]:
+    """The same shards, those that are cut in an inner dimension as their bands; `tensors` are sliced likewise."""
+    made, parts = [], []
+    for spec, tensor in zip(specs, tensors, strict=True):
+        found = bands.bands(spec.box, dtypes.ITEM_BYTES[spec.dtype])
+        made += [TensorSpec(spec.name, spec.dtype, box, spec.replicated) for box in found]
+        parts += [tensor[bands.inside(box, spec.box)] for box in found] if len(found) > 1 else [tensor]
+    return made, parts
+
+
 def lay_out(specs: Sequence[TensorSpec]) -> Layout:
     """Places for `specs`, in their order."""
     offsets = [0] * len(specs)
@@ -87,7 +97,7 @@ def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], l
         if is_small(spec.nbytes):
             spans.append(list(_small_spans(at, spec.nbytes)))
             continue
-        own = [Piece(at + start, length) for start, length in pieces(spec.box, dtypes.ITEM_BYTES[spec.dtype])]
+        own = [Piece(at + start, length) for start, length in bands.pieces(spec.box, dtypes.ITEM_BYTES[spec.dtype])]
         spans.append([PieceSpan(len(found) + i, 0, piece.length) for i, piece in enumerate(own)])
         found += own
     return found, spans

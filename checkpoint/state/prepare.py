@@ -19,14 +19,14 @@ from typing import Any, Protocol
 import msgspec
 import zstandard
 
-from checkpoint.format import bands, dtypes
+from checkpoint.format import dtypes
 from checkpoint.format.chunk import Box, digest
-from checkpoint.format.layout import TensorSpec
+from checkpoint.format.layout import TensorSpec, in_bands
 from checkpoint.sharding.cover import flaw
 from checkpoint.sharding.owners import owners
 from checkpoint.state import flatten as state
 from checkpoint.state import tree
-from checkpoint.state.flatten import Kinds, Leaf, Seen
+from checkpoint.state.flatten import Kinds, Leaf
 from checkpoint.state.views import share
 from dataio.core.errors import CapacityError, MismatchError
 from dataio.core.limits import MIB, format_bytes
@@ -101,11 +101,15 @@ class Prepared:
 
     def specs(self) -> list[TensorSpec]:
         """The tensors of `mine`, for the layout: a shard that is cut in an inner dimension as its bands."""
-        return [TensorSpec(x.name, x.seen.dtype, box, x.replicated) for x in self.mine for box in _bands(x.seen)]
+        return self._in_bands()[0]
 
     def tensors(self) -> list[Any]:
         """What is to be staged, in the order of `specs`."""
-        return [part for leaf in self.mine for part in _in_bands(leaf.seen)]
+        return self._in_bands()[1]
+
+    def _in_bands(self) -> tuple[list[TensorSpec], list[Any]]:
+        whole = [TensorSpec(x.name, x.seen.dtype, x.seen.box, x.replicated) for x in self.mine]
+        return in_bands(whole, [leaf.seen.tensor for leaf in self.mine])
 
 
 class Exchange(Protocol):
@@ -200,15 +204,6 @@ def _called(row: Row) -> str:
 
 def _key(name: str, box: Box) -> str:
     return f"{name}\0{box.offset}{box.local}"
-
-
-def _bands(seen: Seen) -> tuple[Box, ...]:
-    return bands.bands(seen.box, dtypes.ITEM_BYTES[seen.dtype])
-
-
-def _in_bands(seen: Seen) -> list[Any]:
-    found = _bands(seen)
-    return [seen.tensor[bands.inside(band, seen.box)] for band in found] if len(found) > 1 else [seen.tensor]
 
 
 def _empty(leaf: Leaf) -> bool:

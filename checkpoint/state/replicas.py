@@ -113,8 +113,11 @@ def _hashes(prepared: Prepared, step: int) -> dict[str, bytes]:
         if device.type == "cpu":
             found |= {keys[i]: xxhash.xxh3_64_digest(memory_of(samples[i])) for i in there}
             continue
-        parts = torch.cat([samples[i] for i in there]).cpu().split([samples[i].numel() for i in there])
-        found |= {keys[i]: xxhash.xxh3_64_digest(memory_of(part)) for i, part in zip(there, parts, strict=True)}
+        together, at = memory_of(copied := torch.cat([samples[i] for i in there]).cpu()), 0
+        for i in there:
+            found[keys[i]] = xxhash.xxh3_64_digest(together[at : at + samples[i].numel()])
+            at += samples[i].numel()
+        del copied  # what `together` is the memory of
     return found
 
 

@@ -114,7 +114,7 @@ def test_a_rank_that_dies_after_its_manifest_is_completed_by_the_other(tmp_path:
 
 def test_events_are_lines_and_errors_survive_them() -> None:
     line = json.loads(to_json(failed(CapacityError("full", hint="make room"))))
-    assert line == {"event": "failed", "code": "capacity", "message": "full", "hint": "make room"}
+    assert line == {"event": "failed", "code": "capacity", "message": "full", "hint": "make room", "again": False}
     assert type(as_error("capacity", "full", "make room")) is CapacityError
     assert type(as_error("invented", "x", "")) is MillraceError
     assert isinstance(failed(CapacityError("x")), Failed)

@@ -1,0 +1,115 @@
+"""What the steps of one trainer descend from, and what they lean on.
+
+A trainer that starts has no timeline yet. It restores a step (its parent then) or none; its first save opens the run's next
+timeline, and leans on the latest step of the run, or on a step of another run that it started from. From its first commit on it
+leans on its own last step.
+Invariant: what was restored is held by a lease until a step of this trainer's own is committed, so no collection removes
+what the timeline is to begin with, or what the first save is to lean on.
+Failure behaviour: `ConflictError` when the parent was removed meanwhile, or is not the latest step any more although it was
+restored as that while the store was away. A step of another run that is gone is not leaned on, which costs space only.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from checkpoint.format import names, ulid
+from checkpoint.format.documents import Base, StepName
+from checkpoint.repository import steps as repository
+from checkpoint.repository import timeline
+from checkpoint.repository.parent import Parent
+from checkpoint.tier import reading
+from checkpoint.tier.reading import Found, NodeTier
+from dataio.core.errors import NotFoundError
+from dataio.store.contract import Store
+
+Origin = str | tuple[str, int] | None
+"""Another run, or a step of one."""
+_LOOKS = 5
+"""How often the latest step is looked for, when retention removes what was found."""
+
+
+class Ticket(msgspec.Struct, array_like=True, frozen=True):
+    """What rank 0 decides for one save."""
+
+    attempt: str
+    timeline: int
+    bases: tuple[Base, ...]
+
+
+class Lineage:
+    """Of one trainer. `timeline` is 0 until one is opened. For one thread at a time, but for `let_go`."""
+
+    def __init__(self, store: Store, run: str, origin: Origin = None) -> None:
+        if origin is not None:
+            names.check_run(origin if isinstance(origin, str) else origin[0])
+        self._store, self._run = store, run
+        self._origin = (origin, "latest") if isinstance(origin, str) else origin
+        self.timeline = 0
+        self._parent: StepName | None = None
+        self._held, self._fork_held = Parent(store), Parent(store)
+        self._base: Base | None = None
+        self._fork: Base | None = None
+        self._unsure: Base | None = None
+
+    def draw(self) -> Ticket:
+        """On rank 0. Opens the run's next timeline before the first save; otherwise asks the store nothing."""
+        number = self.timeline
+        if not number:
+            repository.ensure_repo(self._store)
+            if self._base is None:
+                self._base = repository.find(self._store, self._run, "latest")
+            self._check_sure()
+            self._held.require()
+            number = timeline.open_timeline(self._store, self._run, self._parent)
+            self._fork = self._fork or self._find_origin()
+        return Ticket(ulid.new(), number, tuple(base for base in (self._base, self._fork) if base is not None))
+
+    def find(self, run: str, step: int | str, tier: NodeTier) -> Found | None:
+        """On rank 0: the step, held until this trainer has committed one of its own; a newer one when the latest is removed just
+        now."""
+        for left in reversed(range(_LOOKS)):
+            found = tier.find(self._store, run, step)
+            if found is None or found.away:
+                break
+            try:
+                (self._held if run == self._run else self._fork_held).hold(run, found.base)
+                break
+            except NotFoundError:
+                if step != "latest" or not left:
+                    raise
+        return found
+
+    def restored(self, run: str, found: Found, latest: bool) -> None:
+        """This step is what the trainer goes on from, or, of another run, what it may lean on."""
+        base = found.base
+        if run == self._run:
+            self._parent, self._base, self.timeline = StepName(base.timeline, base.step), base, 0
+            self._unsure = base if found.away and latest else None
+        elif not found.away:
+            self._fork = msgspec.structs.replace(base, run=run)
+
+    def committed(self, step: int, attempt: str) -> None:
+        """A step of the trainer's own, which the next one leans on."""
+        self._base, self._fork = Base(self.timeline, step, attempt), None
+
+    def let_go(self) -> None:
+        """Hold nothing any more."""
+        self._held.let_go()
+        self._fork_held.let_go()
+
+    def _find_origin(self) -> Base | None:
+        """The step of another run that this one starts from, as long as it has none of its own."""
+        if self._origin is None or self._base is not None:
+            return None
+        run, step = self._origin
+        found = repository.find(self._store, run, step)
+        return None if found is None else msgspec.structs.replace(found, run=run)
+
+    def _check_sure(self) -> None:
+        """What was restored while the store was away must still be the latest before anything is built on it."""
+        if self._unsure is not None:
+            latest = repository.find(self._store, self._run, "latest")
+            if latest != self._unsure:
+                raise reading.outdated(self._run, self._unsure, latest)
+            self._unsure = None
