@@ -101,7 +101,7 @@ class Fate(Document, frozen=True, kw_only=True):
 
 
 class Commit(Document, frozen=True, kw_only=True):
-    """The one attempt that is the step, or a tombstone: then the step is gone and never comes back."""
+    """The one attempt that is the step, or was it before the tombstone: then the step is gone and never comes back."""
 
     step: int
     attempt: str = ""

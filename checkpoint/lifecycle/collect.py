@@ -178,7 +178,8 @@ def _bury(store: Store, steps: set[StepOfRun], clock: Clock, until: float) -> It
         key = names.commit(step.run, step.timeline, step.step)
         found = commit.find_commit(store, key)
         if found is not None and not found.tombstone:
-            store.put(key, encode(Commit(step=step.step, tombstone=True, committed=clock.time())))
+            tombstone = Commit(step=step.step, attempt=found.attempt, tombstone=True, committed=clock.time())
+            store.put(key, encode(tombstone))
             _one_tombstone()
             yield step
 

@@ -152,7 +152,10 @@ def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
 def finish(
     store: Store, attempt: Attempt, lease: LeaseKeeper, *, timeout: float, clock: Clock = SYSTEM_CLOCK
 ) -> Commit:
-    """Take the attempt from "my manifest is written" to committed; wait at most `timeout` seconds for other ranks."""
+    """Take the attempt from "my manifest is written" to committed; wait at most `timeout` seconds for other ranks.
+
+    A step that retention has let go by the time it is looked at, since newer ones came, was committed all the same.
+    """
     deadline, pause = clock.monotonic() + timeout, _POLL
     while True:
         view = look(store, attempt, lease.alive())
@@ -161,6 +164,8 @@ def finish(
                 assert view.commit is not None
                 return view.commit
             case Stop(error):
+                if view.commit is not None and view.commit.attempt == attempt.id:  # a tombstone now
+                    return view.commit
                 raise error
             case WriteFate():
                 write_fate(store, attempt, lease)

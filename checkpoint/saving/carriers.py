@@ -217,7 +217,7 @@ class Carriers:
     def _recognised(self, plan: PutPlan) -> dict[str, object] | None:
         attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
         found = commit.recognise(self._store, attempt)
-        if found is None or found.attempt != plan.attempt:
+        if found is None or found.tombstone or found.attempt != plan.attempt:
             return None
         return result_of(self._store, attempt, plan.rank, found)
 

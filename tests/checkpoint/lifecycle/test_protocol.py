@@ -173,7 +173,7 @@ def test_a_saver_that_wakes_between_fate_and_commit_cannot_bring_a_removed_step_
     found = commit.find_commit(world.store, names.commit(RUN, 1, 2))
     assert found is not None
     assert found.tombstone
-    assert isinstance(world.actors[SAVER].error, MillraceError)
+    assert world.actors[SAVER].error is None  # it was committed, by the collector, before it was let go
     world.end()
     assert not [key for key in world.store.objects if key.startswith("packs/")]
 

@@ -135,7 +135,9 @@ class World:
                 continue
             fate = self.store.document(key)
             commit = self.store.document(names.commit(RUN, parsed.timeline, parsed.step))
-            if fate["fate"] == "commit" and (commit is None or commit["attempt"] == parsed.attempt):
+            if commit is not None and (commit["tombstone"] or commit["attempt"] != parsed.attempt):
+                continue
+            if fate["fate"] == "commit":
                 found.append(Base(parsed.timeline, parsed.step, parsed.attempt))
         return found
 

@@ -9,9 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+from checkpoint.carry import carry
 from checkpoint.format import names
 from checkpoint.format.chunk import Box
 from checkpoint.format.documents import Base, Commit, Condemned, Fate, Lease, StepOfRun, Timeline, Who, encode, read
+from checkpoint.lifecycle.collect import collect, condemn
+from checkpoint.lifecycle.keep import Keep
 from checkpoint.repository import commit
 from checkpoint.repository import steps as repository
 from checkpoint.repository.commit import Attempt, Committed, Stop, View, Wait, WriteCommit, WriteFate, decide
@@ -183,6 +186,24 @@ def test_a_complete_attempt_is_finished_by_whoever_looks(store: Store) -> None:
     store.delete_many([names.commit(RUN, number, 1)])
     assert latest(store) == base
     assert store.exists(names.commit(RUN, number, 1))
+
+
+class LetGo(Wrapped):
+    """A policy lets the step go as soon as it is committed, since a newer one is there."""
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        won = self.inner.put_if_absent(key, data)
+        if key.endswith("/000000000001/COMMIT"):
+            save(self.inner, make(self.inner, tiny_state(2), step=2))
+            assert [step.step for step in collect(self.inner, condemn(self.inner, RUN, Keep(last=1))).tombstones] == [1]
+        return won
+
+
+def test_a_save_that_was_committed_says_so_though_retention_has_let_it_go_already(store: Store) -> None:
+    made = make(store, tiny_state(1), step=1, number=begin(store))
+    result = carry(made.arena, made.encoded, lambda _: None, store=LetGo(store))
+    assert result["attempt"] == made.plan.attempt
+    assert [base.step for base in repository.visible(store, RUN)] == [2]
 
 
 def two_ranks(store: Store, number: int, step: int, **more: object) -> list[Made]:
