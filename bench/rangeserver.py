@@ -4,7 +4,7 @@
 
 It prints its port. `GET /-/sent` answers with the bytes of all bodies so far. One process, one thread, loopback only.
 Invariant: the bandwidth is that of all connections together. What is not there is 404,
-what is not understood 400.
+what is not understood 400. A listing (version 2) is one page.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import contextlib
 import os
 import sys
 import urllib.parse
+from datetime import UTC, datetime
 from email.utils import formatdate
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 CHUNK = 256 << 10
 HEAD_BYTES = 64 << 10
@@ -38,7 +40,12 @@ class RangeServer:
     async def _answer(self, head: list[str], writer: asyncio.StreamWriter) -> None:
         method, target, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
-        path = urllib.parse.unquote(target.partition("?")[0]).lstrip("/")
+        path, _, query = target.partition("?")
+        path = urllib.parse.unquote(path).lstrip("/")
+        asked = dict(urllib.parse.parse_qsl(query))
+        if method == "GET" and asked.get("list-type") == "2":
+            await self._small(writer, 200, self._listing(path.strip("/"), asked))
+            return
         if path == "-/sent":
             await self._small(writer, 200, str(self.sent))
             return
@@ -47,6 +54,34 @@ class RangeServer:
             await self._small(writer, 404 if method in ("GET", "HEAD") else 400, "")
             return
         await self._file(writer, file, headers.get("range", ""), body=method == "GET")
+
+    def _listing(self, bucket: str, asked: dict[str, str]) -> str:
+        """One page, whole."""
+        prefix, delimiter = asked.get("prefix", ""), asked.get("delimiter", "")
+        keys, folders = list[str](), set[str]()
+        for path in sorted(p for p in (self._root / bucket).rglob("*") if p.is_file()):
+            key = path.relative_to(self._root / bucket).as_posix()
+            if not key.startswith(prefix):
+                continue
+            head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            if found:
+                folders.add(prefix + head + delimiter)
+            else:
+                keys.append(self._described(key, path))
+        below = "".join(f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in sorted(folders))
+        return (
+            '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<Name>{escape(bucket)}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(keys) + len(folders)}</KeyCount>"
+            f"<MaxKeys>1000000</MaxKeys><IsTruncated>false</IsTruncated>{''.join(keys)}{below}</ListBucketResult>"
+        )
+
+    def _described(self, key: str, path: Path) -> str:
+        found = path.stat()
+        when = datetime.fromtimestamp(found.st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        return (
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified><ETag>&quot;{found.st_mtime_ns:x}&quot;"
+            f"</ETag><Size>{found.st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
+        )
 
     async def _file(self, writer: asyncio.StreamWriter, file: Path, wanted: str, *, body: bool) -> None:
         found = file.stat()

@@ -1,7 +1,7 @@
 """Resuming a loader in the middle of an epoch, beside other loaders: how long, how exact, how large a state.
 
-Purpose: `millrace bench resume`. Every candidate reads the same 4,000 small clips in shuffled batches of 8; ours decodes
-them, the peers deliver bytes, which can only favour them.
+Purpose: `millrace bench resume`. Every candidate reads the same 4,000 small clips in shuffled batches of 8, once to deliver
+their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do.
 Invariant: a candidate walks an epoch once, keeping its state and the ids of the next batches at 50 % and at 99 %. Then, in
 the same process (imports do not count), a new loader over the data takes the state, as it comes back from JSON, and is timed
 from there to its first batch; it is exact if the next batches hold the same ids.
@@ -17,7 +17,7 @@ import os
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,8 @@ from dataio import Dataset, index
 
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
 OURS, TORCHDATA, LITDATA = "millrace", "torchdata StatefulDataLoader", "litdata"
+BYTES = ", bytes"
+"""What is added to a candidate's name when it delivers bytes; else it decodes."""
 METRICS = {
     "before_read_50_ms": Metric("to the first read, 50 %, ms", "ms"),
     "before_read_99_ms": Metric("99 %, ms", "ms"),
@@ -58,7 +60,9 @@ def fill(job: command.Job, part: Part) -> None:
     """One set of clips, in each candidate's form."""
     job.tell("making clips", 0)
     prepare(job.scratch)
-    names = [OURS, TORCHDATA, *([LITDATA] if importlib.util.find_spec("litdata") else [])]
+    names = [name + what for what in ("", BYTES) for name in (OURS, TORCHDATA, LITDATA)]
+    if importlib.util.find_spec("litdata") is None:
+        names = [name for name in names if not name.startswith(LITDATA)]
     part.title = f"Resume: {CLIPS} small clips, shuffled, batches of {BATCH}, local disk"
     part.settings = {"clips": CLIPS, "batch": BATCH, "compared batches": AFTER}
     part.metrics, part.against = METRICS, TORCHDATA
@@ -82,7 +86,11 @@ def prepare(folder: Path) -> None:
 
 def measure(candidate: str, folder: Path) -> dict[str, float]:
     """Figures of one candidate."""
-    make = {OURS: _millrace, TORCHDATA: _torchdata, LITDATA: _litdata}[candidate]
+    maker = {OURS: _millrace, TORCHDATA: _torchdata, LITDATA: _litdata}[candidate.removesuffix(BYTES)]
+
+    def make(folder: Path) -> Loader:
+        return maker(folder, _nothing if candidate.endswith(BYTES) else _decoded)
+
     marks = {percent: CLIPS // BATCH * percent // 100 for percent in (50, 99)}
     states, following = _walk(make(folder), set(marks.values()))
     found: dict[str, float] = {"exact": 1.0, "state_bytes": max(map(len, states.values()))}
@@ -118,7 +126,29 @@ _READS: list[float] = []
 """When our loader read for the first time, for each that was made."""
 
 
-def _millrace(folder: Path) -> Loader:
+Finish = Callable[[bytes], Any]
+"""What a peer does with the bytes of a sample."""
+
+
+def _nothing(data: bytes) -> bytes:
+    return data
+
+
+def _decoded(data: bytes) -> Any:
+    """uint8 (2, 16, 16, 3) of the clip."""
+    import av
+    import numpy as np
+
+    with av.open(io.BytesIO(data), "r") as container:
+        container.streams.video[0].codec_context.thread_count = 1
+        frames = [
+            one.reformat(16, 16, "rgb24").to_ndarray()
+            for one, _ in zip(container.decode(video=0), range(2), strict=False)
+        ]
+    return np.stack(frames)
+
+
+def _millrace(folder: Path, finish: Finish) -> Loader:
     import loaders.engine as engine
     from loaders import Clip, VideoLoader
     from loaders.samples.source import StoreReader
@@ -132,11 +162,41 @@ def _millrace(folder: Path) -> Loader:
 
     seen: list[Timed] = []
     vars(engine)["open_reader"] = lambda store, *_: Timed(store)
-    return VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, threads=2)
+    loader = VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, threads=2)
+    if finish is _nothing:
+        vars(loader)["_start_work"] = _Bytes
+    return loader
 
 
-def _torchdata(folder: Path) -> Loader:
-    """Bytes of samples by number, in a shuffled order of torch's."""
+class _Bytes:
+    """A work of ours that delivers bytes."""
+
+    def __init__(self) -> None:
+        from loaders.contract import Layout
+
+        self.layout = Layout(("there",), {"data": None})
+
+    def members(self, sample: Any) -> list[str]:
+        return ["avi"]
+
+    def cost(self, sample: Any) -> int:
+        return 0
+
+    def do(self, loaded: Sequence[Any]) -> list[Any]:
+        import torch
+
+        from loaders.contract import Finished
+
+        return [
+            Finished(one.place.sample, {"there": torch.ones(1)}, {"data": bytes(one.members["avi"])}) for one in loaded
+        ]
+
+    def close(self) -> None:
+        pass
+
+
+def _torchdata(folder: Path, finish: Finish) -> Loader:
+    """Samples by number, in a shuffled order of torch's."""
     import torch
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -148,7 +208,7 @@ def _torchdata(folder: Path) -> Loader:
             return len(self.dataset)
 
         def __getitem__(self, number: int) -> dict[str, Any]:
-            return {"id": number, "data": self.dataset.read(self.dataset.sample(number), "avi")}
+            return {"id": number, "data": finish(self.dataset.read(self.dataset.sample(number), "avi"))}
 
     torch.manual_seed(1)
     loader: Loader = StatefulDataLoader(Members(), BATCH, shuffle=True, drop_last=True)
@@ -177,11 +237,15 @@ class _Encoded:
         return iter(self._inner)
 
 
-def _litdata(folder: Path) -> Loader:
+def _litdata(folder: Path, finish: Finish) -> Loader:
     import litdata
+    from torch.utils.data import default_collate
+
+    def collate(samples: Sequence[dict[str, Any]]) -> Any:
+        return default_collate([{"id": one["id"], "data": finish(one["data"])} for one in samples])
 
     dataset = litdata.StreamingDataset(str(folder / "litdata"), shuffle=True, seed=1, drop_last=True)
-    loader: Loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0)
+    loader: Loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0, collate_fn=collate)
     return loader
 
 

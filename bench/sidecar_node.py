@@ -87,7 +87,7 @@ class Server:
     """A running `bench.rangeserver`. `environ` makes S3 clients use it."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.port = port
         self.environ = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
@@ -100,7 +100,7 @@ class Server:
 
     def sent(self) -> int:
         """Bytes of all bodies so far."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/-/sent", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/sent", timeout=30) as answer:
             return int(answer.read())
 
 

@@ -47,7 +47,7 @@ class VideoLoader(Loader):
     *Pixels.* `size` is (height, width): clips are scaled to cover it (`antialias`) and cropped around the centre, or with
     `crop="random"` somewhere; None keeps the source's size, which all clips of a batch must then share. `flip` is how
     likely a clip is mirrored. `rotate` turns frames as their metadata says. `color`: "bt601" (every decoder alike, to
-    the bit on CPUs), "tagged" (as the file says) or "fast" (as the file says, by the quickest conversion). `dtype` is
+    the bit on CPUs), "tagged" (as the file says) or "fast" (as the file says, scaled in the same pass). `dtype` is
     "uint8", "float16", "bfloat16" or "float32"; floats are pixels in 0 … 1, from which `normalize=(mean, std)`, three
     numbers each, takes the mean and divides by the deviation. `layout` orders a clip's axes: "TCHW", "CTHW" or "THWC".
     `transform(tensors, generator)` is called for every sample, before pixels become floats, with a generator of its own

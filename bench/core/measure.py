@@ -27,13 +27,14 @@ Tell = Callable[[str, float], None]
 class Candidate:
     """One way of doing the job: `python -m <module> <arguments…>` prints a JSON object of metric → number as its last line.
 
-    The object may have a key `histograms`: name → pairs of (upper edge in seconds, how many); those of all rounds are
-    added up.
+    `python` is another interpreter than this one. The object may have a key `histograms`: name → pairs of (upper edge in
+    seconds, how many); those of all rounds are added up.
     """
 
     name: str
     module: str
     arguments: tuple[str, ...]
+    python: str = ""
 
 
 def alternate(
@@ -59,7 +60,7 @@ def alternate(
 
 
 def _once(candidate: Candidate, samples: Samples, seconds: float) -> None:
-    command = [sys.executable, "-m", candidate.module, *candidate.arguments]
+    command = [candidate.python or sys.executable, "-m", candidate.module, *candidate.arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""One candidate, measured in a process of its own: `python -m bench.loader CANDIDATE FOLDER KIND` prints a JSON object."""
+"""One candidate, measured in a process of its own: `python -m bench.loader CANDIDATE FOLDER KIND PORT` prints a JSON object."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from bench.core.measure import Meter
 from bench.loader import by_hand, data
 from bench.loader.candidates import batches
+from bench.loader.place import Place
 
 
 class TreeMemory:
@@ -58,34 +59,38 @@ def _pss(pid: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
 
 
-def measure(candidate: str, folder: Path, kind: data.Kind) -> dict[str, float]:
-    """Figures of one epoch of one candidate."""
+def measure(candidate: str, place: Place, kind: data.Kind) -> dict[str, float]:
+    """Figures of one epoch of one candidate. `steady_per_s` leaves out everything up to the first batch."""
     torch.set_num_threads(1)
-    memory, meter = TreeMemory(), Meter()
+    memory, sent, meter = TreeMemory(), place.sent(), Meter()
     begun = time.perf_counter()
-    samples, first = 0, 0.0
-    for video in batches(candidate, folder, kind):
-        first = first or time.perf_counter() - begun
+    samples, first, before = 0, 0.0, 0
+    for video in batches(candidate, place, kind):
+        samples += video.shape[0]
+        if not first:
+            first, before = time.perf_counter() - begun, samples
         if video.shape[1:] != (by_hand.FRAMES, 3, kind.size, kind.size) or video.dtype != torch.uint8:
             raise AssertionError(f"{candidate} delivered {tuple(video.shape)} {video.dtype}")
-        samples += video.shape[0]
-    peak = memory.stop()
+        last = time.perf_counter() - begun
     read = meter.read()
-    expected = len(list((folder / "clips").iterdir()))
+    peak = memory.stop()
+    expected = len(place.clips())
     if samples != expected:
         raise AssertionError(f"{candidate} delivered {samples} of {expected} clips")
-    return {
+    found = {
         "samples_per_s": samples / read["wall_s"],
+        "steady_per_s": (samples - before) / max(1e-9, last - first),
         "cpu_s_per_1k": 1000 * read["cpu_s"] / samples,
         "first_batch_s": first,
         "peak_mib": peak,
     }
+    return found | ({"read_mb": (place.sent() - sent) / 1e6} if place.port else {})
 
 
 if __name__ == "__main__":
-    name, at, what = sys.argv[1:4]
+    name, at, what, port = sys.argv[1:5]
     libraries = str(data.ffmpeg_libraries(Path(at)))
     if ("torchcodec" in name or "SPDL" in name) and libraries not in os.environ.get("LD_LIBRARY_PATH", ""):
         os.environ["LD_LIBRARY_PATH"] = libraries  # read when a process starts
         os.execv(sys.executable, [sys.executable, "-m", "bench.loader", *sys.argv[1:]])
-    print(json.dumps(measure(name, Path(at), data.KINDS[what])))
+    print(json.dumps(measure(name, Place(Path(at), int(port)), data.KINDS[what])))

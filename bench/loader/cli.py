@@ -1,4 +1,4 @@
-"""What `millrace bench loader` compares: short and long clips, from local disk.
+"""What `millrace bench loader` compares: short and long clips, from files or from an S3 server on this machine.
 
 Invariant: candidates alternate, each in its own process, over the same clips; peers that are not installed are
 left out and named. Nothing heavy is imported before the options were understood.
@@ -8,20 +8,27 @@ Failure behaviour: a candidate that fails is named with its last words; the othe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from bench.core import command
 from bench.core.measure import Candidate, alternate
 from bench.core.results import Metric, Part
 from bench.loader import data
+from dataio.core.errors import UsageError
 
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
+    "steady_per_s": Metric("after the first batch", "1/s", "higher"),
     "cpu_s_per_1k": Metric("CPU s per 1k", "s"),
     "first_batch_s": Metric("first batch s", "s"),
     "peak_mib": Metric("peak MiB of all processes", "MiB"),
 }
+FROM_S3 = {"read_mb": Metric("MB read from the server", "MB")}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,27 +42,104 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind", choices=list(data.KINDS), default="short", help="4 s clips, or 10 s with few key frames"
     )
+    parser.add_argument("--s3", action="store_true", help="read from an S3 server on this machine, not from files")
+    parser.add_argument("--data", type=Path, help="keep the clips in this folder, and use those that are there")
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="PACKAGE=PATH",
+        help="the interpreter in which a peer is installed that cannot be beside the others; may be repeated",
+    )
     parser.add_argument("--only", action="append", help="a candidate's name; may be repeated (default: all)")
 
 
 def fill(job: command.Job, part: Part) -> None:
     """Every candidate reads the same clips."""
     from bench.loader.by_hand import FRAMES, STRIDE
-    from bench.loader.candidates import BATCH, FAST, FLOOR, OURS, PEERS, THREADS
+    from bench.loader.candidates import BATCH, ENERGON, FLOOR, PEERS, THREADS
 
     kind = data.KINDS[job.args.kind]
-    folder = job.scratch / kind.name
-    data.make(kind, folder, job.args.clips, job.tell)
-    missing = sorted({package for package in PEERS.values() if importlib.util.find_spec(package) is None})
-    names = [OURS, FAST, FLOOR, *(name for name, package in PEERS.items() if package not in missing)]
-    names = [name for name in names if not job.args.only or name in job.args.only]
-    if any(name.startswith("litdata") for name in names):
-        data.to_litdata(folder)
+    pythons = dict(pair.split("=", 1) for pair in job.args.peer_python)
+    missing = sorted(
+        {package for package in PEERS.values() if not pythons.get(_short(package)) and not _is_here(package)}
+    )
+    names = _names(job.args.only, missing)
+    if job.args.s3 and ENERGON in names:
+        names.remove(ENERGON)
+        part.notes.append("Energon is left out: its access to S3 wants a configuration of its own.")
+    folder = _prepared(job, kind, names, pythons)
     described = f"{kind.seconds} s, {kind.width}x{kind.height}, a key frame every {kind.gop}"
     part.title = (
         f"Loader: {job.args.clips} H.264 clips of {described}; {FRAMES} frames, every {STRIDE}nd, to {kind.size}²"
+        f"{', from S3' if job.args.s3 else ''}"
     )
-    part.settings = {"clips": job.args.clips, "kind": kind.name, "batch": BATCH, "threads": THREADS, "missing": missing}
-    part.metrics, part.against = METRICS, FLOOR if FLOOR in names else names[0]
-    wanted = [Candidate(name, "bench.loader", (name, str(folder), kind.name)) for name in names]
-    alternate(wanted, job.rounds, job.tell, part.candidates)
+    part.settings = {
+        "clips": job.args.clips,
+        "kind": kind.name,
+        "batch": BATCH,
+        "threads": THREADS,
+        "s3": job.args.s3,
+        "missing": missing,
+    }
+    part.metrics, part.against = METRICS | (FROM_S3 if job.args.s3 else {}), FLOOR if FLOOR in names else names[0]
+    if job.args.s3:
+        part.notes.append("The floors read files. The server shares the cores with its clients.")
+    with _served(folder.parent, wanted=job.args.s3) as port:
+        wanted = [
+            Candidate(
+                name,
+                "bench.loader",
+                (name, str(folder), kind.name, str(port)),
+                pythons.get(_short(PEERS.get(name, "")), ""),
+            )
+            for name in names
+        ]
+        alternate(wanted, job.rounds, job.tell, part.candidates)
+
+
+def _short(package: str) -> str:
+    return package.rpartition(".")[2]
+
+
+def _is_here(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+def _names(only: Sequence[str] | None, missing: Sequence[str]) -> list[str]:
+    from bench.loader.candidates import FAST, FAST_FLOOR, FLOOR, OURS, PEERS
+
+    names = [OURS, FAST, FLOOR, FAST_FLOOR, *(name for name, package in PEERS.items() if package not in missing)]
+    return [name for name in names if not only or name in only]
+
+
+def _prepared(job: command.Job, kind: data.Kind, names: Sequence[str], pythons: Mapping[str, str]) -> Path:
+    """The folder with the clips in every form that is needed."""
+    folder: Path = (job.args.data or job.scratch) / kind.name
+    if not (folder / "dataset").is_dir():
+        data.make(kind, folder, job.args.clips, job.tell)
+    if (there := len(list((folder / "clips").iterdir()))) != job.args.clips:
+        raise UsageError(f"{folder} has {there} clips", hint=f"--clips {there}, or another --data")
+    if any(name.startswith("litdata") for name in names) and not (folder / "litdata").is_dir():
+        data.to_litdata(folder)
+    if any(name.startswith("energon") for name in names) and not (folder / "energon").is_dir():
+        from bench.loader import in_energon
+
+        in_energon.index(folder, pythons.get("energon", sys.executable))
+    return folder
+
+
+@contextlib.contextmanager
+def _served(root: Path, *, wanted: bool) -> Iterator[int]:
+    """The port of a server of `root`, 0 if none is wanted; candidates, processes of their own, find it in the environment."""
+    if not wanted:
+        yield 0
+        return
+    from bench.sidecar_node import server
+
+    with server(root) as found:
+        os.environ.update(found.environ)
+        yield found.port

@@ -6,7 +6,8 @@ Invariants: "bt601" and "tagged" give the bits of swscale's `bilinear+full_chrom
 DALI's conversion. For the usual planar formats with even sides they are got by way of planes (gbrp), which swscale computes
 with vector instructions: the arithmetic is the same but for a rounding of chroma between rows, and with two chroma rows in
 proportions of 1 to 3 there is nothing to round. Other frames go the straight way. Parts of such frames are the same bits as in
-the whole, `MARGIN` pixels away from the part's edges. "fast" takes the quickest conversion.
+the whole, `MARGIN` pixels away from the part's edges. "fast" takes the quickest
+conversion, or scales in the same pass.
 Failure behaviour: libav's errors; the graph is then made anew.
 """
 

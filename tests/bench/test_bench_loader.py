@@ -11,6 +11,7 @@ import pytest
 
 from bench.loader import candidates, data
 from bench.loader.__main__ import measure
+from bench.loader.place import Place
 
 ONLY = (candidates.OURS, candidates.FLOOR, "webdataset + PyAV, 0 workers")
 
@@ -41,4 +42,4 @@ def test_a_candidate_that_delivers_too_few_clips_has_no_figures(
         candidates.CANDIDATES, "lazy", lambda *_: iter([torch.zeros(0, 16, 3, 112, 112, dtype=torch.uint8)])
     )
     with pytest.raises(AssertionError, match="delivered 0 of 1"):
-        measure("lazy", tmp_path, data.KINDS["short"])
+        measure("lazy", Place(tmp_path), data.KINDS["short"])

@@ -1,0 +1,63 @@
+"""Where the clips are read from: files on this machine, or a server that speaks S3's GET and counts what it sends.
+
+Invariant: the same bytes in both. Candidates whose library reads S3 itself use that; those written by hand get objects
+whole, over connections that stay open, one a thread.
+Failure behaviour: `RuntimeError` for an answer other than 200.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+_mine = threading.local()
+
+
+@dataclass(frozen=True)
+class Place:
+    """`folder` holds clips/, dataset/ and litdata/; with a `port`, they are read from the server there, whose bucket it is."""
+
+    folder: Path
+    port: int = 0
+
+    @property
+    def http(self) -> str:
+        return f"http://127.0.0.1:{self.port}/{self.folder.name}"
+
+    def url(self, name: str) -> str:
+        """A folder of it, as libraries take it."""
+        return f"s3://{self.folder.name}/{name}" if self.port else str(self.folder / name)
+
+    def shards(self) -> list[str]:
+        """The tars, as webdataset takes them."""
+        names = sorted(path.name for path in (self.folder / "dataset" / "shards").iterdir())
+        base = f"{self.http}/dataset/shards" if self.port else str(self.folder / "dataset" / "shards")
+        return [f"{base}/{name}" for name in names]
+
+    def clips(self) -> list[str]:
+        """Names for `read`; nobody is charged for knowing them."""
+        return sorted(path.name for path in (self.folder / "clips").iterdir())
+
+    def read(self, clip: str) -> bytes:
+        """One clip's bytes."""
+        if not self.port:
+            return (self.folder / "clips" / clip).read_bytes()
+        connection: http.client.HTTPConnection | None = getattr(_mine, "connection", None)
+        if connection is None:
+            connection = _mine.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", f"/{self.folder.name}/clips/{clip}")
+        answer = connection.getresponse()
+        data = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"GET {clip}: {answer.status}")
+        return data
+
+    def sent(self) -> int:
+        """Bytes that the server has sent so far; 0 without one."""
+        if not self.port:
+            return 0
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/sent", timeout=30) as answer:
+            return int(answer.read())
