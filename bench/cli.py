@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("bench.store.cli:main", "a bucket or directory by operation, size and concurrency, beside other clients"),
     "pack": ("bench.pack:main", "packing beside tar + ffprobe and webdataset's writer"),
     "loader": ("bench.loader:main", "batches of clips beside other loaders"),
+    "raw": ("bench.raw:main", "samples as bytes, checked, beside a plain loop of pread"),
     "resume": ("bench.resume:main", "resuming in the middle of an epoch beside other loaders"),
     "checkpoint": ("bench.checkpoint:main", "saves and restores beside torch.save and torch.distributed.checkpoint"),
     "sidecar": ("bench.sidecar:main", "the figures of the node's daemon"),

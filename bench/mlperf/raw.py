@@ -6,12 +6,15 @@ Failure behaviour: an error of the source is raised at the batch it belongs to; 
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 
 from dataio import Dataset
+from dataio.shards.contract import Sample
 from dataio.sidecar.client import open_reader
 from loaders.order import Order
 from loaders.samples.source import Source
@@ -67,13 +70,13 @@ def _read(
             order = Order.of(
                 len(dataset), batch * ranks, sample_bytes=dataset.total_bytes / max(1, len(dataset)), seed=seed
             )
-            numbers = [order.batch_of(epoch, n, rank, ranks) for n in range(order.full_batches + bool(order.tail))]
-            for place, chosen in enumerate(numbers):
-                if stop.is_set():
-                    return
-                ahead = [dataset.sample(int(n)) for later in numbers[place : place + DEPTH] for n in later]
-                source.announce([(sample, [member.ext for member in sample.members]) for sample in ahead])
-                found = [bytearray(view) for n in chosen for view in _members(source, dataset, int(n))]
+            numbers = (order.batch_of(epoch, n, rank, ranks) for n in range(order.full_batches + bool(order.tail)))
+            coming = (dataset.samples([int(n) for n in chosen]) for chosen in numbers)
+            ahead = deque(itertools.islice(coming, DEPTH))
+            while ahead and not stop.is_set():
+                source.announce([(sample, [m.ext for m in sample.members]) for later in ahead for sample in later])
+                found = [bytearray(view) for sample in ahead.popleft() for view in _members(source, sample)]
+                ahead.extend(itertools.islice(coming, 1))
                 if found:
                     waiting.put(found)
         waiting.put(_END)
@@ -81,6 +84,5 @@ def _read(
         waiting.put(error)
 
 
-def _members(source: Source, dataset: Dataset, number: int) -> list[memoryview]:
-    sample = dataset.sample(number)
+def _members(source: Source, sample: Sample) -> list[memoryview]:
     return list(source.fetch(sample, [member.ext for member in sample.members]).values())

@@ -74,10 +74,7 @@ class CachedReader:
 
     def read(self, key: str, ranges: Ranges) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        try:
-            lease = self._engine.open(self._store, key, ranges, id(self)).result(WAIT_SECONDS)
-        except TimeoutError:
-            raise DeadlineError(f"{key}: no bytes after {WAIT_SECONDS:.0f} s", hint="is the store reachable?") from None
+        lease = self._engine.open_present(self._store, key, ranges, id(self)) or self._wait(key, ranges)
         if lease is None:
             return stream(self._store, key, ranges)
         return views(self._mapped(lease), ranges)
@@ -91,6 +88,12 @@ class CachedReader:
         self._unsubscribe()
         self._engine.withdraw(id(self))
         self._maps.clear()
+
+    def _wait(self, key: str, ranges: Ranges) -> Lease | None:
+        try:
+            return self._engine.open(self._store, key, ranges, id(self)).result(WAIT_SECONDS)
+        except TimeoutError:
+            raise DeadlineError(f"{key}: no bytes after {WAIT_SECONDS:.0f} s", hint="is the store reachable?") from None
 
     def _mapped(self, lease: Lease) -> MappedFile | None:
         if not lease.size:

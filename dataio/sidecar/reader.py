@@ -2,7 +2,7 @@
 
 Purpose: the bytes come from a mapping of the daemon's cache file, so that a byte is fetched once a node and never copied.
 Invariants: the bytes are the same whoever serves them; a view stays valid while it is referenced, also when the daemon evicts
-the file or dies. What is known to be present is read without asking the daemon.
+the file or dies. What is known to be present is read without asking the daemon, and without waiting for another thread.
 Failure behaviour: whatever the daemon cannot do (it is gone, has no credentials, no room, or is too slow) this process
 does itself, said once; a daemon that is gone is looked for again every `RETRY_SECONDS`.
 """
@@ -14,10 +14,9 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dataio.cache.blocks import MappedFile, map_file
-from dataio.cache.reader import PrivateReader, Ranges, covered, stream, views
+from dataio.cache.reader import PrivateReader, Ranges, covered, stream
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError
@@ -32,6 +31,7 @@ from dataio.store.contract import Store
 RETRY_SECONDS = 3.0
 OPEN_SECONDS = 60.0
 MAPPED_FILES = 128
+TOLD_READS = 64
 _ANNOUNCE_BYTES = limits.MESSAGE_BYTES - 16 * limits.KIB
 
 _log = get_logger(__name__)
@@ -50,11 +50,61 @@ class _Hold:
         self._connection.closed_files.append(self._file)
 
 
-@dataclass(slots=True)
 class _Known:
-    file: int
-    mapped: MappedFile | None
-    present: Sequence[tuple[int, int]]
+    """A file of the daemon's that is mapped here, and what of it is present. `used`: since it was last looked at for eviction."""
+
+    __slots__ = ("end", "file", "first", "mapped", "present", "used", "whole")
+
+    def __init__(self, file: int, mapped: MappedFile | None, present: Sequence[tuple[int, int]]) -> None:
+        self.file, self.mapped, self.present, self.used = file, mapped, present, True
+        self.whole = memoryview(mapped) if mapped is not None else memoryview(b"")
+        self.first, self.end = present[0] if len(present) == 1 else (0, 0)
+
+    def views(self, ranges: Ranges) -> list[memoryview] | None:
+        """Read-only views, or None where not all is known to be present. In the order of what is most common: this is on the path
+        of every read."""
+        whole, first, end, found = self.whole, self.first, self.end, list[memoryview]()
+        for offset, length in ranges:
+            if offset < first or offset + length > end:
+                return self.cut(ranges) if covered(self.present, ranges) else None
+            found.append(whole[offset : offset + length])
+        return found
+
+    def cut(self, ranges: Ranges) -> list[memoryview]:
+        return [self.whole[offset : offset + length] for offset, length in ranges]
+
+
+class _Tally:
+    """Bytes that were read, told to the process's metrics and to the loader's meter a few at a time."""
+
+    def __init__(self, meter: LoaderMeter | None) -> None:
+        self._meter, self._lock = meter, threading.Lock()
+        self._reads = self._delivered = self._cached = 0
+
+    def read(self, size: int, cached: int) -> None:
+        """`cached` bytes of `size` were read without asking the daemon."""
+        with self._lock:
+            self._delivered += size
+            self._cached += cached
+            self._reads += 1
+            if self._reads < TOLD_READS:
+                return
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell all."""
+        with self._lock:
+            delivered, cached = self._delivered, self._cached
+            self._reads = self._delivered = self._cached = 0
+        if cached:
+            _FROM_CACHE.inc(cached)
+        if self._meter is not None and delivered:
+            self._meter.read(delivered)
+
+    def report(self) -> m.Report | None:
+        """What the daemon is told once a second."""
+        self.tell()
+        return self._meter.report() if self._meter is not None else None
 
 
 class SidecarReader:
@@ -64,7 +114,7 @@ class SidecarReader:
         self, store: Store, sidecar: SidecarName, clock: Clock = SYSTEM_CLOCK, *, meter: LoaderMeter | None = None
     ) -> None:
         self._store, self._sidecar, self._clock = store, sidecar, clock
-        self._meter = meter
+        self._tally = _Tally(meter)
         self._where = m.where(store.location)
         self._lock = threading.Lock()
         self._connection: Sidecar | None = None
@@ -72,6 +122,7 @@ class SidecarReader:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped lately
         self._private: PrivateReader | None = None
+        self._told: Sidecar | None = None  # who knows that this is a loader, and whose blocks to keep for it
         self._closed = False
         self._connected()
 
@@ -79,11 +130,17 @@ class SidecarReader:
         """A read-only view for every (offset, length) of the object `key`."""
         connection = self._connected()
         if connection is not None:
+            known = self._known.get(key)
+            found = known.views(ranges) if known is not None else None
+            if known is not None and found is not None:
+                known.used = True
+                connection.touched_files.add(known.file)
+                self._tally.read(size := sum([length for _, length in ranges]), size)
+                return found
             try:
-                found = self._read(connection, key, ranges)
+                found = self._ask(connection, key, ranges, known)
                 if found is not None:
-                    if self._meter is not None:
-                        self._meter.read(sum([length for _, length in ranges]))
+                    self._tally.read(sum([length for _, length in ranges]), 0)
                     return found
                 # no room in the daemon's cache: exactly these bytes, and no blocks that would be thrown away
                 return stream(self._store, key, ranges)
@@ -97,6 +154,9 @@ class SidecarReader:
         if connection is None:
             self._own().announce(upcoming)
             return
+        if self._told is connection and self._all_known(upcoming):
+            return  # nothing is left to prefetch, which is so for most of a later epoch
+        self._told = connection
         cut, left = list[tuple[str, int, int]](), _ANNOUNCE_BYTES
         for key, offset, length in upcoming[: m.RANGES]:
             left -= len(key.encode()) + 24
@@ -120,21 +180,25 @@ class SidecarReader:
             connection.close()
         if private is not None:
             private.close()
+        self._tally.tell()
 
     # the daemon's way
 
-    def _read(self, connection: Sidecar, key: str, ranges: Ranges) -> list[memoryview] | None:
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-        if known is None or not covered(known.present, ranges):
-            with span("sidecar.open", key=key):
-                known = self._open(connection, key, ranges, known)
-        else:
-            connection.touched_files.add(known.file)
-            _FROM_CACHE.inc(sum([length for _, length in ranges]))
-        return views(known.mapped, ranges) if known is not None else None
+    def _all_known(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
+        """Whether all of it is known to be present. The last first, since what is missing is there."""
+        name, first, end = "", 0, -1
+        for key, offset, length in reversed(upcoming):
+            if key != name:
+                known = self._known.get(key)
+                name, first, end = key, *((known.first, known.end) if known is not None else (0, -1))
+            if offset < first or offset + length > end:
+                return False
+        return True
+
+    def _ask(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> list[memoryview] | None:
+        with span("sidecar.open", key=key):
+            known = self._open(connection, key, ranges, known)
+        return known.cut(ranges) if known is not None else None
 
     def _open(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> _Known | None:
         """Ask the daemon for ranges, in as many messages as they need; None when its cache has no room."""
@@ -173,9 +237,18 @@ class SidecarReader:
             if self._connection is connection and answer.file not in self._dropped:
                 self._known[key] = learnt
                 self._known.move_to_end(key)
-            oldest = self._known.popitem(last=False) if len(self._known) > MAPPED_FILES else None
+            oldest = self._evicted() if len(self._known) > MAPPED_FILES else None
         del gone, oldest  # their holds end outside the lock
         return learnt
+
+    def _evicted(self) -> _Known:
+        """The oldest that was not used since it was last looked at: reads do not stop to put what they use in order."""
+        while True:
+            key, known = self._known.popitem(last=False)
+            if not known.used:
+                return known
+            known.used = False
+            self._known[key] = known
 
     def _forget(self, file: int) -> None:
         with self._lock:
@@ -203,8 +276,7 @@ class SidecarReader:
             return None
         forget = weakref.WeakMethod(self._forget)  # the connection's thread must not keep this reader alive
         found.forgotten = lambda file: (call := forget()) and call(file)
-        if self._meter is not None:
-            found.reporting = self._meter.report
+        found.reporting = self._tally.report
         weakref.finalize(self, found.close)
         with self._lock:
             self._connection = found

@@ -214,6 +214,45 @@ def test_what_is_announced_is_fetched_before_it_is_read(daemon: RunningDaemon, s
     reader.close()
 
 
+def test_what_is_known_to_be_present_is_announced_no_more(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[object]()
+    tell = Sidecar.tell
+    monkeypatch.setattr(Sidecar, "tell", lambda self, message: (told.append(message), tell(self, message)))
+    reader = open_reader(store, daemon.socket)
+    assert isinstance(reader, SidecarReader)
+
+    def announced(upcoming: list[tuple[str, int, int]]) -> bool:
+        told.clear()
+        reader.announce(upcoming)
+        return any(isinstance(message, m.Announce) for message in told)
+
+    reader.read("shards/0.tar", [(0, len(shards["shards/0.tar"]))])
+    assert announced([("shards/0.tar", 0, 10)]), "the daemon hears once that this is a loader"
+    assert not announced([("shards/0.tar", 0, 10), ("shards/0.tar", MIB, MIB)])
+    assert announced([("shards/0.tar", 0, 10), ("shards/1.tar", 0, 10)])
+    assert announced([("shards/1.tar", 5 * MIB, 10)]), "a part of the file is known at most"
+    reader._forget(reader._known["shards/0.tar"].file)
+    assert announced([("shards/0.tar", 0, 10)]), "the daemon has dropped it"
+    reader.close()
+
+
+def test_the_mapping_that_was_not_used_goes_first(
+    daemon: RunningDaemon, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "MAPPED_FILES", 2)
+    reader = open_reader(store, daemon.socket)
+    assert isinstance(reader, SidecarReader)
+    for key in ("shards/0.tar", "shards/1.tar", "shards/2.tar"):
+        reader.read(key, [(0, 10)])  # the third looks at both, and finds both used
+    assert list(reader._known) == ["shards/1.tar", "shards/2.tar"]
+    reader.read("shards/1.tar", [(0, 10)])
+    reader.read("shards/0.tar", [(0, 10)])
+    assert "shards/1.tar" in reader._known
+    reader.close()
+
+
 def test_the_end_of_a_client_lets_go_of_all_it_held(daemon: RunningDaemon, store: Store) -> None:
     code = READ_ALL + "print('here', flush=True); import time; time.sleep(60)"
     command = [sys.executable, "-c", code, store.location.url, str(daemon.socket), "shards/0.tar"]

@@ -1,0 +1,206 @@
+"""`millrace bench raw`: samples as bytes, without decoding, beside a plain loop of `pread`.
+
+How: every candidate reads the same shuffled samples, each of three files side by side in tars on local disk, in one thread, and
+copies each batch into one staging buffer. The plain loop does the least that does so: it knows where everything lies, keeps the
+shards open, and lets the kernel copy straight into the staging buffer. Ours is what a loader does before it decodes: the order,
+the index, announcements eight batches ahead, a read of the sample, the digest of every file, the copy. The first epoch, which
+fills caches and which nobody counts, comes before; the page cache holds everything.
+Invariant: every candidate delivers the same bytes (their digest is compared). "Without digests" explains what checking takes; it
+is no way of reading that Millrace offers. Failure behaviour: a candidate that fails is named; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from bench.core import command
+from bench.core.measure import Candidate, Meter, alternate
+from bench.core.results import Metric, Part
+from bench.mlperf.data import shard
+from bench.sidecar_node import daemon
+from bench.sidecar_rank import AHEAD
+from dataio import Dataset
+from dataio.shards.contract import Member, Sample
+from dataio.sidecar.client import open_reader
+from loaders.order import Order
+from loaders.samples import source
+
+BATCH, EPOCHS, AT_ONCE = 16, 3, 32
+MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
+PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Millrace through the sidecar", "Millrace in one process"
+UNCHECKED = "{}, without digests"
+METRICS = {
+    "samples_per_s": Metric("samples/s", "1/s", "higher"),
+    "gb_per_s": Metric("GB/s", "GB/s", "higher"),
+    "cpu_s_per_1k": Metric("CPU s per 1k", "s", "lower"),
+    "first_epoch_per_s": Metric("first epoch, samples/s", "1/s", "higher"),
+}
+Batches = Iterator[memoryview]
+
+
+def main(argv: Sequence[str]) -> int:
+    """`millrace bench raw`."""
+    about = "Samples as bytes, checked, beside a plain loop of pread."
+    return command.run(argv, "raw", about, fill, _options, rounds=5)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=int, default=800, help="of 450 kB (default: %(default)s)")
+
+
+def fill(job: command.Job, part: Part) -> None:
+    """One dataset, all candidates in turn."""
+    make(job.scratch, job.args.samples, job.tell)
+    part.title = (
+        f"Raw: {job.args.samples} samples of {sum(MEMBERS.values()) / 1000:.0f} kB, shuffled, batches of {BATCH}"
+    )
+    part.settings = {"samples": job.args.samples, "batch": BATCH, "epochs": EPOCHS, "threads": 1}
+    part.metrics, part.against = METRICS, PLAIN
+    wanted = [Candidate(name, "bench.raw", (name, str(job.scratch))) for name in CANDIDATES]
+    alternate(wanted, job.rounds, job.tell, part.candidates)
+    if found := {samples.metrics["digest"][0] for samples in part.candidates.values() if "digest" in samples.metrics}:
+        if len(found) > 1:
+            raise AssertionError("the candidates did not deliver the same bytes")
+        for samples in part.candidates.values():
+            samples.metrics.pop("digest", None)
+
+
+def make(folder: Path, samples: int, tell: Callable[[str, float], None]) -> None:
+    """The dataset, `folder`/dataset."""
+    files = folder / "files"
+    files.mkdir()
+    rng = random.Random(1)
+    for number in range(samples):
+        tell("making samples", number / samples)
+        for ext, size in MEMBERS.items():
+            (files / f"{number:06}.{ext}").write_bytes(rng.randbytes(size))
+    shard(files, folder)
+    for path in files.iterdir():
+        path.unlink()
+
+
+# the candidates
+
+
+def _order(dataset: Dataset, epoch: int) -> Iterator[list[Sample]]:
+    """The batches of an epoch. Order and index are asked for many of them at once, which takes a tenth of the time."""
+    order = Order.of(len(dataset), BATCH, sample_bytes=dataset.total_bytes / len(dataset), seed=1)
+    batches = order.full_batches + bool(order.tail)
+    for first in range(0, batches, AT_ONCE):
+        slots = [order.slots(number) for number in range(first, min(first + AT_ONCE, batches))]
+        found = iter(dataset.samples(order.take(epoch, np.concatenate(slots)).tolist()))
+        for batch in slots:
+            yield list(itertools.islice(found, len(batch)))
+
+
+def _plain(folder: Path, staging: memoryview) -> Callable[[int], Batches]:
+    """What there is to know is looked up before, and costs nothing."""
+    with Dataset(str(folder / "dataset")) as dataset:
+        epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
+        files = {sample.shard: dataset.store for batch in epochs[0] for sample in batch}
+        opened = {key: os.open(_path(folder, key), os.O_RDONLY) for key in files}
+    known = [
+        [[(opened[s.shard], m.offset, m.length) for s in batch for m in s.members] for batch in batches]
+        for batches in epochs
+    ]
+
+    def batches(epoch: int) -> Batches:
+        for batch in known[epoch]:
+            at = 0
+            for fd, offset, length in batch:
+                os.preadv(fd, [staging[at : at + length]], offset)
+                at += length
+            yield staging[:at]
+
+    return batches
+
+
+def _path(folder: Path, key: str) -> Path:
+    return next(path for path in (folder / "shards").iterdir() if key.endswith(path.name))
+
+
+def _millrace(
+    folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None
+) -> Callable[[int], Batches]:
+    dataset = stack.enter_context(Dataset(str(folder / "dataset")))
+    reader = stack.enter_context(contextlib.closing(open_reader(dataset.store, sidecar)))
+    samples = source.Source(reader, dataset.store)
+
+    def batches(epoch: int) -> Batches:
+        coming, order = deque[list[Sample]](), _order(dataset, epoch)
+        while True:
+            coming.extend(itertools.islice(order, 1 + AHEAD - len(coming)))
+            if not coming:
+                return
+            now, at = coming.popleft(), 0
+            samples.announce([(sample, _exts(sample.members)) for batch in coming for sample in batch])
+            for sample in now:
+                for view in samples.fetch(sample, _exts(sample.members)).values():
+                    staging[at : at + len(view)] = view
+                    at += len(view)
+            yield staging[:at]
+
+    return batches
+
+
+def _exts(members: Sequence[Member]) -> list[str]:
+    return [member.ext for member in members]
+
+
+def measure(name: str, folder: Path) -> dict[str, float]:
+    """Figures of one candidate: the first epoch by itself, then the others."""
+    with contextlib.ExitStack() as stack:
+        staging = memoryview(bytearray(BATCH * sum(MEMBERS.values())))
+        staging[::4096] = bytes(len(staging[::4096]))
+        if name != PLAIN and name.endswith(UNCHECKED.format("")):
+            source._is_right = lambda view, member: True  # explains what checking takes; nothing else can do so
+        batches = CANDIDATES[name](folder, staging, stack)
+        began = time.perf_counter()
+        first = sum(1 for _ in batches(0))
+        first_s = time.perf_counter() - began
+        meter, sizes = Meter(), [len(batch) for epoch in range(1, EPOCHS) for batch in batches(epoch)]
+        read = meter.read()
+        digest = xxhash.xxh3_64()
+        for batch in batches(1):
+            digest.update(batch)
+    samples = sum(sizes) / sum(MEMBERS.values())
+    return {
+        "samples_per_s": samples / read["wall_s"],
+        "gb_per_s": sum(sizes) / read["wall_s"] / 1e9,
+        "cpu_s_per_1k": 1000 * read["cpu_s"] / samples,
+        "first_epoch_per_s": samples / (EPOCHS - 1) / first_s if first else 0.0,
+        "digest": float(digest.intdigest() >> 12),
+    }
+
+
+def _through(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Callable[[int], Batches]:
+    place = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))
+    running = stack.enter_context(daemon(Path(place) / "node", cache_bytes="4GiB"))
+    return _millrace(folder, staging, stack, running.socket)
+
+
+CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Callable[[int], Batches]]] = {
+    PLAIN: lambda folder, staging, stack: _plain(folder, staging),
+    SIDECAR: _through,
+    ALONE: lambda folder, staging, stack: _millrace(folder, staging, stack, None),
+    UNCHECKED.format(SIDECAR): _through,
+    UNCHECKED.format(ALONE): lambda folder, staging, stack: _millrace(folder, staging, stack, None),
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))
