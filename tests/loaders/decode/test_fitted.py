@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import av
@@ -12,16 +15,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dataio.core.errors import CorruptionError
 from dataio.shards.contract import KeyFrame, VideoInfo
-from loaders.clip import Wanted
-from loaders.decode import convert, resize
+from loaders.clip import Clip, Wanted, choose
+from loaders.decode import convert, pyav, resize
 from loaders.decode.canvas import Quick, Whole
-from loaders.decode.contract import Color, Request
+from loaders.decode.contract import Color, Decoded, Request
 from loaders.decode.convert import Converter, Part
 from loaders.decode.fitted import Fitted
 from loaders.decode.geometry import Axis, Fit, axes
+from loaders.decode.isolated import IsolatedDecoder
+from loaders.decode.pyav import PyAVDecoder
+from loaders.decode.trim import Window, open_window
 from tests.loaders import plain
 
+InfoOf = Callable[[bytes, str], VideoInfo]
 FORMATS = ["yuv420p", "yuvj420p", "yuv422p", "yuv444p", "yuvj444p", "yuv420p10le", "yuv444p10le"]
 OTHERS = ["nv12", "gray", "yuv411p", "yuv440p", "yuv410p", "rgb24", "yuva420p", "gbrp", "yuv420p12le"]
 sides = st.integers(8, 300)
@@ -163,3 +171,50 @@ def test_graphs_are_kept_for_a_few_kinds_of_frames() -> None:
         frame = noise("yuv420p", width, 16)
         converter(frame, convert.rgb(frame, "bt601", Part(0, 16, 0, width)))
     assert len(converter._graphs) == convert.KEPT
+
+
+@pytest.mark.parametrize("color", ["bt601", "fast"])
+def test_a_process_of_its_own_fits_alike(color: Color, media: Path, info_of: InfoOf) -> None:
+    data = (media / "nasa_h264_aac.mp4").read_bytes()
+    info = info_of(data, "mp4")
+    wanted, fit = choose(info, Clip(5, 2), 0, 0, 0, 0), Fit((60, 72), True, (0.2, 0.9), mirror=True)
+    asked = Request(memoryview(data), info, wanted, color, fit)
+    apart = IsolatedDecoder(1)
+    try:
+        (there,) = apart.decode([asked])
+    finally:
+        apart.close()
+    (here,) = PyAVDecoder().decode([asked])
+    assert isinstance(there, Decoded)
+    assert isinstance(here, Decoded)
+    assert here.frames.shape == (5, 3, 60, 72)
+    assert torch.equal(there.frames, here.frames)
+
+
+@pytest.mark.parametrize("name", ["nasa_h264_aac.mp4", "h265.mp4", "rotated_90.mov", "testsrc2_vp9.webm", "av1.mkv"])
+def test_what_the_container_says_is_believed_and_gives_the_same_frames(
+    name: str, media: Path, info_of: InfoOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = (media / name).read_bytes()
+    info = info_of(data, name[-3:])
+    asked = Request(memoryview(data), info, choose(info, Clip(6, 2), 0, 0, 0, 0))
+    opened, refused = list[bool](), list[bool]()
+
+    @contextmanager
+    def opening(request: Request, *, trusting: bool = False) -> Iterator[Window]:
+        opened.append(trusting)
+        if trusting in refused:
+            raise CorruptionError("not this way")
+        with open_window(request, trusting=trusting) as window:
+            yield window
+
+    monkeypatch.setattr(pyav, "open_window", opening)
+    (quickly,) = PyAVDecoder().decode([asked])
+    assert opened == [True]
+    refused.append(True)
+    (thoroughly,) = PyAVDecoder().decode([asked])
+    assert opened == [True, True, False]
+    assert isinstance(quickly, Decoded)
+    assert isinstance(thoroughly, Decoded)
+    assert torch.equal(quickly.frames, thoroughly.frames)
+    assert quickly.pts == thoroughly.pts
