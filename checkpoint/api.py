@@ -73,8 +73,9 @@ class Checkpointer:
 
     `url` is a path, `file:///path`, `s3://bucket/prefix` or an open `Store`; `storage_options` as for `open_store`.
     `sidecar` is "auto" (the node's daemon where one answers), the path of its socket, or None (inside this process).
-    `rank` and `world_size` come from torch.distributed when it is initialised. `compression` is "none", "zstd" or "auto" (for
-    each tensor what makes the save durable sooner at the store's speed, by measurement: on fast stores nothing).
+    `rank` and `world_size` come from torch.distributed when it is initialised. `compression` is "none", "zstd", "auto" (for
+    each tensor what makes the save durable sooner at the store's speed, by measurement: on fast stores nothing) or "delta"
+    (as "auto", with differences from an earlier step as one more choice).
     `base`: another run of this repository, or (run, step) of one, that this run starts from: its first save finds there what
     has not changed. A step of another run that was restored is leaned on likewise.
     `keep`: after each commit rank 0 removes the run's steps that this policy does not keep; None keeps all.
