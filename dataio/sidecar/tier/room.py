@@ -19,20 +19,19 @@ from dataio.core.errors import MillraceError
 from dataio.core.log import get_logger
 from dataio.core.medium import medium
 from dataio.core.metrics import REGISTRY
-from dataio.sidecar.tier import protocol as p
 from dataio.sidecar.tier import tls
-from dataio.sidecar.tier.client import Buddy
 from dataio.sidecar.tier.config import TierConfig
 from dataio.sidecar.tier.metrics import TierMetrics
+from dataio.sidecar.tier.recalls import Recalls
 from dataio.sidecar.tier.sending import Sending
 from dataio.sidecar.tier.server import BuddyServer
-from dataio.store.tier.record import Record, as_guest
+from dataio.store.tier.record import Record
 from dataio.store.tier.retention import Limits
 from dataio.store.tier.shelf import Shelf
 
 TIDY_SECONDS = 5.0
-AWAY_SECONDS = 5.0
-"""How long a buddy that could not be reached is not asked again."""
+WAITING = 16
+"""Trainers that wait for the buddy at once."""
 LISTED = 16
 _log = get_logger(__name__)
 
@@ -45,16 +44,13 @@ class Tier:
         self.shelf = Shelf(config.folder, Limits(config.bytes, config.steps))
         self._server = BuddyServer(config, self.shelf) if config.listen is not None else None
         self._sending = Sending(config, self.shelf) if config.buddy is not None else None
-        self._context = tls.client_context(config) if config.buddy is not None else None
-        self._pace = p.Pace(None)  # somebody waits for what is fetched
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="millrace-recall")
-        """For `recall`."""
+        self._recalls = Recalls(config, self.shelf, tls.client_context(config)) if config.buddy is not None else None
+        self.pool = ThreadPoolExecutor(WAITING, thread_name_prefix="millrace-recall")
+        """For `recall`, which waits."""
         self._medium = medium(config.folder)
-        self._lock, self._away_until = threading.Lock(), 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="millrace-tier", daemon=True)
         self._port: int | None = None
-        self.recalled = {"found": 0, "absent": 0, "failed": 0}
         self._shown: dict[str, object] = {}
         self._metrics = TierMetrics(self.status)
 
@@ -74,6 +70,8 @@ class Tier:
         with contextlib.suppress(KeyError):  # the start failed
             REGISTRY.unregister(self._metrics)
         self.pool.shutdown(wait=False, cancel_futures=True)
+        if self._recalls is not None:
+            self._recalls.close()
         if self._server is not None:
             self._server.close()
         if self._sending is not None:
@@ -87,34 +85,19 @@ class Tier:
         return {kind: (*command, *more) if kind == "checkpoint" else command for kind, command in commands.items()}
 
     def recall(self, source: str, key: str) -> bool:
-        """Bring an object from the buddy; with an empty key the records of a store. Whether it is here now. One at a time."""
-        with self._lock:
-            if self._context is None or time.monotonic() < self._away_until:
-                return False
-            if key and self.shelf.has(source, key):
-                return True
-            try:
-                with Buddy.connect(self.config, self._context, self._pace) as buddy:
-                    found = buddy.fetch(self.shelf, source, key) if key else self._records(buddy, source)
-            except (MillraceError, OSError) as error:
-                _log.warning("the buddy does not give %s: %s", key or "its records", error)
-                self.recalled["failed"] += 1
-                self._away_until = time.monotonic() + AWAY_SECONDS
-                return False
-            self.recalled["found" if found else "absent"] += 1
-            return found
+        """Bring an object from the buddy; with an empty key the records of a store. Whether it is here now."""
+        return self._recalls is not None and self._recalls.recall(source, key)
+
+    @property
+    def recalled(self) -> dict[str, int]:
+        """Objects asked of the buddy, by outcome."""
+        return dict(self._recalls.counts) if self._recalls is not None else {"found": 0, "absent": 0, "failed": 0}
 
     def status(self) -> dict[str, object]:
         """For people and monitors; bounded."""
-        return {**self._shown, "buddy": self._buddy(), "guests": self._guests(), "recalled": dict(self.recalled)}
+        return {**self._shown, "buddy": self._buddy(), "guests": self._guests(), "recalled": self.recalled}
 
     # inside
-
-    def _records(self, buddy: Buddy, source: str) -> bool:
-        records = buddy.records(source)
-        for record in records:
-            self.shelf.put_record(as_guest(record))
-        return bool(records)
 
     def _look_after(self) -> None:
         while not self._stop.wait(TIDY_SECONDS / 5):
