@@ -117,8 +117,8 @@ class Dataset:
             raise UsageError(f"the index has no column {unknown[0]!r}", hint=f"it has {', '.join(index.SCHEMA.names)}")
         return self.index.columns(names)
 
-    def only(self, column: str) -> Any:
-        """The value that all samples have in this column, where the index says so without being read; else None."""
+    def only(self, column: str) -> str | None:
+        """The value that all samples have in this column, where the version says so and nothing has to be read; else None."""
         return self.index.only(column)
 
     def __len__(self) -> int:

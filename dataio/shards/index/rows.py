@@ -26,8 +26,8 @@ from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
 from dataio.shards.index import checks as index_checks
 
-GROUP_ROWS = 2048
-GROUP_BYTES = 2 * limits.MIB
+GROUP_ROWS = 1024
+GROUP_BYTES = limits.MIB
 MIN_GROUP_ROWS = 64
 """A row group has `GROUP_ROWS`, or fewer where rows are long (a film has thousands of key frames), so that it takes about
 `GROUP_BYTES`; at least `MIN_GROUP_ROWS`."""
@@ -86,9 +86,8 @@ SCHEMA = pa.schema(
         pa.field("key_frames", pa.list_(pa.field("item", _KEY_FRAME, nullable=False))),
     ]
 )
-SUMMED = ("key", "video_ext", "audio_codec")
-"""The columns whose least and largest values and null counts are in the footer: whether all samples have video, and of which
-kind, is known without reading a column."""
+ALIKE = ("video_ext", "audio_codec")
+"""The columns whose least and largest values and null counts are in the footer, beside those of the keys: often all are alike."""
 _RULES = index_checks.Rules(
     required=tuple(field.name for field in SCHEMA if not field.nullable),
     together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO), "color_space": tuple(_COLOR)},
@@ -206,12 +205,25 @@ def write_table(table: Any) -> bytes:
     sink = io.BytesIO()
     # others are of no use, and those of long texts would make every footer long
     with pq.ParquetWriter(
-        sink, SCHEMA, compression="zstd", compression_level=6, write_statistics=list(SUMMED), store_schema=True
+        sink, SCHEMA, compression="zstd", compression_level=6, write_statistics=["key", *ALIKE], store_schema=True
     ) as writer:
         writer.write_table(table, row_group_size=group_rows(table))
         digests = block_digests(sink.getbuffer())
         writer.add_key_value_metadata({BLOCKS: base64.b64encode(b"".join(digests))})
     return sink.getvalue()
+
+
+def only(data: bytes) -> dict[str, str]:
+    """The columns of `ALIKE` in which all rows of a part have one value, and that, as its footer says."""
+    metadata, found = pq.read_metadata(pa.BufferReader(data)), dict[str, str]()
+    for name in ALIKE:
+        number = SCHEMA.get_field_index(name)  # as columns are numbered, since those that hold lists come last
+        said = [metadata.row_group(group).column(number).statistics for group in range(metadata.num_row_groups)]
+        if said and all(one is not None and one.has_min_max and not one.null_count for one in said):
+            values = {value for one in said for value in (one.min, one.max)}
+            if len(values) == 1:
+                found[name] = str(values.pop())
+    return found
 
 
 def group_rows(table: Any) -> int:

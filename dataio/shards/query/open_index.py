@@ -90,15 +90,10 @@ class OpenIndex:
         empty = index.SCHEMA.empty_table().select(index.SCHEMA.names if columns is None else list(columns))
         return pa.concat_tables([empty, *tables])
 
-    def only(self, column: str) -> Any:
-        """The one value that all samples have in this column, if the parts' footers say so; else None: it has to be read."""
-        found = set[Any]()
-        for part in range(len(self._document.index)):
-            value = self._reader(part).only(column)
-            if value is None or found - {value}:
-                return None
-            found.add(value)
-        return found.pop() if found else None
+    def only(self, column: str) -> str | None:
+        """The one value that all samples have in this column, if the version says so; else None: it has to be read."""
+        values = {part.only.get(column) for part in self._document.index}
+        return values.pop() if len(values) == 1 else None
 
     def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
         """These columns of the samples in one part."""

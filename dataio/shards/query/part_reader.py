@@ -75,18 +75,6 @@ class PartReader:
         index.check(table, self._name, self._shards, int(self.ends[first - 1]) if first else 0)
         return table
 
-    def only(self, column: str) -> Any:
-        """The value that every row has in this column, as the footer says; None where there are several, or nulls, or nothing
-        is said."""
-        number = index.SCHEMA.get_field_index(column)  # as columns are numbered, since those that hold lists come last
-        found = set[Any]()
-        for group in range(self._metadata.num_row_groups):
-            said = self._metadata.row_group(group).column(number).statistics
-            if said is None or not said.has_min_max or said.null_count != 0 or said.min != said.max:
-                return None
-            found.add(said.min)
-        return found.pop() if len(found) == 1 else None
-
     def _footer(self) -> bytes:
         data = bytearray(self._part.footer)
         self._get([(self._part.size - len(data), memoryview(data))])

@@ -45,6 +45,7 @@ def describe(key: str, data: bytes, rows: int, size: int, fields: dict[str, str]
         footer=footer,
         footer_digest=index.digest(data[-footer:]),
         fields=fields,
+        only=index.only(data),
     )
 
 

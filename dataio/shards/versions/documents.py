@@ -80,7 +80,8 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     `digest` is the file's BLAKE3, `footer_digest` that of its last `footer` bytes, which hold the digests of what comes before;
     so parts of it can be read and checked. `prefix` goes in front of the shards' names that the rows hold, where the
     part was written for another dataset. `fields` says of what type the promoted fields are: integer, number, text,
-    boolean or mixed. Without `kept`, all rows are samples of the version.
+    boolean or mixed. `only` names columns in which all rows have the same value, and that value. Without `kept`, all rows are
+    samples of the version.
     """
 
     key: str
@@ -91,6 +92,7 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     footer: int
     footer_digest: str
     fields: dict[str, str] = {}
+    only: dict[str, str] = {}
     prefix: str = ""
     kept: Kept | None = None
 
