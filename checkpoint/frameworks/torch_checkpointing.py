@@ -108,7 +108,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
         if place.ticket is None and config.world_size > 1:
             raise UsageError("the ranks have not agreed on an attempt", hint="use RepositoryManager")
         files = {self._name_in(folder, path): data for path, data in self._staged.items() if folder in path.parents}
-        tensors = [torch.frombuffer(data.getbuffer(), dtype=torch.uint8) for data in files.values()]
+        tensors = [_tensor(data) for data in files.values()]
         sized = zip(files, tensors, strict=True)
         specs = [TensorSpec(name, "uint8", whole((tensor.numel(),))) for name, tensor in sized]
         with self._store() as store:
@@ -359,6 +359,11 @@ class _Into:
 
     def close(self) -> None:
         """Nothing is left to do."""
+
+
+def _tensor(data: io.BytesIO) -> torch.Tensor:
+    view = data.getbuffer()
+    return torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
 
 
 def _files(opened: repository.Step) -> dict[str, Saved]:

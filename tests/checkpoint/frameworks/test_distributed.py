@@ -84,6 +84,35 @@ def test_the_storage_alone_will_do_for_one_rank(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_files_are_read_back_in_part_and_listed(tmp_path: Path) -> None:
+    needs("torch_checkpointing", "torch_checkpointing==0.1.1")
+    from checkpoint.frameworks.torch_checkpointing import RepositoryStorageConfig
+
+    storage, folder = RepositoryStorageConfig(str(tmp_path), run="exp").create_storage(), Path("step_9")
+    aside = Path("tmp_step_9")
+    assert not storage.exists(folder)
+    storage.write(aside / "empty", b"")
+    storage.write(aside / "model.pt", bytes(range(256)) * 1000)
+    with pytest.raises(ZeroDivisionError), storage.stream_write(aside / "half") as stream:
+        stream.write(b"half of it")
+        raise ZeroDivisionError
+    assert storage.read(aside / "model.pt")[:3] == b"\0\1\2"
+    storage.rename(aside, folder, is_directory=True)
+    assert storage.ls(folder) == ["empty", "model.pt"]
+    assert storage.isdir(folder)
+    assert storage.exists(folder / "model.pt")
+    assert not storage.exists(folder / "half")
+    assert storage.read(folder / "empty") == b""
+    assert storage.getsize(folder / "model.pt") == 256_000
+    with storage.stream_read(folder / "model.pt") as stream:
+        assert stream.seek(-3, 2) == 255_997
+        assert stream.read() == bytes([253, 254, 255])
+        assert stream.seek(1000) == 1000
+        assert stream.read(4) == bytes([232, 233, 234, 235])
+    storage.rmdir(folder)
+    assert storage.exists(folder)  # a step goes when its run's retention says so
+
+
 def test_damage_in_a_file_of_torch_checkpointing_is_found(tmp_path: Path) -> None:
     needs("torch_checkpointing", "torch_checkpointing==0.1.1")
     from torch_checkpointing import CheckpointManager
