@@ -1,33 +1,31 @@
 """Checkpoints beside their peers: stall of the trainer, its slow-down, seconds until durable, bytes, seconds to restore.
 
-Purpose: `python -m bench.checkpoint CANDIDATE DIRECTORY MIB` trains a small transformer and saves its state while it goes on
-training: a first time, after one more step (all of it changed), and after a step in which nine tenths were frozen; then it
-restores the last into other tensors, with the page cache as the save left it.
+Purpose: `millrace bench checkpoint` runs every candidate in a process of its own (`python -m bench.checkpointing`), on a disk, on
+tmpfs or against an S3 server on loopback, with one rank or several; `bench.checkpointing` says what each of them does.
 Invariant: every candidate saves the same bytes and counts as durable only what it has fsynced; a restored state that is not
-equal to the bit, also to what it was at the moment of the save, fails the candidate.
-Failure behaviour: an exception ends the process; `bench.core.measure` reports it.
+equal to the bit, also to what it was at the moment of the save, fails the candidate. Nothing heavy is imported here.
+Failure behaviour: a candidate that fails is named with its last words; the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
-import shutil
-import sys
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from bench.checkpointing.candidates import BUILD, Built
-from bench.checkpointing.training import State, Training
+from bench.checkpointing.entries import ENTRIES, OURS, PLACES, SHORT, runs_here
 from bench.core import command
-from bench.core.measure import Candidate, Meter, alternate
+from bench.core.measure import Candidate, alternate
 from bench.core.results import Metric, Part
+from bench.core.table import part_table
+from dataio.core.errors import UsageError
+from dataio.core.limits import MIB, parse_bytes
 
-_MIB = int(os.environ.get("MILLRACE_BENCH_CHECKPOINT_MIB", "256"))
+_SIZE = os.environ.get("MILLRACE_BENCH_CHECKPOINT_MIB", "256") + "MiB"
+_SECONDS = 600.0
 METRICS = {
     "state_mib": Metric("state MiB", "MiB"),
     "first_stall_s": Metric("first: stall s", "s"),
@@ -38,9 +36,15 @@ METRICS = {
     "step_durable_s": Metric("durable s", "s"),
     "step_mib": Metric("written MiB", "MiB"),
     "slow_down": Metric("steps during the save, by quiet ones", ""),
-    "again_durable_s": Metric("90 % frozen: durable s", "s"),
-    "again_mib": Metric("written MiB", "MiB"),
-    "restore_s": Metric("restore s", "s"),
+    "extra_mib": Metric("extra memory MiB", "MiB"),
+    "later_mib": Metric("after many steps: written MiB", "MiB"),
+    "frozen_durable_s": Metric("90 % frozen: durable s", "s"),
+    "frozen_mib": Metric("written MiB", "MiB"),
+    "lora_durable_s": Metric("LoRA: durable s", "s"),
+    "lora_mib": Metric("written MiB", "MiB"),
+    "restore_cold_s": Metric("restore, cold s", "s"),
+    "restore_s": Metric("warm s", "s"),
+    "restore_other_s": Metric("to another topology s", "s"),
     "cpu_s": Metric("CPU s", "s"),
     "peak_mib": Metric("peak MiB", "MiB"),
 }
@@ -48,93 +52,93 @@ METRICS = {
 
 def main(argv: Sequence[str]) -> int:
     """`millrace bench checkpoint`."""
-    about = "Saves and restores beside torch.save, safetensors and torch.distributed.checkpoint, in a directory."
-    return command.run(argv, "checkpoint", about, fill, _options)
+    about = (
+        "Saves and restores beside torch.save, safetensors, torch.distributed.checkpoint and what else is installed."
+    )
+    return command.run(argv, "checkpoint", about, fill, _options, show=show)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mib", type=int, default=_MIB, help="state, about (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=list(BUILD), help="these candidates")
+    parser.add_argument("--size", default=_SIZE, help="state, about (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)")
+    parser.add_argument(
+        "--on", default="disk", help=f"of {', '.join(PLACES)}; several by commas (default: %(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", choices=list(ENTRIES), help="these candidates", metavar="NAME")
+    parser.add_argument("--all", action="store_true", help="every candidate that is installed, not the usual ones only")
+    parser.add_argument("--steps", type=int, default=0, help="also a save of ours after so many steps")
+    parser.add_argument(
+        "--lora", action="store_true", help="also a LoRA run: frozen weights, small adapters that train"
+    )
 
 
 def fill(job: command.Job, part: Part) -> None:
-    """Every candidate saves and restores the same state."""
-    directory, mib = str(job.scratch / "checkpoints"), getattr(job.args, "mib", _MIB)
-    names = getattr(job.args, "only", None) or list(BUILD)
-    wanted = [Candidate(name, "bench.checkpoint", (name, directory, str(mib))) for name in names]
-    part.title, part.settings = f"Checkpoint: about {mib} MiB of training state in a directory", {"mib": mib}
-    part.metrics, part.against = METRICS, "dcp.async_save"
-    alternate(wanted, job.rounds, job.tell, part.candidates)
+    """Every candidate saves and restores the same state, in one place after the other."""
+    places, mib = _places(job.args.on), parse_bytes(job.args.size) // MIB
+    if mib < 8 or job.args.ranks < 1:
+        raise UsageError("there must be at least 8 MiB of state and one rank")
+    chosen = job.args.only or (list(ENTRIES) if job.args.all else list(SHORT))
+    missing: dict[str, str] = {}
+    ranks = f", {job.args.ranks} ranks" if job.args.ranks > 1 else ""
+    part.title = f"Checkpoint: about {mib} MiB of training state{ranks}"
+    part.settings = {"mib": mib, "ranks": job.args.ranks, "on": places, "missing": missing}
+    part.against = "dcp.async_save" if len(places) == 1 else f"{places[0]}: dcp.async_save"
+    part.metrics = METRICS
+    wanted: list[Candidate] = []
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            where = stack.enter_context(_place(place, job.scratch))
+            for name in chosen:
+                if (why := runs_here(ENTRIES[name], place, job.args.ranks)) is not None:
+                    missing[f"{place}: {name}"] = why
+                    continue
+                arguments = (name, where, str(mib), str(job.args.ranks), str(job.args.steps), str(int(job.args.lora)))
+                label = name if len(places) == 1 else f"{place}: {name}"
+                wanted.append(Candidate(label, "bench.checkpointing", arguments))
+        alternate(wanted, job.rounds, job.tell, part.candidates, seconds=_SECONDS)
+    part.notes = [f"left out: {name} ({why})" for name, why in missing.items()] if job.args.all else []
 
 
-def measure(candidate: str, directory: Path, mib: int) -> dict[str, float]:
-    """Figures of one candidate in `directory`, which is emptied first."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    training = Training(mib)
-    quiet = _seconds_of_a_step(training)
-    meter = Meter()
-    built = BUILD[candidate](directory, training)
-    out = {"state_mib": sum(t.nbytes for t in training.state().values()) / 2**20}
-    for name in ("first", "step", "frozen", "again"):
-        if name == "frozen":  # from here on; what the save before it changed is not to count
-            training.train_only(0.1)
-        training.step()
-        wanted, found = _save(built, training, directory)
-        out |= {f"{name}_{key}": value for key, value in found.items() if f"{name}_{key}" in METRICS}
-        if name == "step":
-            out["slow_down"] = found["step"] / quiet
-    target = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
-    begun = time.perf_counter()
-    built.restore(target)
-    out["restore_s"] = time.perf_counter() - begun
-    built.close()
-    if not all(torch.equal(target[name], wanted[name]) for name in wanted):
-        raise AssertionError(f"{candidate} restored something else")
-    return out | meter.read()
+def _places(given: str) -> list[str]:
+    found = given.split(",")
+    if unknown := [name for name in found if name not in PLACES]:
+        raise UsageError(f"no place {unknown[0]!r} to save to", hint=f"there are: {', '.join(PLACES)}")
+    return found
 
 
-def _save(built: Built, training: Training, directory: Path) -> tuple[State, dict[str, float]]:
-    """Save while training goes on; the state as it was, and the figures. A step's length is measured until durable."""
-    values = training.state()
-    wanted = {name: tensor.clone() for name, tensor in values.items()}
-    before, begun = _bytes_under(directory), time.perf_counter()
-    wait = built.save(values)
-    stall = time.perf_counter() - begun
-    forward = time.perf_counter()
-    training.forward_backward()
-    forward = time.perf_counter() - forward
-    reached = time.perf_counter()
-    training.optimizer.step()  # a lazy save waits here, in its hook
-    took = time.perf_counter() - reached
-    training.to_bf16()
-    result = wait()
-    durable = time.perf_counter() - begun
-    waited = float(getattr(result, "waited", 0.0))
-    written = (_bytes_under(directory) - before) / 2**20
-    return wanted, {
-        "stall_s": stall + waited,
-        "waited_s": waited,
-        "durable_s": durable,
-        "mib": written,
-        "step": forward + took - waited,
-    }
+@contextlib.contextmanager
+def _place(name: str, scratch: Path) -> Iterator[str]:
+    """Where to save, empty: a path or the URL of a bucket."""
+    if name == "disk":
+        yield str(scratch / "checkpoints")
+    elif name == "tmpfs":
+        with tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm") as folder:
+            yield f"{folder}/checkpoints"
+    else:
+        from dataio.testing.s3server import start_seaweedfs
+
+        with start_seaweedfs() as server:
+            os.environ.update(server.environment())
+            yield server.create_bucket("checkpoints")
 
 
-def _seconds_of_a_step(training: Training) -> float:
-    found = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        training.forward_backward()
-        training.optimizer.step()
-        found.append(time.perf_counter() - begun)
-        training.to_bf16()
-    return sorted(found)[1]
+def show(part: Part) -> str:
+    """One table for each place."""
+    places = part.settings.get("on", [])
+    if len(places) < 2:
+        return part_table(part, _shown(part))
+    texts = []
+    for place in places:
+        own = {n.removeprefix(f"{place}: "): s for n, s in part.candidates.items() if n.startswith(f"{place}: ")}
+        one = Part(part.name, metrics=part.metrics, candidates=own, against="dcp.async_save")
+        texts.append(f"### {place}\n\n{part_table(one, _shown(one))}")
+    more = [f"\n**{part.status}**: {part.why}"] if part.status != "done" else []
+    return "\n\n".join([*texts, *more])
 
 
-def _bytes_under(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+def _shown(part: Part) -> list[str]:
+    """Metrics that somebody has."""
+    return [name for name in part.metrics if any(name in found.metrics for found in part.candidates.values())]
 
 
-if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
+__all__ = ["METRICS", "OURS", "fill", "main", "show"]

@@ -1,38 +1,53 @@
-"""The state that the checkpoint benchmark saves: of a transformer that really trains, in bf16 with fp32 masters and AdamW.
+"""The state that the checkpoint benchmark saves: of a transformer that really trains, half in fp32 and half in bf16, by AdamW.
 
 Invariant: every number in it comes from steps of the optimizer on gradients of a loss, so that it compresses and changes as
-such states do. 14 bytes for each parameter: bf16 weight, fp32 master, two fp32 moments.
+such states do; and every tensor is the optimizer's to change: a weight or one of its two moments. With several ranks the layers
+are sharded by FSDP2. After `to_lora` the weights are frozen and small adapters train.
 Failure behaviour: none of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 State = dict[str, torch.Tensor]
-_BYTES_PER_PARAMETER = 14
-_TOKENS, _WIDTH = 16, 256
+Guard = Callable[[], contextlib.AbstractContextManager[object]]
+_TOKENS, _RANK = 16, 8
 
 
 class Training:
-    """A stack of transformer layers of about `mib` MiB of state; `step` trains them once."""
+    """A stack of transformer layers of about `mib` MiB of state, weights and moments; `step` trains them once.
 
-    def __init__(self, mib: int, seed: int = 0) -> None:
+    `lost`: seconds for which `guard`, within which the optimizer steps, did not let it.
+    """
+
+    def __init__(self, mib: int, ranks: int = 1, seed: int = 0) -> None:
         torch.set_num_threads(
             1
         )  # training has a core, and so has whoever saves; idle threads of torch would spin on both
         torch.manual_seed(seed)
-        layer = nn.TransformerEncoderLayer(_WIDTH, 8, 4 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-        each = sum(p.numel() for p in layer.parameters()) * _BYTES_PER_PARAMETER
-        self.model = nn.ModuleList(
-            nn.TransformerEncoderLayer(_WIDTH, 8, 4 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(max(2, round(mib * 2**20 / each)))
-        )
+        self.width = 768 if mib >= 768 else 512 if mib >= 384 else 256
+        self.guard: Guard = contextlib.nullcontext
+        self.lost = 0.0
+        pair = sum(3 * p.numel() * p.element_size() for kind in _KINDS for p in self._layer(kind).parameters())
+        count = 2 * max(1, round(mib * 2**20 / pair))
+        self.model = nn.ModuleList(self._layer(_KINDS[number % 2]) for number in range(count))
+        if ranks > 1:
+            _shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, foreach=True)
-        self.weights = {name: p.detach().bfloat16() for name, p in self.model.named_parameters()}
+        self._adapters: list[nn.ParameterList] = []
         for _ in range(2):
             self.step()
+
+    def _layer(self, dtype: torch.dtype) -> nn.Module:
+        return nn.TransformerEncoderLayer(
+            self.width, 8, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True, dtype=dtype
+        )
 
     def train_only(self, share: float) -> None:
         """Freeze all but the last `share` of the layers."""
@@ -40,32 +55,53 @@ class Training:
         for number, layer in enumerate(self.model):
             layer.requires_grad_(number >= first)
 
-    def forward_backward(self) -> None:
-        """Gradients of a small batch of random tokens."""
-        self.optimizer.zero_grad(set_to_none=True)
-        x = torch.randn(1, _TOKENS, _WIDTH)
-        for layer in self.model:
-            x = layer(x)
-        x.square().mean().backward()  # type: ignore[no-untyped-call]
+    def to_lora(self) -> None:
+        """Freeze everything, forget the moments, and train adapters of rank 8 beside each layer."""
+        self.model.requires_grad_(False)
+        sizes = ((self.width, _RANK), (_RANK, self.width))
+        self._adapters = [
+            nn.ParameterList([nn.Parameter(torch.randn(size) / 100) for size in sizes]) for _ in self.model
+        ]
+        self.optimizer = torch.optim.AdamW([p for pair in self._adapters for p in pair], lr=3e-4, foreach=True)
+        self.step()
 
     def step(self) -> None:
         """One whole step of training."""
-        self.forward_backward()
-        self.optimizer.step()
-        self.to_bf16()
-
-    def to_bf16(self) -> None:
-        """What a mixed-precision optimizer does at the end of its step."""
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                if p.requires_grad:
-                    self.weights[name].copy_(p)
+        self.optimizer.zero_grad(set_to_none=True)
+        x = torch.randn(1, _TOKENS, self.width)
+        for number, layer in enumerate(self.model):
+            y: torch.Tensor = layer(x.to(_KINDS[number % 2])).float()
+            if self._adapters:
+                down, up = self._adapters[number]
+                y = y + x @ down @ up
+            x = y
+        x.square().mean().backward()  # type: ignore[no-untyped-call]
+        reached = time.perf_counter()
+        with self.guard():
+            self.lost += time.perf_counter() - reached
+            self.optimizer.step()
 
     def state(self) -> State:
         """Every tensor by name, not copied."""
-        found = {f"weight/{name}": tensor for name, tensor in self.weights.items()}
-        for name, p in self.model.named_parameters():
-            found[f"master/{name}"] = p.detach()
-            for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{key}/{name}"] = self.optimizer.state[p][key]
+        parameters = [(f"layers.{name}", p) for name, p in self.model.named_parameters()]
+        for number, pair in enumerate(self._adapters):
+            parameters += [(f"adapters.{number}.{name}", p) for name, p in pair.named_parameters()]
+        found = {f"weight/{name}": p.detach() for name, p in parameters}
+        for name, p in parameters:
+            if p in self.optimizer.state:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    found[f"{key}/{name}"] = self.optimizer.state[p][key]
         return found
+
+
+_KINDS = (torch.float32, torch.bfloat16)
+
+
+def _shard(model: nn.ModuleList) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)

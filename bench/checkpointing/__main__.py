@@ -1,0 +1,86 @@
+"""One candidate, measured: `python -m bench.checkpointing NAME WHERE MIB RANKS STEPS LORA` prints a JSON object.
+
+Invariant: with several ranks this process starts one for each and prints what rank 0 found.
+Failure behaviour: the first rank that fails ends the others, and its last words are this process's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from bench.checkpointing.entries import ENTRIES
+from bench.checkpointing.measure import Job, measure
+
+_MARK = "MILLRACE_BENCH_RANK"
+
+
+def run(arguments: list[str]) -> dict[str, float]:
+    """In this process."""
+    name, where, mib, ranks, steps, lora = arguments
+    entry = ENTRIES[name]
+    module, _, function = entry.build.partition(":")
+    build = partial(getattr(importlib.import_module(f"bench.checkpointing.{module}"), function), **entry.options)
+    return measure(Job(build, where, int(mib), int(ranks), int(steps), lora == "1"))
+
+
+def _rank(arguments: list[str]) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = run(arguments)
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _start(arguments: list[str], ranks: int) -> str:
+    """Run all ranks; what rank 0 printed last."""
+    common = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [sys.executable, "-m", "bench.checkpointing", *arguments]
+    with tempfile.TemporaryDirectory(prefix="mrb-") as name, contextlib.ExitStack() as stack:
+        folder, processes = Path(name), []
+        for rank in range(ranks):
+            out, err = (stack.enter_context((folder / f"{rank}.{kind}").open("wb")) for kind in ("out", "err"))
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _MARK: "1"}
+            processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=environment))
+        try:
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes):
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        for rank, process in enumerate(processes):
+            if process.returncode > 0:
+                sys.exit(f"rank {rank}: {(folder / f'{rank}.err').read_text()[-2000:]}")
+        return (folder / "0.out").read_text().strip().splitlines()[-1]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    given, count = sys.argv[1:], int(sys.argv[4])
+    if count > 1 and _MARK not in os.environ:
+        print(_start(given, count))
+    elif count > 1:
+        _rank(given)
+    else:
+        print(json.dumps(run(given)))

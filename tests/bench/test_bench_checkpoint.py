@@ -1,0 +1,67 @@
+"""`millrace bench checkpoint`: what is asked for, and how it is shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from bench import checkpoint
+from bench.checkpointing.entries import ENTRIES, OURS, SHORT, Entry, runs_here
+from bench.core.results import Part, Samples
+from dataio.core.errors import UsageError
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "loader"])
+def test_help_imports_nothing_heavy(name: str) -> None:
+    program = (
+        "import sys\nfrom dataio.cli import main\n"
+        f"try: main(['bench', {name!r}, '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([n for n in ('torch', 'av', 'pyarrow') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert f"usage: millrace bench {name}" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_candidate_that_cannot_run_says_why() -> None:
+    assert runs_here(ENTRIES[OURS], "s3", 4) is None
+    assert "disk and tmpfs only" in (runs_here(ENTRIES["torch.save"], "s3", 1) or "")
+    assert "several ranks" in (runs_here(ENTRIES["torch.save"], "disk", 2) or "")
+    assert "no_such_package not installed" in (runs_here(Entry("x:y", needs=("no_such_package",)), "disk", 1) or "")
+    assert set(SHORT) <= set(ENTRIES)
+
+
+@pytest.mark.parametrize(
+    "options", [["--on", "moon"], ["--size", "1KiB"], ["--ranks", "0"], ["--size", "many"]], ids=lambda o: " ".join(o)
+)
+def test_what_makes_no_sense_is_refused(options: list[str]) -> None:
+    with pytest.raises(UsageError):
+        checkpoint.main(options)
+
+
+def test_every_place_has_a_table_with_what_was_measured_there() -> None:
+    part = Part("checkpoint", settings={"on": ["disk", "s3"]}, metrics=checkpoint.METRICS)
+    for place, stall in (("disk", 0.25), ("s3", 0.5)):
+        for name, factor in (("millrace", 1), ("dcp.async_save", 4)):
+            part.candidates[f"{place}: {name}"] = Samples({"first_stall_s": [factor * stall]})
+    text = checkpoint.show(part)
+    assert "### disk" in text
+    assert "### s3" in text
+    assert text.count("| millrace ÷ dcp.async_save | 0.25 |") == 2
+    assert "restore" not in text, "nobody measured it"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.s3
+def test_two_ranks_save_and_restore_on_tmpfs_and_s3() -> None:
+    command = [sys.executable, "-m", "dataio.cli", "bench", "checkpoint", "--size", "32MiB", "--ranks", "2"]
+    only = ["--only", "millrace", "millrace, lazy", "dcp.async_save"]
+    done = subprocess.run(
+        [*command, "--on", "tmpfs,s3", "--rounds", "1", *only], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "to another topology s" in done.stdout
