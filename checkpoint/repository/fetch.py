@@ -1,10 +1,7 @@
 """Reading chunks out of packs: coalesced ranges, bounded memory, every chunk checked, a bad one fetched once more, and then from
 every other copy that the store knows of.
 
-<<<<<<< HEAD
-=======
 A chunk that is stored as a difference takes its base, which is read by itself, checked in the same way.
->>>>>>> 3d4f59d52937b8ef783b2ce284253bf92b8169c9
 A chunk that is stored raw may be read straight to where it belongs (`Room`), and is checked there: no copy.
 Invariant: what is handed out are the bytes with the chunk's digest. Memory in flight is at most `_THREADS` batches of
 `BATCH_BYTES`, and a batch is one call to the store.
@@ -20,15 +17,9 @@ from dataclasses import dataclass
 from threading import local
 from typing import Generic, Protocol, TypeVar
 
-<<<<<<< HEAD
-from checkpoint.format import codec, names
-from checkpoint.format.chunk import CHUNK_BYTES
-from checkpoint.format.manifest import RAW
-=======
 from checkpoint.format import codec, delta, names
 from checkpoint.format.chunk import CHUNK_BYTES, digest
 from checkpoint.format.manifest import DELTAS, RAW
->>>>>>> 3d4f59d52937b8ef783b2ce284253bf92b8169c9
 from checkpoint.repository.ahead import in_order
 from dataio.core.errors import AccessDeniedError, NotFoundError, UsageError
 from dataio.core.limits import KIB
@@ -134,11 +125,7 @@ def _read_batch(
     views, places = _places(batch.chunks, rooms, buffer)
     whole = _try_read(store, batch.pack, views)
     for chunk, stored in zip(batch.chunks, places, strict=True):
-<<<<<<< HEAD
-        good = codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest) if whole else None
-=======
         good = _unpacked(store, chunk, stored) if whole else None
->>>>>>> 3d4f59d52937b8ef783b2ce284253bf92b8169c9
         use(batch.pack, chunk, good if good is not None else _read_again(store, batch.pack, chunk, stored))
 
 

@@ -92,13 +92,8 @@ class Needed:
     """A chunk in its pack with all its uses: the form in which `fetch` takes it. `there`: the use whose memory it is read to."""
 
     chunk: Chunk
-<<<<<<< HEAD
-    uses: list[_Use] = field(default_factory=list)
-    there: _Use | None = None
-=======
     uses: list[Use] = field(default_factory=list)
     there: Use | None = None
->>>>>>> 3d4f59d52937b8ef783b2ce284253bf92b8169c9
 
     @property
     def digest(self) -> bytes:
@@ -202,21 +197,13 @@ class Reading:
 
     def fetch(self, store: Store, chunks: Iterable[tuple[str, Needed]]) -> None:
         """Read some of the chunks and use them."""
-<<<<<<< HEAD
-        fetch.fetch(store, self.batches(chunks), self.use, self.room)
-=======
         rest = store.read_straight(self, chunks) if isinstance(store, ReadsStraight) else chunks
         fetch.fetch(store, self.batches(rest), self.use, self.room)
->>>>>>> 3d4f59d52937b8ef783b2ce284253bf92b8169c9
 
     def room(self, pack: str, wanted: Needed) -> memoryview | None:
         """Where all bytes of a chunk belong, as one run, in one of its uses."""
         for use in wanted.uses:
-<<<<<<< HEAD
-            want, item = self._wants[use.want], dtypes.ITEM_BYTES[self._wants[use.want].saved.dtype]
-=======
             want, item = self.wants[use.want], dtypes.ITEM_BYTES[self.wants[use.want].saved.dtype]
->>>>>>> 3d4f59d52937b8ef783b2ce284253bf92b8169c9
             if use.start == 0 and use.length == wanted.raw:
                 at = regions.place(use.shard, want.box, item, use.at, use.length)
                 if at is not None:
@@ -229,19 +216,6 @@ class Reading:
         if payload is None:
             if (wrong := self.room(pack, wanted) if wanted.there else None) is not None:
                 wrong[:] = bytes(len(wrong))
-<<<<<<< HEAD
-            raise self._damaged(pack, wanted)
-        for use in wanted.uses:
-            if use is not wanted.there:
-                self._put(use, payload)
-        if wanted.there is not None:
-            self._done(wanted.there.want)  # last: the others are copied from there
-
-    def _put(self, use: _Use, payload: memoryview) -> None:
-        want, part = self._wants[use.want], payload[use.start : use.start + use.length]
-        regions.copy(use.shard, want.box, dtypes.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
-        self._done(use.want)
-=======
             raise self.damaged(pack, wanted)
         for use in wanted.uses:
             if use is not wanted.there:
@@ -258,7 +232,6 @@ class Reading:
         want, part = self.wants[use.want], payload[use.start : use.start + use.length]
         regions.copy(use.shard, want.box, dtypes.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
         self.done(use.want)
->>>>>>> 3d4f59d52937b8ef783b2ce284253bf92b8169c9
 
     def _target(self, want: int) -> memoryview:
         with self._lock:
