@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+import dataio.store.posix  # its crash points are declared when it is imported
 from checkpoint.format.documents import Base
 from checkpoint.lifecycle import collect, tags
 from checkpoint.lifecycle.automatic import Retention
@@ -30,6 +31,7 @@ from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests.checkpoint.making import RUN, begin, load, make, save
 
+assert dataio.store.posix
 ROOT = Path(__file__).parents[2]
 LIFE = 4.0
 """Seconds that leases of these processes live, so that what the dead left is collected while the test runs."""
