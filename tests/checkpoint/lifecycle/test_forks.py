@@ -140,7 +140,7 @@ def in_its_own_run(seen: Inventory, condemned: Iterable[StepOfRun], now: float) 
 def test_the_search_finds_what_the_run_of_a_base_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "spared", in_its_own_run)
     with pytest.raises(AssertionError, match=f"run {FORK} has lost"):
-        for moves in bursts(3, 1500):
+        for moves in bursts(7, 1500):
             play(moves)
 
 
