@@ -16,7 +16,7 @@ from av.video.frame import VideoFrame
 
 from loaders.decode import convert
 from loaders.decode.contract import Request
-from loaders.decode.convert import U8, Converter, Part
+from loaders.decode.convert import U8, Chain, Converter, Part
 from loaders.decode.geometry import Fit, axes
 
 
@@ -48,22 +48,29 @@ class Quick:
 
     def __init__(self, request: Request, fit: Fit, converter: Converter) -> None:
         self._fit, self._convert = fit, converter
+        self._down, self._across = axes(request.info.height, request.info.width, fit)
+        self._ways: dict[str, tuple[Chain, int, int]] = {}
         self.clip: U8 = np.empty((len(request.wanted.values), 3, *fit.size), np.uint8)
 
     def draw(self, number: int, frame: VideoFrame) -> None:
-        down, across = axes(frame.height, frame.width, self._fit)
+        if frame.format.name not in self._ways:
+            self._ways[frame.format.name] = self._way(frame)
+        chain, y, x = self._ways[frame.format.name]
+        picture = self._convert(frame, chain)
+        for channel, number_of_plane in enumerate((2, 0, 1)):  # they are stored as G, B, R
+            kept = convert.plane(picture, number_of_plane)[y : y + self._down.kept, x : x + self._across.kept]
+            self.clip[number, channel] = kept[:, ::-1] if self._fit.mirror else kept
+
+    def _way(self, frame: VideoFrame) -> tuple[Chain, int, int]:
+        """The chain for frames like this one, and where in what it gives the clip begins: row and column."""
+        down, across = self._down, self._across
         if convert.is_usual(frame):
-            top, rows, y, height = down.window()
-            left, columns, x, width = across.window()
+            (top, rows, y, height), (left, columns, x, width) = down.window(), across.window()
         else:
             top, rows, y, height = 0, down.source, 0, down.scaled
             left, columns, x, width = 0, across.source, 0, across.scaled
         part = Part(top, top + rows, left, left + columns)
-        picture = self._convert(frame, convert.scaled(frame, part, height, width))
-        y, x = down.first - y, across.first - x
-        for channel, number_of_plane in enumerate((2, 0, 1)):  # they are stored as G, B, R
-            kept = convert.plane(picture, number_of_plane)[y : y + down.kept, x : x + across.kept]
-            self.clip[number, channel] = kept[:, ::-1] if self._fit.mirror else kept
+        return convert.scaled(frame, part, height, width), down.first - y, across.first - x
 
     def again(self, number: int) -> None:
         self.clip[number] = self.clip[number - 1]

@@ -17,7 +17,7 @@ from av.video.frame import VideoFrame
 
 from loaders.decode import convert, resize
 from loaders.decode.contract import Request
-from loaders.decode.convert import Converter
+from loaders.decode.convert import Chain, Converter, Part
 from loaders.decode.geometry import Axis, Fit, axes
 
 _WORTH = 0.95  # of the pixels; leaving away less gains nothing
@@ -32,13 +32,17 @@ class Fitted:
         self._down, self._across = axes(request.info.height, request.info.width, fit)
         self._rows, self._columns = self._down.needed(fit.antialias), self._across.needed(fit.antialias)
         height, width, self._scale = _scaling(self._down, self._across, self._rows[1], self._columns[1], fit.antialias)
+        self._ways: dict[str, tuple[Part, Chain]] = {}
         self._page = torch.empty((1, height, width, 3), dtype=torch.uint8)
         self.clip = torch.empty((len(request.wanted.values), 3, *fit.size), dtype=torch.uint8)
 
     def draw(self, number: int, frame: VideoFrame) -> None:
         page = self._page[0].numpy()
-        part = convert.with_margin(self._rows, self._columns, frame)
-        picture = convert.plane(self._convert(frame, convert.rgb(frame, self._color, part)), samples=3)
+        if frame.format.name not in self._ways:
+            part = convert.with_margin(self._rows, self._columns, frame)
+            self._ways[frame.format.name] = part, convert.rgb(frame, self._color, part)
+        part, chain = self._ways[frame.format.name]
+        picture = convert.plane(self._convert(frame, chain), samples=3)
         bottom, right = min(part.bottom, len(page)), min(part.right, page.shape[1])
         kept = picture[: bottom - part.top, : 3 * (right - part.left)]
         page[part.top : bottom, part.left : right] = kept.reshape(bottom - part.top, right - part.left, 3)
