@@ -57,12 +57,13 @@ def _start(arguments: list[str], ranks: int) -> str:
                 if any(process.poll() for process in processes):
                     break
                 time.sleep(0.05)
+            ended = [process.poll() for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        for rank, process in enumerate(processes):
-            if process.returncode > 0:
+        for rank, failed in enumerate(ended):
+            if failed:
                 sys.exit(f"rank {rank}: {(folder / f'{rank}.err').read_text()[-2000:]}")
         return (folder / "0.out").read_text().strip().splitlines()[-1]
 

@@ -89,7 +89,9 @@ class TorchKinds:
     def reach(self, tensor: torch.Tensor) -> tuple[Hashable, int, int] | None:
         if not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return None
-        last = sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = tensor.numel() - 1
+        if not tensor.is_contiguous():
+            last = sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.element_size()
         return (tensor.device, tensor.untyped_storage().data_ptr()), start, start + (last + 1) * size
 
