@@ -73,6 +73,17 @@ class FastSession(S3Session):
             answer: dict[str, Any] = await handler(self.config, doing, native, parameters)
             return answer
 
+    async def short(self, doing: str, key: str, start: int, stop: int) -> memoryview | None:
+        """One step between the loop and obstore's threads instead of two, each of which costs more than the request."""
+
+        async def request() -> memoryview:
+            native = await self._connected(doing)
+            with translated_native(self.config, doing):
+                data: Any = await obstore.get_range_async(native, key, start=start, end=stop)
+                return memoryview(data)
+
+        return await self._allowed(request, doing)
+
     async def _connected(self, doing: str) -> Any:
         """obstore's client for the credentials of now: botocore refreshes those that expire."""
         keys = await self._keys(doing)

@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import Context
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, TypeVarTuple
 
 import s3fs
 
@@ -32,6 +32,7 @@ from dataio.store.s3credentials import Keys, Rotating
 from dataio.store.s3errors import translated_s3
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _STOP_SECONDS = 5.0
 _LEAST_RATE = 256 << 10
 """Bytes a second below which sending a body is given up."""
@@ -63,6 +64,10 @@ class S3Session:
             return await self._request(operation, doing, parameters)
 
         return await self._allowed(request, doing)
+
+    async def short(self, doing: str, key: str, start: int, stop: int) -> memoryview | None:
+        """Bytes [start, stop) of an object in one step, as many as there are; None where there is no such way."""
+        return None
 
     async def _allowed(self, request: Callable[[], Awaitable[T]], doing: str) -> T:
         """`request`, once more with the chain's new credentials if the server refused the old ones."""
@@ -132,14 +137,14 @@ class _Loop(asyncio.SelectorEventLoop):
         self._handing_over: dict[int, None] = {}
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *arguments: Any, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """As ever. What was handed over may be used up, and the interpreter at its end, before the thread is out of here."""
         me = threading.get_ident()
         inside = me in self._handing_over
         self._handing_over[me] = None
         try:
-            return super().call_soon_threadsafe(callback, *arguments, context=context)
+            return super().call_soon_threadsafe(callback, *args, context=context)
         finally:
             if not inside:  # no call after this, so that no other thread's turn comes before this one is out
                 del self._handing_over[me]
