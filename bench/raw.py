@@ -107,12 +107,12 @@ def _order(dataset: Dataset, epoch: int) -> Iterator[list[Sample]]:
             yield list(itertools.islice(found, len(batch)))
 
 
-def _plain(folder: Path, staging: memoryview) -> Callable[[int], Batches]:
+def _plain(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Callable[[int], Batches]:
     """What there is to know is looked up before, and costs nothing."""
     with Dataset(str(folder / "dataset")) as dataset:
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
-        files = {sample.shard: dataset.store for batch in epochs[0] for sample in batch}
-        opened = {key: os.open(_path(folder, key), os.O_RDONLY) for key in files}
+    shards = {sample.shard for batch in epochs[0] for sample in batch}
+    opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
     known = [
         [[(opened[s.shard], m.offset, m.length) for s in batch for m in s.members] for batch in batches]
         for batches in epochs
@@ -194,7 +194,7 @@ def _through(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> 
 
 
 CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Callable[[int], Batches]]] = {
-    PLAIN: lambda folder, staging, stack: _plain(folder, staging),
+    PLAIN: _plain,
     SIDECAR: _through,
     ALONE: lambda folder, staging, stack: _millrace(folder, staging, stack, None),
     UNCHECKED.format(SIDECAR): _through,
