@@ -91,7 +91,7 @@ def _write(path: str, area: Area) -> None:
     fd = _open(f"{path}.new", os.O_WRONLY | os.O_CREAT)
     try:
         for at in range(0, area.size, _BLOCK):
-            os.pwrite(fd, memoryview(area.bytes)[at : at + _BLOCK], at)
+            os.pwrite(fd, area.bytes[at : at + _BLOCK].data, at)
         os.fsync(fd)
     finally:
         os.close(fd)

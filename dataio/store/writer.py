@@ -126,7 +126,7 @@ class _Ahead:
             writing.result()
 
     def _write(self, block: npt.NDArray[np.uint8], length: int, offset: int) -> None:
-        view, done = memoryview(block)[:length], 0
+        view, done = block[:length].data, 0
         while done < length:
             straight = (length - done) // ALIGN * ALIGN if self._direct and done % ALIGN == 0 else 0
             try:
