@@ -21,7 +21,7 @@ from loaders import arguments, shapes
 from loaders.clip import Clip, counts
 from loaders.common import Asked, Common, explicit
 from loaders.contract import Work
-from loaders.decode.choose import AutoDecoder, explain
+from loaders.decode.choose import AutoDecoder, Backend, explain
 from loaders.decode.contract import Color
 from loaders.decode.dali import GPU_BATCH
 from loaders.engine import Loader
@@ -50,6 +50,7 @@ class VideoLoader(Loader):
     the bit on CPUs), "tagged" (as the file says) or "fast" (as the file says, scaled in the same pass). `dtype` is
     "uint8", "float16", "bfloat16" or "float32"; floats are pixels in 0 … 1, from which `normalize=(mean, std)`, three
     numbers each, takes the mean and divides by the deviation. `layout` orders a clip's axes: "TCHW", "CTHW" or "THWC".
+    `decoder`: "auto" (NVDEC by DALI on a GPU, else PyAV), "dali" (DALI also on the CPU, for what it decodes there) or "pyav".
     `transform(tensors, generator)` is called for every sample, before pixels become floats, with a generator of its own
     that a resumed run seeds alike; what it returns, a dict of the same names, is batched.
 
@@ -93,18 +94,20 @@ class VideoLoader(Loader):
         normalize: tuple[Sequence[float], Sequence[float]] | None = None,
         dtype: str | torch.dtype | None = None,
         layout: str = "TCHW",
+        decoder: Backend = "auto",
         **common: Unpack[Common],
     ) -> None:
         asked = Asked.of(self, common)
         clip = clip or Clip()
         sound = AudioSpec() if audio is True else (audio or None)
         arguments.one_of("color", color, ("bt601", "tagged", "fast"))
+        arguments.one_of("decoder", decoder, ("auto", "dali", "pyav"))
         look = Look(clip, arguments.checked_size(size), rotate, sound, Cut(crop, flip), antialias, color)
         if sound is not None:
             sound.samples(clip)
         output = arguments.output(asked.device, normalize, dtype, layout)
         delivery = asked.delivery(output, group=GPU_BATCH)
-        self._look = look
+        self._look, self._decoder = look, decoder
 
         def find(dataset: Dataset) -> tuple[I64, Any]:
             left_out = IMAGE_EXTENSIONS if clip.frames > 1 else ()
@@ -116,9 +119,9 @@ class VideoLoader(Loader):
 
         def work() -> Work:
             apart = asked.isolated(delivery)
-            decoder = apart or AutoDecoder(output.device.type, output.device.index or 0)
+            decodes = apart or AutoDecoder(output.device.type, output.device.index or 0, decoder)
             hear = apart.hear if apart else decode_audio
-            works = [ClipWork(one, decoder, hear) for one in shapes.looks(look, buckets, made.buckets)]
+            works = [ClipWork(one, decodes, hear) for one in shapes.looks(look, buckets, made.buckets)]
             return asked.finished(by_stream(works), sound, output.device, made.names)
 
         how, sorting = asked.sampling(batch_size), shapes.sorting(buckets, look)
@@ -128,4 +131,4 @@ class VideoLoader(Loader):
     def explain(self, sample: int | Sample = 0) -> str:
         """What happens to a sample, and by which rules: its stream, its decoder, its colours, its size."""
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
-        return explain(one, self._look.color, self._delivery.output.device.type)
+        return explain(one, self._look.color, self._delivery.output.device.type, self._decoder)

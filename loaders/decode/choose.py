@@ -2,8 +2,8 @@
 
 Purpose: hide the back-ends behind one `Decoder`.
 Invariants: DALI only gets what it decodes to PyAV's pixels: 8-bit streams without transparency whose packets are frames. On the
-CPU it gives the same bits as PyAV for more CPU seconds, so nothing is sent there. What DALI refuses, for any reason, PyAV
-judges, so whether a sample counts as damaged does not depend on what is installed.
+CPU it gives the same bits as PyAV for more CPU seconds, so it decodes there only for who asks for it. What DALI refuses, for
+any reason, PyAV judges, so whether a sample counts as damaged does not depend on what is installed.
 Failure behaviour: that of the contract; without DALI or without a GPU the rule simply names PyAV, and says so.
 """
 
@@ -21,35 +21,43 @@ from loaders.decode.contract import Color, Decoded, Decoder, Request
 from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
 from loaders.decode.pyav import PyAVDecoder
 
-Kind = Literal["pyav", "dali_gpu"]
+Kind = Literal["pyav", "dali_cpu", "dali_gpu"]
+Backend = Literal["auto", "dali", "pyav"]
+"""What somebody asks for: the rule; the rule, and DALI also on the CPU; PyAV alone."""
 
+CPU_CODECS = frozenset(["vp8", "vp9", "mjpeg"])
+CPU_FORMATS = frozenset(["yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p"])
 GPU_CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
 GPU_FORMATS = frozenset(["yuv420p"])
 RULE = (
     "video decoders: on device='cuda' with a GPU, DALI (NVDEC) for 8-bit 4:2:0 "
     + "/".join(sorted(GPU_CODECS))
-    + "; else, for color other than bt601, for pictures, and for whatever DALI refuses, PyAV"
+    + "; with decoder='dali' DALI on the CPU for 8-bit "
+    + "/".join(sorted(CPU_CODECS))
+    + "; else, with decoder='pyav', for color other than bt601, for pictures, and for whatever DALI refuses, PyAV"
 )
 
 _log = get_logger(__name__)
 
 
-def choose(info: VideoInfo, *, gpu: bool, color: Color = "bt601") -> Kind:
-    """The decoder for a stream, if it is there: a pure function of what the index says and the colours that are wanted."""
-    if color != "bt601" or info.ext in IMAGE_EXTENSIONS:
+def choose(info: VideoInfo, *, gpu: bool, color: Color = "bt601", asked: Backend = "auto") -> Kind:
+    """The decoder for a stream, if it is there: a pure function of what the index says, and what is wanted."""
+    if asked == "pyav" or color != "bt601" or info.ext in IMAGE_EXTENSIONS:
         return "pyav"
     if gpu and info.codec in GPU_CODECS and info.pixel_format in GPU_FORMATS and info.ext != "avi":
         return "dali_gpu"
+    if asked == "dali" and info.codec in CPU_CODECS and info.pixel_format in CPU_FORMATS:
+        return "dali_cpu"
     return "pyav"
 
 
-def explain(sample: Sample, color: Color, device: str) -> str:
+def explain(sample: Sample, color: Color, device: str, asked: Backend = "auto") -> str:
     """Which stream of a sample is decoded, by what and why, in a few lines of plain text."""
     info = sample.video
     if info is None:
         return f"sample {sample.key!r} holds no video"
     gpu = device == "cuda" and gpu_count() > 0
-    kind = choose(info, gpu=gpu, color=color)
+    kind = choose(info, gpu=gpu, color=color, asked=asked)
     if kind != "pyav" and not dali_installed():
         kind = "pyav"
     ends = " (a picture: one frame)" if info.ext in IMAGE_EXTENSIONS else ""
@@ -70,7 +78,8 @@ class AutoDecoder:
 
     name = "auto"
 
-    def __init__(self, device: str = "cpu", device_id: int = 0) -> None:
+    def __init__(self, device: str = "cpu", device_id: int = 0, asked: Backend = "auto") -> None:
+        self._asked: Backend = asked
         self._gpu = device == "cuda" and gpu_count() > device_id
         self._device_id = device_id
         self._pyav = PyAVDecoder()
@@ -92,11 +101,11 @@ class AutoDecoder:
             decoder.close()
 
     def _kind(self, request: Request) -> Kind:
-        kind = choose(request.info, gpu=self._gpu, color=request.color)
+        kind = choose(request.info, gpu=self._gpu, color=request.color, asked=self._asked)
         return kind if kind == "pyav" or dali_installed() else "pyav"
 
     def _of(self, kind: Kind) -> Decoder:
         with self._lock:
             if kind not in self._dali:
-                self._dali[kind] = DaliDecoder(self._device_id)
+                self._dali[kind] = DaliDecoder(self._device_id if kind == "dali_gpu" else None)
             return self._dali[kind]

@@ -1,4 +1,4 @@
-"""Decoding with NVIDIA DALI: H.264, HEVC, VP9 and AV1 on a GPU; VP8, VP9 and MJPEG on the CPU, where tests compare its pixels.
+"""Decoding with NVIDIA DALI: H.264, HEVC, VP9 and AV1 on a GPU; VP8, VP9 and MJPEG on the CPU for who asks for it.
 
 Purpose: the fast path, under the same contract as PyAV's.
 Invariants: DALI never sees a whole file, only the packets that `trim` selected and checked, so it cannot run dry in the

@@ -468,6 +468,28 @@ def test_clips_of_different_sizes_need_a_size(make: Callable[..., VideoLoader]) 
         take(make(size=None), 6)
 
 
+def test_who_asks_for_dali_on_the_cpu_gets_it_and_the_same_pixels(
+    make: Callable[..., VideoLoader], tmp_path: Path, media: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("nvidia.dali")
+    from loaders.decode.dali import DaliDecoder
+
+    packed = pack([media / "testsrc2_vp9.webm"], tmp_path / "vp9", workers=1)
+    asked: list[int] = []
+    real = DaliDecoder.decode
+    monkeypatch.setattr(DaliDecoder, "decode", lambda self, found: asked.append(len(found)) or real(self, found))
+    clip = Clip(3, per_video=2)
+    usual, dali = make(packed, 1, clip=clip), make(packed, 1, clip=clip, decoder="dali")
+    assert "decoder: pyav" in usual.explain()
+    assert "decoder: dali_cpu" in dali.explain()
+    reference = take(usual, 2)
+    assert not asked
+    assert all(map(same, take(dali, 2), reference))
+    assert sum(asked) >= 2
+    with pytest.raises(UsageError, match="decoder"):
+        make(packed, 1, clip=clip, decoder="nvdec")
+
+
 def test_rotation_is_applied_on_request(make: Callable[..., VideoLoader], tmp_path: Path, media: Path) -> None:
     packed = pack([media / "rotated_90.mov"], tmp_path / "one", workers=1)
     as_stored = next(iter(make(packed, 1, size=None, clip=Clip(1))))["video"]

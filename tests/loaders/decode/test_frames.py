@@ -15,7 +15,7 @@ import pytest
 from dataio.core.errors import CapacityError, MillraceError
 from dataio.shards.contract import VideoInfo
 from loaders.clip import Clip, Wanted, choose
-from loaders.decode.choose import AutoDecoder
+from loaders.decode.choose import AutoDecoder, Backend
 from loaders.decode.choose import choose as choose_decoder
 from loaders.decode.contract import Decoded, Decoder, Request
 from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
@@ -218,9 +218,9 @@ def _garbled(data: bytes) -> bytes:
     return data[:at] + b"\xff" * 64 + data[at + 64 :]
 
 
-@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("asked", ["auto", "dali", "pyav"])
 def test_the_chosen_decoder_does_not_change_the_frames(
-    device: str, media: Path, reencode: Any, info_of: InfoOf
+    asked: Backend, media: Path, reencode: Any, info_of: InfoOf
 ) -> None:
     data = reencode(media / "arm_wrestling.mp4", "libvpx", "webm")
     info = info_of(data, "webm")
@@ -230,7 +230,9 @@ def test_the_chosen_decoder_does_not_change_the_frames(
         Request(memoryview(other), info_of(other, "mp4"), frames_at(info_of(other, "mp4"), 2, 3)),
         Request(memoryview(_garbled(data)), info, frames_at(info, 0, 1)),
     ]
-    auto, plain = AutoDecoder(device).decode(requests), PyAVDecoder().decode(requests)
+    assert choose_decoder(info, gpu=False, asked=asked) == ("dali_cpu" if asked == "dali" else "pyav")
+    assert choose_decoder(requests[1].info, gpu=False, asked=asked) == "pyav"
+    auto, plain = AutoDecoder(asked=asked).decode(requests), PyAVDecoder().decode(requests)
     assert [type(result) for result in auto] == [type(result) for result in plain]
     assert isinstance(auto[2], MillraceError)
     for one, other_ in zip(auto[:2], plain[:2], strict=True):
