@@ -37,10 +37,20 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
         yield packed
 
 
+_OTHERS: set[threading.Thread] = set()
+"""Threads that were there before a test began: what other tests of this process left is none of a loader's."""
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    _OTHERS.clear()
+    _OTHERS.update(threading.enumerate())
+
+
 def left() -> dict[str, Any]:
     """What a process may leave behind."""
     gc.collect()
-    deadline = time.monotonic() + SECOND
+    deadline = time.monotonic() + min(SECOND, 10)
     while _ours() and time.monotonic() < deadline:  # the cache lets its threads run out
         time.sleep(0.01)
     return {
@@ -52,7 +62,8 @@ def left() -> dict[str, Any]:
 
 
 def _ours() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(("millrace", "media")))
+    found = [thread.name for thread in threading.enumerate() if thread not in _OTHERS]
+    return sorted(name for name in found if name.startswith(("millrace", "media")))
 
 
 def _descriptors() -> list[str]:
