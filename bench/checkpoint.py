@@ -23,28 +23,29 @@ from bench.core.results import Metric, Part
 from bench.core.table import part_table
 from dataio.core.errors import UsageError
 from dataio.core.limits import MIB, parse_bytes
+from dataio.core.options import count
 
 _SIZE = os.environ.get("MILLRACE_BENCH_CHECKPOINT_MIB", "256") + "MiB"
 _SECONDS = 600.0
 METRICS = {
     "state_mib": Metric("state MiB", "MiB"),
     "first_stall_s": Metric("first: stall s", "s"),
-    "first_durable_s": Metric("durable s", "s"),
-    "first_mib": Metric("written MiB", "MiB"),
+    "first_durable_s": Metric("durable s", "s", group="first save"),
+    "first_mib": Metric("written MiB", "MiB", group="first save"),
     "step_stall_s": Metric("after a step: stall s", "s"),
-    "step_waited_s": Metric("of which later", "s"),
-    "step_durable_s": Metric("durable s", "s"),
-    "step_mib": Metric("written MiB", "MiB"),
+    "step_waited_s": Metric("of which later s", "s", group="after a step"),
+    "step_durable_s": Metric("durable s", "s", group="after a step"),
+    "step_mib": Metric("written MiB", "MiB", group="after a step"),
     "slow_down": Metric("steps during the save, by quiet ones", ""),
     "extra_mib": Metric("extra memory MiB", "MiB"),
     "later_mib": Metric("after many steps: written MiB", "MiB"),
     "frozen_durable_s": Metric("90 % frozen: durable s", "s"),
-    "frozen_mib": Metric("written MiB", "MiB"),
+    "frozen_mib": Metric("written MiB", "MiB", group="90 % frozen"),
     "lora_durable_s": Metric("LoRA: durable s", "s"),
-    "lora_mib": Metric("written MiB", "MiB"),
+    "lora_mib": Metric("written MiB", "MiB", group="LoRA"),
     "restore_cold_s": Metric("restore, cold s", "s"),
-    "restore_s": Metric("warm s", "s"),
-    "restore_other_s": Metric("to another topology s", "s"),
+    "restore_s": Metric("warm s", "s", group="restore"),
+    "restore_other_s": Metric("to another topology s", "s", group="restore"),
     "cpu_s": Metric("CPU s", "s"),
     "peak_mib": Metric("peak MiB", "MiB"),
 }
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default=_SIZE, help="state, about (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)")
+    parser.add_argument("--ranks", type=count, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)")
     parser.add_argument(
         "--on", default="disk", help=f"of {', '.join(PLACES)}; several by commas (default: %(default)s)"
     )
@@ -75,8 +76,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def fill(job: command.Job, part: Part) -> None:
     """Every candidate saves and restores the same state, in one place after the other."""
     places, mib = _places(job.args.on), parse_bytes(job.args.size) // MIB
-    if mib < 8 or job.args.ranks < 1:
-        raise UsageError("there must be at least 8 MiB of state and one rank")
+    if mib < 8:
+        raise UsageError("there must be at least 8 MiB of state", hint="give --size 64MiB or more")
     chosen = job.args.only or (list(ENTRIES) if job.args.all else list(SHORT))
     missing: dict[str, str] = {}
     ranks = f", {job.args.ranks} ranks" if job.args.ranks > 1 else ""

@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("bench.checkpoint:main", "saves and restores beside torch.save and torch.distributed.checkpoint"),
     "sidecar": ("bench.sidecar:main", "the figures of the node's daemon"),
     "tier": ("bench.tier:main", "restoring from the node's tier, the buddy and a store with limited bandwidth"),
+    "preemption": ("bench.preemption:main", "the last save before a machine is taken away, behind other saves"),
+    "index": ("bench.index:main", "a large index: opening, asking and reading, beside pyarrow and DuckDB"),
     "train": (
         "bench.mlperf.train:main",
         "emulated accelerators: utilisation for unet3d, resnet50, cosmoflow and video (unofficial)",

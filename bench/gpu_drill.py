@@ -7,19 +7,24 @@
 
 It needs Python 3.11 or newer, torch with CUDA, no network, and the checkout it lies in. Pieces lie in `.drill/pieces` of the
 checkout, at most 56 MiB each, so that they can travel one by one; packages go to `.drill/site`, and the machine's own stay.
-Standard library only, so that it starts anywhere; each part runs in a process of its own for at most `--limit` seconds and
-leaves `OUT/parts/NAME.json`. A part that is done is not run again (`--again`): a drill cut short goes on where it stopped.
-Invariant: every part is in the results, also when it failed, was cut off or had no time; the card's settings are not touched.
+Standard library only, so that it starts anywhere; each part runs in a process group of its own, for at most what `SECONDS`
+allows it, and leaves `.drill/out/parts/NAME.json`, written anew with every figure. A part that is done is not run again
+(`--again`): a drill cut short goes on where it stopped, also when it gets an empty `$OUT` each time, as results are copied there.
+Invariant: every part that was ever begun is in the results, also when it failed, was cut off (with what it had measured) or had
+no time; the card's settings are not touched, and no process outlives its part.
 Failure behaviour: exit code 1 when a part failed; 2 for wrong use or missing pieces, with what to do.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +35,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-PARTS = ("probe", "nvdec", "feed", "staging", "lazy", "restore", "gds", "tests")
+SECONDS = {
+    "probe": 90,
+    "nvdec": 240,
+    "feed": 150,
+    "staging": 150,
+    "lazy": 240,
+    "restore": 180,
+    "gds": 180,
+    "tests": 540,
+}
+"""What a part gets at most, so that one which hangs costs the others nothing."""
+LEAST_SECONDS = 5
+"""With less left a part is not begun."""
+PARTS = tuple(SECONDS)
 HOME = ROOT / ".drill"
 
 
@@ -56,10 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: list all parts, run what needs none")
     parser.add_argument("--again", action="store_true", help="run parts that are done already")
-    parser.add_argument("--limit", type=float, default=540, help="seconds that a part gets (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=540, help="seconds that any part gets (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=1700, help="seconds for all of them (default: %(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=Path(os.environ.get("OUT", HOME / "out")), help="default: $OUT or .drill/out"
+        "--out",
+        type=Path,
+        default=HOME / "out",
+        help="results (default: %(default)s), also copied to $OUT where that is set",
     )
     parser.add_argument("--pieces", type=Path, default=HOME / "pieces")
     parser.add_argument("--site", type=Path, default=HOME / "site")
@@ -88,15 +109,30 @@ def _drill(args: argparse.Namespace) -> int:
         return 2
     for name in PARTS:
         print(f"{'*' if name in names else ' '} {name:8} {_line(name)}", flush=True)
-    environ = _environ(args)
     (args.out / "parts").mkdir(parents=True, exist_ok=True)
-    began, found = time.monotonic(), []
+    environ = _environ(args)
+    began, found = time.monotonic(), dict[str, dict[str, Any]]()
     for name in names:
         left = args.budget - (time.monotonic() - began)
-        found.append(_part(name, args, environ, min(args.limit, left)))
-        _leave(args.out, found, args.dry_run)
+        found[name] = _part(name, args, environ, min(args.limit, SECONDS[name], left))
+        _leave(args.out, _all(args.out, found), args.dry_run)
     print(f"\nwrote {args.out / 'drill.json'} and {args.out / 'drill.md'}")
-    return 1 if any(part["status"] != "done" or _errors(part) for part in found) else 0
+    return 1 if any(part["status"] != "done" or _errors(part) for part in found.values()) else 0
+
+
+def _all(out: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of this start, and those that earlier ones left."""
+    before = {name: _read(out / "parts" / f"{name}.json") for name in PARTS}
+    return [part for name in PARTS if (part := found.get(name) or before[name]) is not None]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A part's file; None where there is none, or no whole one."""
+    try:
+        known: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return known
 
 
 def _line(name: str) -> str:
@@ -109,46 +145,41 @@ def _environ(args: argparse.Namespace) -> dict[str, str]:
     """The variables for the parts: the wheels that were brought are installed and found, after the machine's own packages."""
     from bench.drill import wheels
 
-    if (args.pieces / wheels.MANIFEST).exists():
+    manifest = args.pieces / wheels.MANIFEST
+    if manifest.exists() and not wheels.is_installed(manifest, args.site):
         installed = wheels.install(wheels.join(args.pieces, HOME / "wheels"), args.site)
+        wheels.note_installed(manifest, args.site)
         print(f"installed {len(installed)} wheels into {args.site}", flush=True)
     wheels.register(ROOT / "pyproject.toml", args.site)
     paths = [str(ROOT), str(args.site), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    cufile = {"CUFILE_ENV_PATH_JSON": str(_cufile(args.out)), **os.environ}
+    return {**cufile, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _cufile(out: Path) -> Path:
+    """Settings of cuFile, which reads them once, before anything else: its compatibility mode is allowed, its log lies here."""
+    path = (out / "cufile.json").resolve()
+    settings = {"properties": {"allow_compat_mode": True}, "logging": {"level": "ERROR", "dir": str(out.resolve())}}
+    path.write_text(json.dumps(settings))
+    return path
 
 
 def _part(name: str, args: argparse.Namespace, environ: dict[str, str], seconds: float) -> dict[str, Any]:
     path = args.out / "parts" / f"{name}.json"
-    if path.exists() and not args.again:
-        known: dict[str, Any] = json.loads(path.read_text())
-        if known.get("status") == "done" and known.get("dry") == args.dry_run:
-            print(f"{name}: done before", flush=True)
-            return known
-    if seconds <= 5:
+    known = _read(path)
+    if known and not args.again and known.get("status") == "done" and known.get("dry") == args.dry_run:
+        print(f"{name}: done before", flush=True)
+        return known
+    if seconds < LEAST_SECONDS:
         return {"name": name, "status": "skipped", "why": "the budget was spent; run the command again"}
     path.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        __file__,
-        "--one",
-        name,
-        "--out",
-        str(args.out),
-        *(["--dry-run"] if args.dry_run else []),
-    ]
+    command = [sys.executable, __file__, "--one", name, "--out", str(args.out)]
     began = time.monotonic()
-    print(f"{name} …", flush=True)
-    try:
-        done = subprocess.run(
-            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
-        )
-        why = done.stdout[-2000:]
-        (args.out / "parts" / f"{name}.log").write_text(done.stdout[-200_000:])
-    except subprocess.TimeoutExpired as error:
-        why = f"cut off after {seconds:.0f} s: {(error.stdout or b'')[-500:]!r}"
-    found: dict[str, Any] = (
-        json.loads(path.read_text()) if path.exists() else {"name": name, "status": "failed", "why": why}
-    )
+    print(f"{name} (at most {seconds:.0f} s) …", flush=True)
+    why = _run([*command, *(["--dry-run"] if args.dry_run else [])], environ, seconds, path.with_suffix(".log"))
+    found: dict[str, Any] = _read(path) or {"name": name, "status": "failed"}
+    if found["status"] != "done":
+        found["why"] = why
     found |= {"seconds": round(time.monotonic() - began, 1), "dry": args.dry_run}
     path.write_text(json.dumps(found, indent=1))
     print(
@@ -156,6 +187,25 @@ def _part(name: str, args: argparse.Namespace, environ: dict[str, str], seconds:
         flush=True,
     )
     return found
+
+
+def _run(command: Sequence[str], environ: dict[str, str], seconds: float, log: Path) -> str:
+    """Run it in a process group of its own, of which nothing is left afterwards; what to say if it left no results."""
+    cut = ""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            cut = f"cut off after {seconds:.0f} s: "
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = log.read_bytes()[-2000:].decode(errors="replace")
+    return cut + (said or f"exit status {process.returncode}")
 
 
 def _errors(part: dict[str, Any]) -> list[str]:
@@ -170,8 +220,9 @@ def _one(name: str, out: Path, *, dry: bool) -> int:
     if not gpu and not dry:
         raise SystemExit("torch sees no GPU here; --dry-run runs what needs none")
     module: Any = importlib.import_module(f"bench.drill.{name}")
-    part = module.run(gpu)
-    (out / "parts" / f"{name}.json").write_text(json.dumps(part.data(), indent=1))
+    result: Any = importlib.import_module("bench.drill.result")
+    result.PartResult.path = out / "parts" / f"{name}.json"
+    module.run(gpu).finish()
     return 0
 
 
@@ -182,7 +233,7 @@ def _gpu() -> bool:
 
 
 def _leave(out: Path, parts: list[dict[str, Any]], dry: bool) -> None:
-    """The results document and its Markdown, after every part."""
+    """The results document and its Markdown, after every part; also in `$OUT`."""
     machine = {"python": platform.python_version(), "kernel": platform.release(), "cpus": len(os.sched_getaffinity(0))}
     for part in parts:
         if part["name"] == "probe":
@@ -203,6 +254,8 @@ def _leave(out: Path, parts: list[dict[str, Any]], dry: bool) -> None:
     }
     (out / "drill.json").write_text(json.dumps(run, indent=1))
     (out / "drill.md").write_text("\n\n".join(_markdown(part) for part in parts) + "\n")
+    if (elsewhere := os.environ.get("OUT")) and Path(elsewhere).resolve() != out.resolve():
+        shutil.copytree(out, elsewhere, dirs_exist_ok=True)
 
 
 def _markdown(part: dict[str, Any]) -> str:

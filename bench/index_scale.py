@@ -1,19 +1,13 @@
-"""What a large index costs: opening, asking and reading, beside pyarrow and DuckDB on the same files.
+"""A synthetic index of any size, and what opens, asks and reads it: the candidates of `millrace bench index`.
 
-`python -m bench.index_scale --samples 10000000` makes a synthetic index of that many rows, runs every candidate in a process of
-its own, prints one JSON object and deletes what it made (`--directory` keeps it, and uses it again).
-
-Invariant: every figure was measured in this run; a candidate measures itself, and `peak_mib` is its whole process.
-Failure behaviour: a candidate that fails is reported with its last words, and the exit code is 1.
+`python -m bench.index_scale CANDIDATE DIRECTORY` runs one of them in this process and prints its figures as JSON.
+Invariant: a candidate measures itself, and `peak_mib` is its whole process. Failure behaviour: exceptions end the process.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bench.core.environment import environment
 from dataio import Dataset, open_store
 from dataio.shards.index import rows as index
 from dataio.shards.query import parts
@@ -65,45 +58,6 @@ _WORDS = (
         "night",
     ),
 )
-CANDIDATES = ("millrace", "pyarrow.read_table", "pyarrow.dataset", "duckdb")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark, or with `--candidate` one candidate of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1_000_000)
-    parser.add_argument("--directory", type=Path, help="make the index here and keep it")
-    parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.candidate:
-        print(json.dumps(_CANDIDATES[args.candidate](args.directory)))
-        return 0
-    with tempfile.TemporaryDirectory(prefix="millrace-index-") as scratch:
-        where = args.directory or Path(scratch)
-        if not (where / "versions").exists():
-            make(where, args.samples)
-        size = sum(path.stat().st_size for path in (where / "index").iterdir())
-        report: dict[str, Any] = {
-            "environment": environment(),
-            "samples": args.samples,
-            "index_mib": round(size / 2**20, 1),
-            "document_mib": round((where / versions.version_key(1)).stat().st_size / 2**20, 2),
-        }
-        for name in CANDIDATES:
-            report[name] = _run(name, where)
-    print(json.dumps(report, indent=1))
-    return int(any("failed" in report[name] for name in CANDIDATES))
-
-
-def _run(name: str, where: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.index_scale", "--candidate", name, "--directory", str(where)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    if done.returncode:
-        return {"failed": " / ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {key: round(value, 5) if isinstance(value, float) else value for key, value in found.items()}
-
-
 # --- the index
 
 
@@ -270,7 +224,12 @@ def _duckdb(where: Path) -> dict[str, Any]:
     return found
 
 
-_CANDIDATES = dict(zip(CANDIDATES, (_millrace, _read_table, _dataset, _duckdb), strict=True))
+_CANDIDATES = {
+    "millrace": _millrace,
+    "pyarrow.read_table": _read_table,
+    "pyarrow.dataset": _dataset,
+    "duckdb": _duckdb,
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(_CANDIDATES[sys.argv[1]](Path(sys.argv[2]))))

@@ -27,6 +27,7 @@ from typing import Any
 from bench.core import command
 from bench.core.measure import Candidate, Meter, Tell, alternate
 from bench.core.results import Metric, Part
+from dataio.core.options import count
 
 SHARD_BYTES = 16 << 20
 FFPROBE = "tar + ffprobe"
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--files", type=int, default=160, help="files to pack (default: %(default)s)")
+    parser.add_argument("--files", type=count, default=160, help="files to pack (default: %(default)s)")
 
 
 def fill(job: command.Job, part: Part) -> None:

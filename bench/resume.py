@@ -1,6 +1,6 @@
 """Resuming a loader in the middle of an epoch, beside other loaders: how long, how exact, how large a state.
 
-Purpose: `millrace bench resume`. Every candidate reads the same 4,000 small clips in shuffled batches of 8, once to deliver
+Purpose: `millrace bench resume`. Every candidate reads the same small clips in shuffled batches of 8, once to deliver
 their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do.
 Invariant: a candidate walks an epoch once, keeping its state and the ids of the next batches at 50 % and at 99 %. Then, in
 the same process (imports do not count), a new loader over the data takes the state, as it comes back from JSON, and is timed
@@ -10,6 +10,7 @@ Failure behaviour: an exception ends the candidate's process; `bench.core.measur
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import json
@@ -26,6 +27,7 @@ from bench.core import command
 from bench.core.measure import Candidate, alternate
 from bench.core.results import Metric, Part
 from dataio import Dataset, index
+from dataio.core.options import count
 
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
 OURS, TORCHDATA, LITDATA = "millrace", "torchdata StatefulDataLoader", "litdata"
@@ -33,9 +35,9 @@ BYTES = ", bytes"
 """What is added to a candidate's name when it delivers bytes; else it decodes."""
 METRICS = {
     "before_read_50_ms": Metric("to the first read, 50 %, ms", "ms"),
-    "before_read_99_ms": Metric("99 %, ms", "ms"),
+    "before_read_99_ms": Metric("99 %, ms", "ms", group="to the first read"),
     "resume_50_ms": Metric("open, load, first batch, 50 %, ms", "ms"),
-    "resume_99_ms": Metric("99 %, ms", "ms"),
+    "resume_99_ms": Metric("99 %, ms", "ms", group="open, load, first batch"),
     "state_bytes": Metric("state, bytes", "B"),
     "exact": Metric("exact", "", "higher"),
 }
@@ -53,18 +55,22 @@ class Loader(Protocol):
 
 def main(argv: Sequence[str]) -> int:
     """`millrace bench resume`."""
-    return command.run(argv, "resume", "Resuming in the middle of an epoch, beside other loaders.", fill)
+    return command.run(argv, "resume", "Resuming in the middle of an epoch, beside other loaders.", fill, _options)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clips", type=count, default=CLIPS, help="in the dataset (default: %(default)s)")
 
 
 def fill(job: command.Job, part: Part) -> None:
     """One set of clips, in each candidate's form."""
     job.tell("making clips", 0)
-    prepare(job.scratch)
+    prepare(job.scratch, job.args.clips)
     names = [name + what for what in ("", BYTES) for name in (OURS, TORCHDATA, LITDATA)]
     if importlib.util.find_spec("litdata") is None:
         names = [name for name in names if not name.startswith(LITDATA)]
-    part.title = f"Resume: {CLIPS} small clips, shuffled, batches of {BATCH}, local disk"
-    part.settings = {"clips": CLIPS, "batch": BATCH, "compared batches": AFTER}
+    part.title = f"Resume: {job.args.clips} small clips, shuffled, batches of {BATCH}, local disk"
+    part.settings = {"clips": job.args.clips, "batch": BATCH, "compared batches": AFTER}
     part.metrics, part.against = METRICS, TORCHDATA
     if LITDATA in names:
         _to_litdata(job.scratch)
@@ -72,12 +78,12 @@ def fill(job: command.Job, part: Part) -> None:
     alternate(wanted, job.rounds, job.tell, part.candidates)
 
 
-def prepare(folder: Path) -> None:
-    """Clips of two frames in four tars, indexed where they are."""
+def prepare(folder: Path, count: int) -> None:
+    """`count` clips of two frames in four tars, indexed where they are."""
     clips = [_clip(number) for number in range(DISTINCT)]
     for shard in range(4):
         with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-            for number in range(CLIPS // 4):
+            for number in range(count // 4):
                 header = tarfile.TarInfo(f"{shard}-{number:05}.avi")
                 header.size = len(clips[number % DISTINCT])
                 tar.addfile(header, io.BytesIO(clips[number % DISTINCT]))
@@ -91,7 +97,8 @@ def measure(candidate: str, folder: Path) -> dict[str, float]:
     def make(folder: Path) -> Loader:
         return maker(folder, _nothing if candidate.endswith(BYTES) else _decoded)
 
-    marks = {percent: CLIPS // BATCH * percent // 100 for percent in (50, 99)}
+    there = _count(folder) // BATCH
+    marks = {percent: min(there * percent // 100, there - AFTER) for percent in (50, 99)}
     states, following = _walk(make(folder), set(marks.values()))
     found: dict[str, float] = {"exact": 1.0, "state_bytes": max(map(len, states.values()))}
     for percent, batch in marks.items():
@@ -106,6 +113,11 @@ def measure(candidate: str, folder: Path) -> dict[str, float]:
         ids += [_ids(next(batches)) for _ in range(AFTER - 1)]
         found["exact"] = min(found["exact"], float(ids == following[batch]))
     return found
+
+
+def _count(folder: Path) -> int:
+    with Dataset(str(folder / "ds")) as dataset:
+        return len(dataset)
 
 
 def _walk(loader: Loader, marks: set[int]) -> tuple[dict[int, str], dict[int, list[list[int]]]]:
@@ -264,7 +276,7 @@ def _convert(folder: Path) -> None:
 
     litdata.optimize(
         _Read(str(folder / "ds")),
-        inputs=list(range(CLIPS)),
+        inputs=list(range(_count(folder))),
         output_dir=str(folder / "litdata"),
         chunk_bytes="1MB",
         num_workers=1,

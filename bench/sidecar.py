@@ -28,6 +28,7 @@ from bench.core import command
 from bench.core.results import Metric, Part, Samples
 from bench.sidecar_node import DaemonProcess, daemon, run_ranks, server, write_shards
 from bench.sidecar_rank import Job, Shape
+from dataio.core.options import count
 from dataio.sidecar import messages as m
 from dataio.sidecar import wire
 from dataio.sidecar.client import Sidecar, open_reader
@@ -53,6 +54,11 @@ FIGURES = {
     "later_4": Metric("samples/s, 4 ranks, later epochs", "1/s", "higher", goal=4000),
     "cpu_4": Metric("CPU s per 1k, 4 ranks, later epochs, daemon included", "s", "lower", goal=0.30),
     "batch_4": Metric("first warm batch, slowest of 4 ranks, ms", "ms", "lower", goal=40),
+    "s3_1": Metric("samples/s, 1 rank, first epoch from S3 on loopback", "1/s", "higher", goal=1200),
+    "cpu_s3_1": Metric("CPU s per 1k there, daemon included, server not", "s", "lower"),
+    "s3_4": Metric("samples/s, 4 ranks, first epoch from S3 on loopback", "1/s", "higher", goal=1200),
+    "cpu_s3_4": Metric("CPU s per 1k there, daemon included, server not", "s", "lower"),
+    "rss_s3_fast": Metric("  the most of the daemon's RSS meanwhile, MiB", "MiB", "lower", goal=120),
     "open": Metric("Open of a cached block, p50, µs", "µs", "lower", goal=60),
     "bare": Metric("  a bare Unix socket's round trip, p50, µs", "µs", "lower"),
     "mmap": Metric("cached read ÷ plain mmap", "ratio", "higher", goal=0.9),
@@ -65,7 +71,7 @@ FIGURES = {
     "clients": Metric("clients connected at once, all answered", "1", "higher", goal=CLIENTS),
     "open_among": Metric("  Open p50 among them, µs", "µs", "lower", goal=60),
 }
-PARTS = ("deliver", "quiet", "cold")
+PARTS = ("deliver", "s3", "quiet", "cold")
 Found = dict[str, list[float]]
 
 
@@ -75,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shards", type=int, default=6, help="shards of 32 MB (default: %(default)s; 28 is 0.9 GB)")
+    parser.add_argument("--shards", type=count, default=6, help="shards of 32 MB (default: %(default)s; 28 is 0.9 GB)")
     parser.add_argument("--only", choices=PARTS, action="append", help="measure this part alone; may be repeated")
 
 
@@ -100,6 +106,9 @@ def measure(scratch: Path, shape: Shape, rounds: int, found: Found, parts: Seque
             found["floor"].append(shape.samples / passing(data, scratch, shape.total_bytes))
             for ranks in (1, 4):
                 deliver(folder / f"d{ranks}", f"file://{data}", shape, ranks, found)
+        if "s3" in parts:
+            for ranks in (1, 4):
+                from_s3(folder / f"s{ranks}", data.parents[1], shape, ranks, found)
         if "quiet" in parts:
             with daemon(folder / "quiet", cache_bytes="4GiB", clients=str(CLIENTS + 100)) as running:
                 quiet(running, f"file://{data}", data, shape, found)
@@ -124,6 +133,21 @@ def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> N
         found[f"batch_{ranks}"].append(1000 * max(figure["first_batch_s"] for figure in figures))
 
 
+def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, found: Found) -> None:
+    """A first epoch from an S3 server on this machine, which shares its cores."""
+    with server(root) as s3, daemon(folder, s3.environ, cache_bytes="4GiB") as running:
+        memory = Memory(folder, shape.total_bytes)
+        before = running.cpu_seconds()
+        jobs = [Job("s3://bucket/ds", str(running.socket), shape, rank, ranks) for rank in range(ranks)]
+        _, figures = run_ranks(jobs, s3.environ, before=memory.free)
+        samples = sum(figure["samples"] for figure in figures)
+        cpu = sum(figure["cpu_s"] for figure in figures) + running.cpu_seconds() - before
+        found[f"s3_{ranks}"].append(samples / max(figure["wall_s"] for figure in figures))
+        found[f"cpu_s3_{ranks}"].append(1000 * cpu / samples)
+        if ranks > 1:
+            found["rss_s3_fast"].append(running.peak_mib())
+
+
 def quiet(running: DaemonProcess, url: str, data: Path, shape: Shape, found: Found) -> None:
     """What one process sees of a daemon that has nothing else to do, and what that daemon costs."""
     key, ranges = shape.read(0)
@@ -132,9 +156,9 @@ def quiet(running: DaemonProcess, url: str, data: Path, shape: Shape, found: Fou
         found["open"].append(open_p50(sidecar, url, key, ranges[0]))
     found["bare"].append(bare_p50())
     time.sleep(6.0)  # its threads give their buffers back
-    before = running.cpu_seconds()
+    before = running.thread_seconds()
     time.sleep(IDLE_SECONDS)
-    found["idle"].append(100 * (running.cpu_seconds() - before) / IDLE_SECONDS)
+    found["idle"].append(100 * (running.thread_seconds() - before) / IDLE_SECONDS)
     found["rss"].append(running.rss_mib())
     with crowd(running) as answered, running.connect() as sidecar:
         found["clients"].append(answered)

@@ -27,6 +27,7 @@ from bench.core.measure import Candidate, alternate
 from bench.core.results import Metric, Part
 from dataio.core.errors import UnsupportedError, UsageError
 from dataio.core.limits import MIB, parse_bytes
+from dataio.core.options import count
 from dataio.sidecar.client import Sidecar
 from dataio.sidecar.tier.protocol import Pace
 from dataio.testing.s3server import start_seaweedfs
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mib", type=int, default=256, help="state that is restored (default: %(default)s)")
+    parser.add_argument("--mib", type=count, default=256, help="state that is restored (default: %(default)s)")
     parser.add_argument("--store-rate", default="200MB", help="bytes a second of the store (default: %(default)s)")
 
 

@@ -16,34 +16,26 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
-from checkpoint.format import codec, layout, names, pack
+from checkpoint.format import codec, names
 from checkpoint.format import manifest as manifests
-from checkpoint.format.chunk import digest
 from checkpoint.format.documents import Commit
-from checkpoint.format.manifest import Chunk, PackName
-from checkpoint.repository import commit, dedup
-from checkpoint.repository.ahead import in_order
+from checkpoint.repository import commit
 from checkpoint.repository.commit import Attempt, FinalError
 from checkpoint.repository.lease import LeaseKeeper
-from checkpoint.saving import choose
 from checkpoint.saving import plan as plans
-from checkpoint.saving.bases import Bases
-from checkpoint.saving.events import Committing, Done, Event, Progress, Released, failed, to_json
+from checkpoint.saving.events import Committing, Done, Event, Released, failed, to_json
 from checkpoint.saving.plan import PutPlan
-from checkpoint.saving.progress import FreeNumbers, ProgressFile, add_stored
+from checkpoint.saving.progress import ProgressFile
+from checkpoint.saving.upload import ArenaBytes, manifest_of, upload
 from checkpoint.tier import saving
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
 from dataio.core.errors import MillraceError, NotFoundError, TransientError, UsageError
-from dataio.core.limits import MIB
 from dataio.sidecar.transfer.gate import pass_by
 from dataio.store.contract import Store
 from dataio.store.gated import Gated
@@ -52,50 +44,15 @@ from dataio.store.resume import Resuming
 from dataio.store.tier.shelf import Shelf
 
 _ANY_BYTES = 1 << 62
-_THREADS = 2
-_AHEAD = 8
-"""Chunks hashed ahead of the upload."""
 
 _started = declare("ckpt.carry-started", "nothing of the attempt is stored")
 _leased = declare("ckpt.lease-written", "only the lease is there: invisible")
-_in_pack = declare("ckpt.in-pack", "a pack is half sent: invisible, and no such object")
-_first_pack = declare("ckpt.first-pack", "one pack is there: invisible, garbage once the lease is over")
 _packs_written = declare("ckpt.packs-written", "all packs are there, no manifest: invisible")
 _arena_released = declare(
     "ckpt.arena-released", "all packs are there, the manifest is known, the arena is the trainer's"
 )
 _manifest_written = declare("ckpt.manifest-written", "packs and this rank's manifest are there: invisible")
 _lease_deleted = declare("ckpt.lease-deleted", "committed, nothing left to do")
-
-
-class ArenaBytes(Protocol):
-    """A staged arena: a memoryview of all of it, or what lends each piece when it is asked for it, in order."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, at: slice, /) -> memoryview: ...
-
-
-@dataclass(slots=True)
-class Tables:
-    """The manifest's tables while they grow, and what became of the bytes."""
-
-    packs: dict[PackName, int] = field(default_factory=dict)
-    chunks: list[Chunk] = field(default_factory=list)
-    number: dict[bytes, int] = field(default_factory=dict)
-    leans: dict[bytes, dedup.Stored] = field(default_factory=dict)
-    """Of each new chunk that is a difference, its base."""
-    links: list[tuple[int, int]] = field(default_factory=list)
-    written: int = 0
-    deduplicated: int = 0
-
-    def add(self, name: PackName, entry: pack.Entry | Chunk) -> None:
-        self.number[entry.digest] = len(self.chunks)
-        at = self.packs.setdefault(name, len(self.packs))
-        self.chunks.append(Chunk(entry.digest, at, entry.offset, entry.stored, entry.raw, entry.codec))
-        if (base := self.leans.get(entry.digest)) is not None:
-            if base.chunk.digest not in self.number:
-                self.add(base.pack, base.chunk)
-            self.links.append((self.number[entry.digest], self.number[base.chunk.digest]))
 
 
 def carry(
@@ -107,21 +64,22 @@ def carry(
     shelf: Shelf | None = None,
     progress: ProgressFile | None = None,
     gate: Callable[[], None] | None = None,
+    gone: commit.Gone = commit.nobody,
     clock: Clock = SYSTEM_CLOCK,
 ) -> dict[str, object]:
     """Commit the plan's step and return what happened; `store` when the caller has it open already; `shelf` is the node's
     tier.
 
     With `progress` it goes on where an earlier carrier stopped, without an arena (None) when only the manifest was left to be
-    written. `gate` is asked before each piece that is sent.
+    written. `gate` is asked before each piece that is sent, `gone` which ranks can never come, while they are waited for.
     """
     decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
     book = progress or ProgressFile(None)
     if store is not None:
-        return _carry(arena, decoded, emit, store, shelf, book, clock)
+        return _carry(arena, decoded, emit, store, shelf, book, gone, clock)
     with open_location(decoded.location.to_location()) as opened:
         sending = Gated(opened, gate) if gate is not None else opened
-        return _carry(arena, decoded, emit, Resuming(sending, book), shelf, book, clock)
+        return _carry(arena, decoded, emit, Resuming(sending, book), shelf, book, gone, clock)
 
 
 def _carry(
@@ -131,11 +89,12 @@ def _carry(
     store: Store,
     shelf: Shelf | None,
     book: ProgressFile,
+    gone: commit.Gone,
     clock: Clock,
 ) -> dict[str, object]:
     with saving.holding(store, plan, shelf, clock) as held:
         try:
-            return _commit(arena, plan, emit, held, book, clock) | {"kept": held.kept}
+            return _commit(arena, plan, emit, held, book, gone, clock) | {"kept": held.kept}
         except TransientError as error:
             if held.can_keep_alone and arena is not None:
                 with contextlib.suppress(MillraceError, OSError):  # then the store's error is all there is to say
@@ -156,10 +115,8 @@ def _keep(
     """The store is away: keep the step in the tier, whole, since no lease protects what it could lean on. Whoever carries it next
     sends it from there."""
     held.alone()
-    tables, digests, known = _upload(
-        arena, msgspec.structs.replace(plan, bases=()), emit, held.store, ProgressFile(None)
-    )
-    manifest = _manifest(plan, tables, digests, known, clock)
+    stored = upload(arena, msgspec.structs.replace(plan, bases=()), emit, held.store, ProgressFile(None))
+    manifest = manifest_of(plan, stored, clock)
     encoded = manifests.encode(manifest)
     held.complete(manifest, encoded)
     if held.kept is not None:
@@ -173,6 +130,7 @@ def _commit(
     emit: Callable[[Event], None],
     held: saving.Holding,
     book: ProgressFile,
+    gone: commit.Gone,
     clock: Clock,
 ) -> dict[str, object]:
     began, store = clock.monotonic(), held.store
@@ -193,7 +151,7 @@ def _commit(
             held.replaced()  # another carrier's will do
         _manifest_written()
         emit(Committing())
-        found = commit.finish(store, attempt, lease, timeout=plan.commit_timeout, clock=clock)
+        found = commit.finish(store, attempt, lease, timeout=plan.commit_timeout, gone=gone, clock=clock)
         held.committed(found)
         lease.release()
         _lease_deleted()
@@ -225,9 +183,9 @@ def _packed(
     if arena is None:
         book.abandon(store)
         raise _lost(plan)
-    tables, digests, known = _upload(arena, plan, emit, store, book)
+    stored = upload(arena, plan, emit, store, book)
     _packs_written()
-    manifest = _manifest(plan, tables, digests, known, clock)
+    manifest = manifest_of(plan, stored, clock)
     encoded = manifests.encode(manifest)
     book.finished(encoded)
     return manifest, encoded
@@ -267,120 +225,6 @@ def result_of(
         "committed": found.committed,
         "seconds": max(found.committed - manifest.created, 0.0),
     }
-
-
-def _upload(
-    arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], store: Store, book: ProgressFile
-) -> tuple[Tables, list[bytes], dedup.Known]:
-    """Hash every piece of the arena, store those that are new; the digests are by piece."""
-    specs = [tensor.spec() for tensor in plan.tensors]
-    place = layout.lay_out(specs)
-    pieces, spans = layout.cut_all(specs, place)
-    upload = choose.Upload(plan.upload_hint)
-    known = dedup.load(store, plan.run, plan.bases)
-    bases = Bases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
-    choice = choose.Choice(plan.compression, specs, place, spans, upload, _THREADS, bases)
-    tables, digests = Tables(), []
-    there = book.stored(store, plan)
-    add_stored(known, there, book, plan)
-    numbers = FreeNumbers(there)
-    total = sum(piece.length for piece in pieces)
-
-    def new_chunks() -> Iterator[pack.NewChunk]:
-        done = said = 0
-        for chunk, base in _hashed(arena, pieces, known, choice):
-            digests.append(chunk.digest)
-            if base is not None and chunk.digest not in tables.number:
-                tables.leans[chunk.digest] = base
-            yield from _if_new(chunk, known, tables)
-            done += chunk.raw
-            if done == total or done - said >= max(total // 100, 4 * MIB):
-                said = done
-                emit(Progress(done, total))
-
-    def packed(nth: int, entry: pack.Entry) -> None:
-        tables.add(book.name(plan, numbers[nth]), entry)
-        tables.written += entry.stored
-        book.packing(key_of(nth), entry)
-        _in_pack()
-
-    def key_of(nth: int) -> str:
-        return book.key(plan, numbers[nth])
-
-    for _ in pack.write_all(store, key_of, new_chunks(), packed, upload.took):
-        _first_pack()
-    return tables, digests, known
-
-
-def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterator[pack.NewChunk]:
-    if chunk.digest in tables.number:
-        tables.deduplicated += chunk.raw
-    elif (stored := known.chunks.get(chunk.digest)) is not None:
-        if stored.base is not None:
-            tables.leans[chunk.digest] = stored.base
-        tables.add(stored.pack, stored.chunk)
-        tables.deduplicated += chunk.raw if chunk.digest not in known.own else 0
-        tables.written += known.own.get(chunk.digest, 0)
-    else:
-        yield chunk
-
-
-def _hashed(
-    arena: ArenaBytes, pieces: Sequence[layout.Piece], known: dedup.Known, choice: choose.Choice
-) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None]]:
-    """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with what a
-    difference leans on."""
-
-    def work(numbered: tuple[int, layout.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None]:
-        number, piece = numbered
-        payload = arena[piece.at : piece.at + piece.length]
-        name = digest(payload)
-        if name in known.chunks:
-            return pack.NewChunk(name, payload, piece.length), None
-        made = choice.pack(number, payload)
-        return pack.NewChunk(name, made.stored, piece.length, made.kind), made.base
-
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-hash") as pool:
-        yield from in_order(pool, work, enumerate(pieces), _AHEAD)
-
-
-def _manifest(
-    plan: PutPlan, tables: Tables, digests: Sequence[bytes], known: dedup.Known, clock: Clock
-) -> manifests.Manifest:
-    specs = [tensor.spec() for tensor in plan.tensors]
-    _, spans = layout.cut_all(specs, layout.lay_out(specs))
-    tensors = tuple(
-        manifests.Tensor(
-            spec.name,
-            spec.dtype,
-            spec.box.shape,
-            spec.box.offset,
-            spec.box.local,
-            spec.replicated,
-            tuple(manifests.Span(tables.number[digests[s.piece]], s.start, s.length) for s in own),
-        )
-        for spec, own in zip(specs, spans, strict=True)
-    )
-    return manifests.Manifest(
-        version=manifests.version_for(chunk.codec for chunk in tables.chunks),
-        run=plan.run,
-        timeline=plan.timeline,
-        step=plan.step,
-        attempt=plan.attempt,
-        rank=plan.rank,
-        world_size=plan.world_size,
-        created=clock.time(),
-        bases=tuple(known.bases),
-        packs=tuple(tables.packs),
-        chunks=tuple(tables.chunks),
-        tensors=tensors,
-        tree=plan.tree,
-        replicas=plan.replicas,
-        bytes_state=plan.bytes_state,
-        bytes_written=tables.written,
-        bytes_deduplicated=tables.deduplicated,
-        links=tuple(tables.links),
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -62,7 +62,7 @@ def run(store: Store, options: argparse.Namespace) -> int:
 
 def _show(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
-        raise UsageError("show needs --run")
+        raise UsageError("show needs --run", hint="for example --run exp42; `millrace ckpt ls URL` lists the runs")
     found = show.look(store, options.run, options.step, tensors=options.tensors)
     print(json.dumps(msgspec.to_builtins(found), indent=1) if options.json else show.text(found))
     return 0
@@ -115,7 +115,7 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
 
 def _tag(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
-        raise UsageError("tag needs --run")
+        raise UsageError("tag needs --run", hint="for example --run exp42; `millrace ckpt ls URL` lists the runs")
     return _say(options, tags.tag(store, options.name, options.run, show.step_of(options.step), move=options.move))
 
 

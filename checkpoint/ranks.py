@@ -61,14 +61,14 @@ class Ranks:
         return message
 
     @contextlib.contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self, number: int = 0) -> Iterator[None]:
         """What is done inside went well on all ranks, or this raises on all. Nothing inside may wait for other ranks."""
         error = None
         try:
             yield
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
-        self.agree(0, b"", error)
+        self.agree(number, b"", error)
 
     def gather(self, table: bytes) -> list[bytes]:
         """Every rank's table, by rank. While none changes, that costs one small all-reduce."""

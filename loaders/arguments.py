@@ -49,6 +49,12 @@ def one_of(name: str, value: str, known: Sequence[str]) -> None:
         raise UsageError(f"{name}={value!r} is not known", hint=f"use {', '.join(map(repr, known))}")
 
 
+def of_kind(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
+    """`UsageError` when `value` is something else; None is always right."""
+    if value is not None and not isinstance(value, kinds):
+        raise UsageError(f"{name} cannot be {value!r}", hint=f"give {example}")
+
+
 def cores() -> int:
     """This process's share of the cores it may run on, when torchrun started several; at most 16."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -60,14 +66,18 @@ def checked_size(size: tuple[int, int] | None) -> tuple[int, int] | None:
     """(height, width) within bounds, or None."""
     if size is None:
         return None
-    height, width = size
+    of_kind("size", size, (tuple, list), "size=(height, width)")
+    sides: Sequence[int] = size
+    if len(sides) != 2:
+        raise UsageError(f"size={size!r} is not two numbers", hint="give size=(height, width)")
+    height, width = sides
     return checked("size's height", height, MAX_SIDE), checked("size's width", width, MAX_SIDE)
 
 
 def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size: given, or torch.distributed's, or alone."""
     if (rank is None) != (world_size is None):
-        raise UsageError("give both rank and world_size, or neither")
+        raise UsageError("of rank and world_size one is missing", hint="give both, or neither")
     if rank is None or world_size is None:
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -78,7 +88,7 @@ def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
                 )
             rank, world_size = 0, 1
     if not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} is outside a world of {world_size}")
+        raise UsageError(f"rank {rank} is outside a world of {world_size}", hint="ranks count from 0")
     return rank, world_size
 
 
@@ -113,9 +123,15 @@ def output(
     made_of = Output(*target(device), dtype=kind, axes=axes)
     if normalize is None:
         return made_of
-    mean, std = (tuple(float(value) for value in values) for values in normalize)
-    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise UsageError("normalize is (mean, std), three numbers each, the deviations positive")
+    try:
+        mean, std = (tuple(float(value) for value in values) for values in normalize)
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"normalize={normalize!r} is not (mean, std), three numbers each, the deviations positive",
+            hint="such as ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))",
+        ) from None
     return replace(made_of, mean=mean, std=std)
 
 

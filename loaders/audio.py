@@ -70,6 +70,9 @@ class AudioLoader(Loader):
         **common: Unpack[Common],
     ) -> None:
         asked = Asked.of(self, common)
+        arguments.of_kind("window", window, (Window, int, float), "seconds, or Window(seconds)")
+        arguments.of_kind("packing", packing, Packing, "Packing(samples in a row)")
+        arguments.of_kind("buckets", buckets, Durations, "Durations((2, 5, 15), budget=600)")
         chosen = window if isinstance(window, Window) else Window() if window is None else Window(window)
         spec = AudioSpec(sample_rate, channels, chosen.seconds, policy, features)
         spec.samples()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from dataio.core.errors import UsageError
+from dataio.core.errors import MillraceError, NotFoundError, UsageError
 from loaders import refusals
 
 _ABOUT = "List the samples that loaders on this machine refused, with the reason, or forget them."
@@ -55,6 +55,19 @@ def _url(named: str) -> str:
     return named if "://" in named else f"file://{Path(named).absolute()}"
 
 
+def _is_missing(url: str) -> bool:
+    """Whether nothing is there; False when that cannot be told."""
+    from dataio.store.open import open_store
+
+    try:
+        with open_store(url) as store:
+            return not store.exists("dataset.json")
+    except NotFoundError:
+        return True
+    except MillraceError:
+        return False
+
+
 def _clear(folder: Path, url: str | None, *, as_json: bool) -> int:
     gone = refusals.clear(folder, url)
     print(json.dumps({"cleared": gone}) if as_json else f"forgot the refusals of {gone} dataset{'s' * (gone != 1)}")
@@ -63,6 +76,8 @@ def _clear(folder: Path, url: str | None, *, as_json: bool) -> int:
 
 def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
     records, unreadable = refusals.distinct(folder, url)
+    if url is not None and not records and _is_missing(url):
+        raise NotFoundError(f"there is no dataset at {url}, and nothing is known of one", hint="check the address")
     for record in records:
         if as_json:
             print(json.dumps({**asdict(record.refusal), "version": record.version}, ensure_ascii=False))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -29,6 +30,8 @@ Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
+MAX_FRAMES = 1 << 16
+"""The most frames of one clip."""
 Start = Literal["random", "center", "every"]
 
 
@@ -50,10 +53,13 @@ class Clip:
     jitter: int = 0
 
     def __post_init__(self) -> None:
+        whole = all(isinstance(n, Integral) for n in (self.frames, self.stride, self.per_video))
+        if not whole or not isinstance(self.fps, int | float | None) or self.frames > MAX_FRAMES:
+            raise UsageError(f"{self} is not a clip", hint=f"whole numbers, at most {MAX_FRAMES} frames; fps=8.0, say")
         if min(self.frames, self.stride, self.per_video) < 1 or (self.fps is not None and not 0 < self.fps < 10_000):
             raise UsageError(f"{self} is not a clip", hint="frames, stride, fps and per_video are positive")
         if self.fps is not None and self.stride != 1:
-            raise UsageError("a clip is spaced by stride or by fps, not by both")
+            raise UsageError("a clip is spaced by stride or by fps, not by both", hint="leave stride out")
         check_start(self.start, self.per_video, self.jitter)
 
     @property
@@ -67,9 +73,11 @@ def check_start(start: str, parts: int, jitter: float) -> None:
     if start not in ("random", "center", "every"):
         raise UsageError(f"start={start!r} is not known", hint="use 'random', 'center' or 'every'")
     if start == "every" and parts != 1:
-        raise UsageError("start='every' takes as many parts of each sample as there are; leave their number out")
+        raise UsageError("start='every' takes as many parts of each sample as there are", hint="leave their number out")
     if jitter < 0 or (jitter and start == "random"):
-        raise UsageError("jitter moves parts that start at the center or follow each other; it is not negative")
+        raise UsageError(
+            "jitter moves parts that start at the center or follow each other; it is not negative", hint="jitter=0"
+        )
 
 
 def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:

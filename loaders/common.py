@@ -12,10 +12,12 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self, TypedDict, TypeVar
+from numbers import Integral
+from typing import Any, Self, TypedDict, TypeVar, get_args
 
 import torch
 
+from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import arguments
 from loaders.contract import Work
@@ -98,6 +100,14 @@ class Asked:
     isolate: bool | float = False
     version: int | str | None = None
     storage_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        arguments.of_kind("seed", self.seed, Integral, "a whole number")
+        arguments.of_kind("columns", self.columns, (list, tuple), 'a list, such as ["width"]')
+        arguments.one_of("on_bad", self.on_bad, get_args(OnBad))
+        transform: object = self.transform
+        if transform is not None and not callable(transform):
+            raise UsageError(f"transform={transform!r} cannot be called", hint="give f(tensors, generator)")
 
     @classmethod
     def of(cls, loader: object, common: Common) -> Self:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ from dataio.shards.dataset import Dataset
 from dataio.sidecar.client import LoaderMeter, open_reader
 from loaders import refusals
 from loaders import state as states
-from loaders.contract import Work
+from loaders.contract import Place, Work
 from loaders.delivery.ahead import Ahead, batches_from
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
@@ -55,7 +55,8 @@ _log = get_logger(__name__)
 class Delivery:
     """How batches are made, which changes none of them: on what, by how many threads, how far ahead, through which daemon.
 
-    `memory` bytes at most are in flight, `copy` gives every batch memory of its own.
+    `memory` bytes at most are in flight, `copy` gives every batch memory of its own. Places of a batch to which `alike` gives one
+    value are made together.
     """
 
     output: Output
@@ -65,6 +66,7 @@ class Delivery:
     sidecar: str | os.PathLike[str] | None = "auto"
     memory: int = DEFAULT_MEMORY
     copy: bool = False
+    alike: Callable[[Place], Hashable] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         maker = Maker(plan, work, sources, self._quarantine, memory, self._on_bad)
         output = how.output
         buffers = Buffers(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch + 3)
-        prefetcher = Prefetcher(maker.make, work.layout, output, how.threads, how.group, buffers)
+        prefetcher = Prefetcher(maker.make, work.layout, output, how.threads, how.group, buffers, how.alike)
         batches = batches_from(self._listed or plan, self._epoch, self._batch)
         return Ahead(batches, work, sources, prefetcher, how.prefetch, memory)
 

@@ -39,8 +39,10 @@ class Mixture:
     epoch_batches: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.sources:
-            raise UsageError("a mixture without sources", hint='give datasets by name: Mixture({"a": ..., "b": ...})')
+        if not self.sources or not isinstance(self.sources, Mapping):
+            raise UsageError(
+                "a mixture without sources by name", hint='give datasets by name: Mixture({"a": ..., "b": ...})'
+            )
         for name in self.sources:
             if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
                 raise UsageError(f"{name!r} is no name of a source", hint=f"use 1 to {MAX_NAME} characters")
@@ -79,9 +81,14 @@ def opened(source: Place | Mixture, version: int | str | None, options: Mapping[
 
 
 def _one(place: Place, version: int | str | None, options: Mapping[str, Any] | None, owned: list[Dataset]) -> Dataset:
+    given: object = place
+    if not isinstance(given, str | os.PathLike | Dataset):
+        raise UsageError(f"{given!r} is no dataset", hint="give its URL or folder, or an open Dataset")
     if not isinstance(place, Dataset):
         owned.append(Dataset(os.fspath(place), version, **(options or {})))
         return owned[-1]
     if options or version not in (None, place.version):
-        raise UsageError("version and storage_options go with a URL, not with a dataset that is open already")
+        raise UsageError(
+            "version and storage_options go with a URL, not with a dataset that is open already", hint="open it so"
+        )
     return place

@@ -9,6 +9,7 @@ listed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from loaders.contract import Fit, Place
-from loaders.order.packing import Packed, Packing, Piece, pack
+from loaders.order.packing import Packed, Packing, Piece, pack, stretched, with_room
 from loaders.order.permutation import I64, U64
 from loaders.order.schedule import Population
 from loaders.plan import OrderPlan, Stream
@@ -48,11 +49,40 @@ class PackedStream(Stream):
         assert self.packed is not None
         return self.packed
 
+    def at(self, epoch: int) -> Packed:
+        """The sequences of this epoch of the stream."""
+        return self.sequences
+
     @property
     def population(self) -> Population:
         """Sequences in place of samples."""
         share = len(self.ids) / max(1, len(self.dataset))
         return Population(len(self.sequences), self.dataset.total_bytes * share / len(self.sequences))
+
+
+@dataclass(frozen=True)
+class RepackedStream(PackedStream):
+    """A stream whose recordings are packed otherwise in each of its epochs, always into as many sequences; `epochs` packs
+    them, and keeps some."""
+
+    epochs: Callable[[int], Packed] | None = field(default=None, compare=False)
+
+    @classmethod
+    def anew(cls, stream: Stream, how: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
+        """`key_at` gives the key of each epoch."""
+        lengths = how.lengths(stream)
+        first = with_room(pack(lengths, how.packing, key_at(0)))
+
+        @functools.lru_cache(maxsize=2)
+        def of(epoch: int) -> Packed:
+            other = first if epoch == 0 else stretched(pack(lengths, how.packing, key_at(epoch)), len(first))
+            return first if other is None else other
+
+        return cls(stream.dataset, stream.ids, stream.parts, stream.source, first, of)
+
+    def at(self, epoch: int) -> Packed:
+        assert self.epochs is not None
+        return self.epochs(epoch)
 
 
 @dataclass(frozen=True)
@@ -75,7 +105,7 @@ class PackedPlan(OrderPlan):
         """The pieces of these (row, epoch, sequence)s of a stream, whose samples are looked up together."""
         stream, seed = self.streams[number], self.schedule.orders[number].seed
         assert isinstance(stream, PackedStream)
-        sequences = [stream.sequences.sequence(virtual) for _, _, virtual in rows]
+        sequences = [stream.at(epoch).sequence(virtual) for _, epoch, virtual in rows]
         wanted = sorted({int(stream.ids[piece.sample]) for sequence in sequences for piece in sequence})
         samples = dict(zip(wanted, stream.dataset.samples(wanted), strict=True))
         found = dict[int, list[Place]]()

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
+from dataio.shards.index import kernels as pc
 from loaders.contract import Place
 from loaders.order import Order
 from loaders.order.buckets import Bucketed
@@ -168,6 +168,8 @@ class OrderPlan:
 
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
         """What the trainer is told of a batch as a whole."""
+        if not isinstance(self.schedule, (Bucketed, Evaluation, MixedBuckets)):
+            return {}
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
         told: dict[str, Any] = {} if share.bucket is None else {"bucket": share.bucket}
         if isinstance(self.schedule, Evaluation):
@@ -199,7 +201,7 @@ def having(dataset: Dataset, column: str, what: str, *, without: Collection[str]
     values = dataset.columns([column])[column]
     chosen = pc.is_valid(values)
     if without:
-        chosen = pc.and_(chosen, pc.invert(pc.is_in(values, value_set=pa.array(sorted(without)))))
+        chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(sorted(without)))))
     ids: I64 = np.flatnonzero(chosen.to_numpy()).astype(np.int64)
     if not len(ids):
         raise UsageError(f"{dataset.url} holds no {what}")
@@ -208,5 +210,5 @@ def having(dataset: Dataset, column: str, what: str, *, without: Collection[str]
 
 def column(dataset: Dataset, name: str, ids: I64) -> F64:
     """A column of numbers of these samples, in float64."""
-    values = dataset.columns([name])[name].combine_chunks().take(pa.array(ids))
-    return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)
+    values = dataset.columns([name])[name].combine_chunks()
+    return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)[ids]

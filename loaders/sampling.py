@@ -22,9 +22,9 @@ from loaders.order.buckets import Bucketed
 from loaders.order.evaluation import Evaluation
 from loaders.order.mixed_buckets import MixedBuckets
 from loaders.order.mixture import Mixed
-from loaders.order.permutation import I64, key_of
+from loaders.order.permutation import I64, U64, key_of
 from loaders.order.schedule import Plain, Schedule
-from loaders.packed import EpochPlan, Pack, PackedPlan, PackedStream, RepackedPlan
+from loaders.packed import EpochPlan, Pack, PackedPlan, PackedStream, RepackedPlan, RepackedStream
 from loaders.plan import OrderPlan, Stream
 
 _PACK = 11  # keeps the key apart from those of the other rooms
@@ -73,9 +73,11 @@ def plan(
         name: Stream.of(dataset, *find(dataset), source=number)
         for number, (name, dataset) in enumerate(source.datasets.items())
     }
-    if pack is not None and pack.packing.anew:
-        return _repacked(streams, source.mixture, what, how, pack)
-    if pack is not None:
+    if pack is not None and pack.packing.anew and source.mixture is None:
+        return _repacked(streams, what, how, pack)
+    if pack is not None and pack.packing.anew and not how.evaluate:
+        streams = {name: RepackedStream.anew(stream, pack, _keys(how, name)) for name, stream in streams.items()}
+    elif pack is not None:
         streams = {name: PackedStream.from_(stream, pack) for name, stream in streams.items()}
     schedule, chosen = _scheduled(streams, source.mixture, how, sorting)
     names = tuple(streams) if source.mixture is not None else ()
@@ -83,14 +85,13 @@ def plan(
     return kind(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size, names)
 
 
-def _repacked(
-    streams: Mapping[str, Stream], mixture: Mixture | None, what: Any, how: Sampling, pack: Pack
-) -> RepackedPlan:
+def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
+    """The keys by which a source of a mixture is packed in each of its own epochs."""
+    return lambda epoch: key_of(_PACK, how.seed, epoch, *name.encode())
+
+
+def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
     """A plan of other sequences in every epoch; those of two epochs are kept."""
-    if mixture is not None:
-        raise UsageError(
-            "a mixture has no epoch at whose beginning its sources could be packed anew", hint="leave Packing.anew out"
-        )
     (stream,) = streams.values()
 
     @functools.lru_cache(maxsize=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import torch
@@ -31,7 +32,7 @@ from loaders.order.permutation import I64
 from loaders.plan import column, having
 from loaders.sound.decode import decode_audio
 from loaders.sound.spec import AudioSpec
-from loaders.works.clips import ClipWork, Look
+from loaders.works.clips import ClipWork, Look, beginnings
 from loaders.works.cut import Cut
 from loaders.works.sources import by_stream
 
@@ -98,6 +99,9 @@ class VideoLoader(Loader):
         **common: Unpack[Common],
     ) -> None:
         asked = Asked.of(self, common)
+        arguments.of_kind("clip", clip, Clip, "clip=Clip(frames=16)")
+        arguments.of_kind("audio", audio, (bool, AudioSpec), "True, or AudioSpec(...)")
+        arguments.of_kind("buckets", buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
         clip = clip or Clip()
         sound = AudioSpec() if audio is True else (audio or None)
         arguments.one_of("color", color, ("bt601", "tagged", "fast"))
@@ -121,14 +125,19 @@ class VideoLoader(Loader):
             apart = asked.isolated(delivery)
             decodes = apart or AutoDecoder(output.device.type, output.device.index or 0, decoder)
             hear = apart.hear if apart else decode_audio
-            works = [ClipWork(one, decodes, hear) for one in shapes.looks(look, buckets, made.buckets)]
+            alone = apart is None and output.device.type == "cpu" and decoder != "dali"
+            looks = shapes.looks(look, buckets, made.buckets)
+            works = [ClipWork(one, decodes, hear, one_by_one=alone) for one in looks]
             return asked.finished(by_stream(works), sound, output.device, made.names)
 
         how, sorting = asked.sampling(batch_size), shapes.sorting(buckets, look)
         made, owned = asked.planned(url_or_dataset, find, clip, how, sorting)
+        if decoder != "dali" and not asked.isolate:  # others decode every clip by itself
+            delivery = replace(delivery, alike=beginnings(shapes.looks(look, buckets, made.buckets)))
         super().__init__(made, work, delivery, asked.refusing, owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
         """What happens to a sample, and by which rules: its stream, its decoder, its colours, its size."""
+        arguments.of_kind("sample", sample, (int, Sample), "its number, or a Sample")
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
         return explain(one, self._look.color, self._delivery.output.device.type, self._decoder)

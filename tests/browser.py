@@ -9,13 +9,18 @@ import os
 import select
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import av
+import numpy as np
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-WHY_NOT = "no Chromium here (Debian's package: chromium)"
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package: chromium)")
 _QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic")
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe", *_QUIET)
 
@@ -29,11 +34,13 @@ class Browser:
         self._next, self._buffer = 0, b""
         theirs_in, self._out = _pipe()
         self._in, theirs_out = _pipe()
+        self._scratch = tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True)  # it leaves folders there
         command = [str(CHROMIUM), *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
         pipes = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         self._process = subprocess.Popen(
             ["bash", "-c", pipes, *command],
             pass_fds=(theirs_in, theirs_out),
+            env={**os.environ, "TMPDIR": self._scratch.name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -65,6 +72,7 @@ class Browser:
             self._process.kill()
             self._process.wait(20)
         os.close(self._in)
+        self._scratch.cleanup()
 
     def call(self, method: str, **parameters: object) -> dict[str, Any]:
         self._next += 1
@@ -103,11 +111,12 @@ class Browser:
             time.sleep(0.05)
         return found
 
-    def screenshot(self, path: Path) -> bytes:
-        """The whole page as PNG."""
+    def screenshot(self, path: Path) -> np.ndarray:
+        """The whole page, as a PNG file and as pixels (height, width, RGB)."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
         path.write_bytes(base64.b64decode(shot))
-        return path.read_bytes()
+        with av.open(str(path)) as image:
+            return next(image.decode(video=0)).to_ndarray(format="rgb24")
 
     def _listen(self, until: float) -> None:
         ready, _, _ = select.select([self._in], [], [], max(until - time.monotonic(), 0))

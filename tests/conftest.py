@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -14,12 +16,35 @@ from hypothesis import HealthCheck, settings
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
+from tests.leftovers import Place
 
 # a busy machine is no failure: examples are bounded in number, not in time
 settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("millrace")
 
+_PLACE = pytest.StashKey[Place]()
 _MEDIA = Path(__file__).resolve().parents[2] / "shared" / "media"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background; tests interrupt what they start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("MILLRACE_TESTS_LEFT") == "error":
+        config.stash[_PLACE] = Place()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (place := config.stash.get(_PLACE, None)) is not None:
+        place.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By all tests of this process together: with MILLRACE_TESTS_LEFT=error the last one fails, and says what is there."""
+    yield
+    if (place := request.config.stash.get(_PLACE, None)) is not None:
+        left = place.left()
+        assert not left, "tests of this process left behind:\n" + "\n".join(left)
 
 
 @pytest.fixture(scope="session")

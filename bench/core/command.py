@@ -23,9 +23,10 @@ from pathlib import Path
 
 from bench.core.environment import environment
 from bench.core.measure import Tell
-from bench.core.results import Part, Run, encode, write
+from bench.core.results import Part, Run, encode, shown, write
 from bench.core.table import part_table
 from dataio.core.errors import UsageError
+from dataio.core.options import count
 from dataio.core.redact import redact
 
 EXIT_CODES = (
@@ -51,7 +52,7 @@ def parser(name: str, description: str, *, rounds: int = 3) -> argparse.Argument
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--rounds", type=int, default=rounds, help="times that everything runs (default: %(default)s)")
+    made.add_argument("--rounds", type=count, default=rounds, help="times that everything runs (default: %(default)s)")
     made.add_argument("--directory", type=Path, help="where to write; a temporary folder by default")
     made.add_argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file")
     made.add_argument("--json", action="store_true", help="print that JSON instead of tables")
@@ -73,7 +74,7 @@ def run(
     options(made)
     args = made.parse_args(argv)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    found = Run(["millrace", "bench", name, *argv], started, environment(args.directory))
+    found = Run(shown(["millrace", "bench", name, *argv]), started, environment(args.directory))
     with terminable(), tempfile.TemporaryDirectory(prefix="mrb-", dir=args.directory) as scratch:
         found.parts.append(_guarded(fill, Job(args.rounds, Path(scratch), progress(), args), name))
     if args.output:

@@ -11,7 +11,8 @@ refused. Failure behaviour: what is no such document is a `UsageError` that name
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import msgspec
@@ -32,7 +33,8 @@ class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `limit` is what the hardware allows (`limit_why` says how it was found: measured in the same run, or a data sheet),
     `goal` what we want of it. `axes` places the metric in a sweep (`{"operation": "get", "size": 262144, "concurrency":
-    4}`), so that a report can draw metrics of equal `quantity` as one curve.
+    4}`), so that a report can draw metrics of equal `quantity` as one curve. `group` is what a title leaves out because its
+    neighbour in a table says it ("first save"); whatever stands alone says both.
     """
 
     title: str
@@ -43,6 +45,7 @@ class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
     limit_why: str = ""
     quantity: str = ""
     axes: dict[str, str | float] = {}
+    group: str = ""
 
 
 class Samples(msgspec.Struct, omit_defaults=True):
@@ -85,6 +88,16 @@ class Run(msgspec.Struct, omit_defaults=True):
     parts: list[Part] = []
     format: str = FORMAT
     version: int = VERSION
+
+
+def shown(words: Iterable[str]) -> list[str]:
+    """A command line for others to read: of folders of this machine only the last part is kept."""
+    found = []
+    for word in words:
+        name, equals, path = word.partition("=") if word.startswith("-") or "=/" in word else ("", "", word)
+        local = path.startswith(("/", "file:///"))
+        found.append(f"{name}{equals}…/{PurePath(path).name}" if local else word)
+    return found
 
 
 class _Head(msgspec.Struct):

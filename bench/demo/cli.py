@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from bench.demo.settings import Settings
 from dataio.core.errors import UsageError
 from dataio.core.limits import format_bytes
+from dataio.core.options import count
 
 if TYPE_CHECKING:
     from bench.demo.figures import Figures
@@ -62,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--media", type=Path, help="folder of clips to train on (default: real ones if found, else made)"
     )
-    parser.add_argument("--steps", type=int, default=Settings.steps, help="steps of a run (default: %(default)s)")
-    parser.add_argument("--save-every", type=int, default=Settings.save_every, help="steps between saves")
+    parser.add_argument("--steps", type=count, default=Settings.steps, help="steps of a run (default: %(default)s)")
+    parser.add_argument("--save-every", type=count, default=Settings.save_every, help="steps between saves")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a screen")
     return parser
 

@@ -2,14 +2,13 @@
 through host memory.
 
 torch's own binding is used (`torch.cuda.gds.GdsFile`). Where the kernel module is absent cuFile may work in compatibility
-mode, which goes through host memory behind the scenes: the library is told to allow it, and the figures then say what
-that costs.
+mode, which goes through host memory behind the scenes: the drill tells the library to allow it (`CUFILE_ENV_PATH_JSON`), and the
+figures then say what that costs.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import tempfile
 import time
@@ -33,7 +32,6 @@ def run(gpu: bool) -> PartResult:
         part.notes.append("no GPU: only the probe ran")
         return part
     with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
-        os.environ["CUFILE_ENV_PATH_JSON"] = str(_compatible(Path(folder)))
         size = 1 << 30
         part.settings["bytes"] = size
         _through_host(part, Path(folder) / "host", size)
@@ -82,12 +80,6 @@ def _probe() -> str:
         return str(gds.probe())
     except (ImportError, AttributeError) as error:
         return f"checkpoints have no probe here ({error})"
-
-
-def _compatible(folder: Path) -> Path:
-    path = folder / "cufile.json"
-    path.write_text(json.dumps({"properties": {"allow_compat_mode": True}, "logging": {"level": "ERROR"}}))
-    return path
 
 
 def _through_host(part: PartResult, path: Path, size: int) -> None:

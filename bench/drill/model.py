@@ -15,7 +15,7 @@ class Trainer:
     def __init__(self, gpu: bool, *, layers: int | None = None, width: int | None = None) -> None:
         torch.manual_seed(0)
         self.device = torch.device("cuda" if gpu else "cpu")
-        width, layers = width or (2048 if gpu else 128), layers or (12 if gpu else 2)
+        width, layers = width or (2048 if gpu else 128), layers or (8 if gpu else 2)
         layer = torch.nn.TransformerEncoderLayer(
             width, max(2, width // 128), 4 * width, dropout=0.0, batch_first=True, norm_first=True
         )

@@ -1,11 +1,12 @@
 """NVDEC through DALI `mixed`: do its pixels equal the CPU's, and how many frames a second, by codec and size.
 
-How: clips are made here (libx264, libx265, libvpx-vp9, libsvtav1), packed, and decoded by the loader's own back-ends from
-the same bytes. Difference is over all frames of a clip; rates are of several threads at once, as the loader uses them.
+How: clips are made here (libx264, libx265, libvpx-vp9, libsvtav1) and decoded by the loader's own back-ends from the same
+bytes. Difference is over all frames of a clip; rates are of several threads at once, as the loader uses them.
 """
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.drill.dmon import Dmon
-from bench.drill.result import PartResult, timed
+from bench.drill.result import PartResult, rates
 
 LINE = "NVDEC by DALI for h264, hevc, vp9, av1: pixels beside the CPU's, frames/s, decoder utilisation"
 _CODECS = {
@@ -23,14 +24,18 @@ _CODECS = {
     "vp9": ("libvpx-vp9", "webm"),
     "av1": ("libsvtav1", "mkv"),
 }
-_FRAMES, _CLIPS = 48, 32
+_FRAMES = 48
+_CLIPS = {"DALI, GPU": 32, "DALI, CPU": 4, "PyAV": 8}
+"""Clips at once."""
+_SECONDS = 4.0
+"""For each codec, size and decoder on a GPU machine: long enough for the driver's averages of the decoder engines."""
 
 
 def run(gpu: bool) -> PartResult:
     """All codecs at 360p, and at 1080p with a GPU."""
     part = PartResult("nvdec", "Decoding: NVDEC beside the CPU", against="PyAV")
     sizes = ((640, 360), (1920, 1080)) if gpu else ((640, 360),)
-    part.settings = {"frames": _FRAMES, "clips_at_once": _CLIPS if gpu else 4, "sizes": [f"{w}x{h}" for w, h in sizes]}
+    part.settings = {"frames": _FRAMES, "clips_at_once": _CLIPS, "sizes": [f"{w}x{h}" for w, h in sizes]}
     with tempfile.TemporaryDirectory(prefix="mrb-") as scratch:
         for codec, (encoder, suffix) in _CODECS.items():
             for width, height in sizes:
@@ -73,14 +78,15 @@ def _request(path: Path) -> Any:
 
 
 def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
+    """PyAV, the reference, first; the others are made only when it is done, so that one which cannot be costs it nothing."""
     from loaders.decode.dali import DaliDecoder
     from loaders.decode.pyav import PyAVDecoder
 
+    yield "PyAV", PyAVDecoder()
     if gpu:
         yield "DALI, GPU", DaliDecoder(0)
     elif codec == "vp9":
         yield "DALI, CPU", DaliDecoder()
-    yield "PyAV", PyAVDecoder()
 
 
 def _measure(part: PartResult, codec: str, height: int, path: Path, gpu: bool) -> None:
@@ -89,17 +95,16 @@ def _measure(part: PartResult, codec: str, height: int, path: Path, gpu: bool) -
     part.metric(f"{name}_off", f"{codec} {height}p, largest difference of a pixel to PyAV", "1", goal=1)
     part.metric(f"{name}_mean", f"{codec} {height}p, mean difference of a pixel to PyAV", "1")
     part.metric(f"{name}_dec", f"{codec} {height}p, decoder engines in use", "%", "higher")
-    at_once = _CLIPS if gpu else 4
     reference: Any = None
-    for decoder_name, decoder in reversed(list(_decoders(codec, gpu))):
+    for decoder_name, decoder in _decoders(codec, gpu):
         frames = _one(decoder, request)
         reference = frames if reference is None else reference
         difference = (frames.int() - reference.int()).abs()
         part.add(decoder_name, f"{name}_off", float(difference.max()))
         part.add(decoder_name, f"{name}_mean", float(difference.float().mean()))
-        with Dmon() as watch:
-            seconds = timed(lambda decoder=decoder: _many(decoder, request, at_once), 3)  # type: ignore[misc]
-        part.add(decoder_name, f"{name}_rate", *(at_once * len(frames) / taken for taken in seconds))
+        with Dmon(_address() if gpu else None) as watch:
+            found = rates(functools.partial(_many, decoder, request, _CLIPS[decoder_name]), _SECONDS * gpu)
+        part.add(decoder_name, f"{name}_rate", *found)
         if decoder_name == "DALI, GPU" and watch.samples.get("dec"):
             part.add(decoder_name, f"{name}_dec", *watch.samples["dec"])
         decoder.close()
@@ -112,16 +117,32 @@ def _one(decoder: Any, request: Any) -> Any:
     return found.frames.cpu()
 
 
-def _many(decoder: Any, request: Any, count: int) -> None:
+def _many(decoder: Any, request: Any, count: int) -> float:
+    """Decode the clip so often, by four threads; how many frames that was."""
     import torch
 
-    def some(share: list[Any]) -> None:
+    def some(share: list[Any]) -> int:
+        frames = 0
         for found in decoder.decode(share):
             if isinstance(found, Exception):
                 raise found
+            frames += len(found.frames)
+        return frames
 
     requests = [request] * count
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(some, (requests[at::4] for at in range(4))))
+        frames = sum(pool.map(some, (requests[at::4] for at in range(4))))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return frames
+
+
+def _address() -> str | None:
+    """The PCI address of CUDA's card 0, as NVML writes it."""
+    import torch
+
+    about: Any = torch.cuda.get_device_properties(0)
+    try:
+        return f"{about.pci_domain_id:08X}:{about.pci_bus_id:02X}:{about.pci_device_id:02X}.0"
+    except AttributeError:
+        return None

@@ -1,21 +1,25 @@
 """What a part leaves: one part of a results document, as plain data.
 
 Invariant: the same fields as `bench.core.results.Part`, made without importing it, so that a part can fail before anything is
-installed. Failure behaviour: none.
+installed. Where `path` is set, the file there has every figure as soon as it is known, as "interrupted" until `finish`: a part
+that hangs or dies keeps what it had. Failure behaviour: none.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 
 @dataclass
 class PartResult:
     """Figures by candidate and metric, with the samples of every repetition."""
 
+    path: ClassVar[Path | None] = None
     name: str
     title: str
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -23,7 +27,7 @@ class PartResult:
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     against: str = ""
-    status: str = "done"
+    status: str = "interrupted"
     why: str = ""
     seconds: float = 0.0
 
@@ -37,14 +41,39 @@ class PartResult:
             raise KeyError(f"{metric} was not declared")
         samples = self.candidates.setdefault(candidate, {"metrics": {}, "errors": []})
         samples["metrics"].setdefault(metric, []).extend(float(value) for value in values)
+        self._write()
 
     def fail(self, candidate: str, why: str) -> None:
         """Keep an error of one candidate; the others go on."""
         self.candidates.setdefault(candidate, {"metrics": {}, "errors": []})["errors"].append(why[:500])
+        self._write()
+
+    def finish(self) -> None:
+        """All that there is to measure was measured, or is in the errors."""
+        self.status = "done"
+        self._write()
+
+    def _write(self) -> None:
+        if self.path is not None:
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(self.data(), indent=1))
+            partial.replace(self.path)
 
     def data(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self)
+
+
+def rates(action: Callable[[], float], seconds: float, least: int = 3) -> list[float]:
+    """What `action` returns (how much it did) by how long it took, again and again for so long; once before does not count."""
+    action()
+    found = list[float]()
+    until = time.perf_counter() + seconds
+    while len(found) < least or time.perf_counter() < until:
+        began = time.perf_counter()
+        done = action()
+        found.append(done / (time.perf_counter() - began))
+    return found
 
 
 def timed(action: Callable[[], object], repeat: int = 5, sync: Callable[[], object] = lambda: None) -> list[float]:

@@ -20,6 +20,7 @@ from typing import Any
 PIECE_BYTES = 56 << 20
 """A checkout and a piece together stay below 64 MiB."""
 MANIFEST = "manifest.json"
+_MARK = "installed.sha256"
 NEEDED = (
     *("nvidia-dali-cuda130", "av", "blake3", "zstandard", "msgspec", "obstore", "s3fs", "duckdb", "pyarrow", "xxhash"),
     *("prometheus-client", "rich", "numpy", "fsspec", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
@@ -174,6 +175,18 @@ def install(wheels: Sequence[Path], site: Path) -> list[str]:
         if done.returncode:
             raise DrillError(f"pip could not install the wheels: {done.stderr.strip()[-800:]}")
     return [wheel.name for wheel in wanted]
+
+
+def is_installed(manifest: Path, site: Path) -> bool:
+    """Whether what this manifest names lies in `site` already, whole."""
+    mark = site / _MARK
+    return mark.is_file() and mark.read_text() == hashlib.sha256(manifest.read_bytes()).hexdigest()
+
+
+def note_installed(manifest: Path, site: Path) -> None:
+    """Say so to later starts; called when all is there."""
+    site.mkdir(parents=True, exist_ok=True)
+    (site / _MARK).write_text(hashlib.sha256(manifest.read_bytes()).hexdigest())
 
 
 def register(project: Path, site: Path) -> None:

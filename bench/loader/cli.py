@@ -20,6 +20,7 @@ from bench.core.measure import Candidate, alternate
 from bench.core.results import Metric, Part
 from bench.loader import data
 from dataio.core.errors import UsageError
+from dataio.core.options import count
 
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clips", type=int, default=600, help="clips of the dataset (default: %(default)s)")
+    parser.add_argument("--clips", type=count, default=600, help="clips of the dataset (default: %(default)s)")
     parser.add_argument(
         "--kind", choices=list(data.KINDS), default="short", help="4 s clips, or 10 s with few key frames"
     )

@@ -17,7 +17,7 @@ from dataio import Dataset
 from dataio.shards.contract import Sample
 from dataio.sidecar.client import open_reader
 from loaders.order import Order
-from loaders.samples.source import Source
+from loaders.samples.source import Source, ranges
 
 DEPTH = 4
 _END = None
@@ -74,7 +74,7 @@ def _read(
             coming = (dataset.samples([int(n) for n in chosen]) for chosen in numbers)
             ahead = deque(itertools.islice(coming, DEPTH))
             while ahead and not stop.is_set():
-                source.announce([(sample, [m.ext for m in sample.members]) for later in ahead for sample in later])
+                source.announce([read for later in ahead for sample in later for read in ranges(sample, _exts(sample))])
                 found = [bytearray(view) for sample in ahead.popleft() for view in _members(source, sample)]
                 ahead.extend(itertools.islice(coming, 1))
                 if found:
@@ -85,4 +85,8 @@ def _read(
 
 
 def _members(source: Source, sample: Sample) -> list[memoryview]:
-    return list(source.fetch(sample, [member.ext for member in sample.members]).values())
+    return list(source.fetch(sample, _exts(sample)).values())
+
+
+def _exts(sample: Sample) -> list[str]:
+    return [member.ext for member in sample.members]

@@ -26,6 +26,7 @@ from bench.mlperf import data
 from bench.mlperf.accelerator import CANDIDATES, Seat
 from bench.mlperf.workloads import WORKLOADS, Workload, utilisation, workload
 from dataio.core.errors import UsageError
+from dataio.core.options import count
 
 UNOFFICIAL = (
     "Unofficial: in the shape of MLPerf Storage's workloads, not verified by MLCommons, not comparable with published "
@@ -49,7 +50,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--accelerator", default="h100", help="h100 or a100 (default: %(default)s)")
     parser.add_argument("--accelerators", default="1,2", help="how many at once (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=12, help="batches for each accelerator (default: %(default)s)")
+    parser.add_argument("--batches", type=count, default=12, help="batches for each accelerator (default: %(default)s)")
     parser.add_argument("--fraction", type=float, default=1.0, help="of records and computation (default: %(default)s)")
 
 
@@ -64,15 +65,15 @@ def fill(job: command.Job, part: Part) -> None:
     part.metrics, part.notes = _metrics(work, counts), [UNOFFICIAL]
     part.against = "" if video else CANDIDATES[1]
     names = CANDIDATES[:1] if video else CANDIDATES
-    for count in counts:
-        folder = job.scratch / str(count)
-        samples = work.batch * args.batches * count
+    for ranks in counts:
+        folder = job.scratch / str(ranks)
+        samples = work.batch * args.batches * ranks
         _video_data(folder, samples) if video else data.make(folder, work, samples, job.tell)
-        wanted = [Candidate(name, "bench.mlperf.train", _arguments(name, folder, work, count, video)) for name in names]
+        wanted = [Candidate(name, "bench.mlperf.train", _arguments(name, folder, work, ranks, video)) for name in names]
         found = alternate(wanted, job.rounds, job.tell)
         for name, samples_ in found.items():
             mine = part.candidates.setdefault(name, samples_)
-            mine.metrics |= {f"{metric}_{count}": values for metric, values in samples_.metrics.items()}
+            mine.metrics |= {f"{metric}_{ranks}": values for metric, values in samples_.metrics.items()}
             mine.errors += [] if mine is samples_ else samples_.errors
     for samples_ in part.candidates.values():
         samples_.metrics = {name: values for name, values in samples_.metrics.items() if name in part.metrics}
@@ -87,19 +88,19 @@ def _counts(text: str) -> list[int]:
 
 def _metrics(work: Workload, counts: Sequence[int]) -> dict[str, Metric]:
     found = {}
-    for count in counts:
-        axes: dict[str, str | float] = {"ranks": count}
-        found[f"au_{count}"] = Metric(
-            f"AU, % ×{count}", "%", "higher", goal=100 * work.least_au, quantity="accelerator utilisation", axes=axes
+    for ranks in counts:
+        axes: dict[str, str | float] = {"ranks": ranks}
+        found[f"au_{ranks}"] = Metric(
+            f"AU, % ×{ranks}", "%", "higher", goal=100 * work.least_au, quantity="accelerator utilisation", axes=axes
         )
-        found[f"rate_{count}"] = Metric(f"MB/s ×{count}", "MB/s", "higher", quantity="throughput", axes=axes)
-        found[f"first_{count}"] = Metric(f"first batch, s ×{count}", "s", quantity="first batch", axes=axes)
-        found[f"cpu_{count}"] = Metric(f"CPU s/GB ×{count}", "s/GB", quantity="cpu", axes=axes)
+        found[f"rate_{ranks}"] = Metric(f"MB/s ×{ranks}", "MB/s", "higher", quantity="throughput", axes=axes)
+        found[f"first_{ranks}"] = Metric(f"first batch, s ×{ranks}", "s", quantity="first batch", axes=axes)
+        found[f"cpu_{ranks}"] = Metric(f"CPU s/GB ×{ranks}", "s/GB", quantity="cpu", axes=axes)
     return found
 
 
-def _arguments(name: str, folder: Path, work: Workload, count: int, video: bool) -> tuple[str, str]:
-    places = [Seat(name, str(folder), work.batch, work.compute_seconds, rank, count, video) for rank in range(count)]
+def _arguments(name: str, folder: Path, work: Workload, ranks: int, video: bool) -> tuple[str, str]:
+    places = [Seat(name, str(folder), work.batch, work.compute_seconds, rank, ranks, video) for rank in range(ranks)]
     return "--seats", msgspec.json.encode(places).decode()
 
 
@@ -139,7 +140,9 @@ def seats(places: Sequence[Seat]) -> dict[str, float]:
 @contextlib.contextmanager
 def _start(place: Seat) -> Iterator[subprocess.Popen[str]]:
     command_ = [sys.executable, "-m", "bench.mlperf.accelerator", msgspec.json.encode(place).decode()]
-    process = subprocess.Popen(command_, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command_, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -151,7 +154,8 @@ def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"an accelerator ended early, exit status {process.wait(30)}")
+        _, said = process.communicate(timeout=30)
+        raise RuntimeError(f"an accelerator ended early, exit status {process.returncode}: {said.strip()[-300:]}")
     return line
 
 

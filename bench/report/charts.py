@@ -163,7 +163,7 @@ def bars(
     out = []
     for place, (name, values) in enumerate(rows.items()):
         y = _TOP + place * (_BAR + _GAP)
-        shown = name if len(name) <= 22 else f"{name[:21]}…"
+        shown = name if len(name) <= 22 else f"{name[:10].rstrip()}…{name[-8:].lstrip()}"  # names differ at their ends
         out.append(
             f'<text x="{_NAME - 8}" y="{y + 15}" text-anchor="end">{escape(shown)}<title>{escape(name)}</title></text>'
         )

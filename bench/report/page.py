@@ -68,7 +68,29 @@ def _run(place: int, name: str, run: Run) -> str:
     packages = ", ".join(f"{key} {value}" for key, value in run.environment.get("packages", {}).items())
     machine = f"<table>{rows}<tr><td>packages</td><td>{escape(packages)}</td></tr></table>"
     parts = "\n".join(_part(_anchor(place, part), part) for part in run.parts)
-    return f"<details class='machine'><summary>{escape(name)}: the machine and the command</summary>{machine}</details>\n{parts}"
+    details = (
+        f"<details class='machine'><summary>{escape(name)}: the machine and the command</summary>{machine}</details>"
+    )
+    return f'<p class="quiet">{escape(_machine(run))}</p>{details}\n{parts}'
+
+
+def _machine(run: Run) -> str:
+    """What a reader must know before believing a figure, in one line."""
+    facts = run.environment
+    cores, load = facts.get("cpus"), facts.get("load_before")
+    known = [
+        run.started[:10],
+        f"{cores} cores of {facts.get('cpu')}" if cores else "",
+        str(facts.get("gpu") or "no GPU"),
+    ]
+    known += [f"{facts['memory_gib']:g} GiB" if "memory_gib" in facts else "", str(facts.get("file_system", ""))]
+    known += [
+        f"load {load:g} before" if isinstance(load, float) else "",
+        f"commit {facts['commit']}" if "commit" in facts else "",
+    ]
+    if isinstance(load, float) and isinstance(cores, int) and load > cores / 2:
+        known.append("the machine was busy: rates by the clock may be too low")
+    return " · ".join(word for word in known if word)
 
 
 def _part(anchor: str, part: Part) -> str:
@@ -78,13 +100,42 @@ def _part(anchor: str, part: Part) -> str:
     notes = "".join(f"<p>{escape(note)}</p>" for note in part.notes)
     state = _state(part)
     trouble = f'<p class="bad">{state}</p>' if state else ""
-    settings = ", ".join(f"{key} {value}" for key, value in part.settings.items())
-    about = f'<p class="quiet">{escape(settings)}{"; " if settings else ""}{part.seconds:.0f} s</p>'
-    legend = _legend(part) if len(part.candidates) > 1 else ""
+    settings = " · ".join(
+        f"{key.replace('_', ' ')}: {views.in_words(value, key)}" for key, value in part.settings.items()
+    )
+    about = (
+        f'<p class="quiet">{escape(settings)}{" · " if settings else ""}{_rounds(part)}took {part.seconds:.0f} s</p>'
+    )
+    legend = (_legend(part) if len(part.candidates) > 1 else "") + _lines(part)
     return (
         f'<section id="{anchor}"><h2>{escape(part.title or part.name)}</h2>{trouble}{about}{legend}{charts}'
         f"{_limits(part)}{notes}{_table(part)}</section>"
     )
+
+
+def _rounds(part: Part) -> str:
+    """How often everything was measured, at the most."""
+    counts = [len(values) for found in part.candidates.values() for values in found.metrics.values()]
+    return (
+        f"{max(counts)} samples of a figure · "
+        if counts and max(counts) > 1
+        else "one sample of each figure · "
+        if counts
+        else ""
+    )
+
+
+def _lines(part: Part) -> str:
+    """What the dashed lines in its charts are."""
+    beside = [metric for metric in part.metrics.values() if not metric.quantity and len(part.candidates) > 1]
+    swept = [metric for metric in part.metrics.values() if metric.quantity]
+    kinds = ("limit", "what the machine allows", [*beside, *swept]), ("goal", "goal", beside)
+    keys = [
+        f'<span><svg class="line" viewBox="0 0 24 8"><line class="{kind}" x1="0" x2="24" y1="4" y2="4"/></svg>{words}</span>'
+        for kind, words, drawn in kinds
+        if any(getattr(metric, kind) is not None for metric in drawn)
+    ]
+    return f'<p class="legend">{"".join(keys)}</p>' if keys else ""
 
 
 def _legend(part: Part) -> str:
@@ -99,7 +150,8 @@ def _limits(part: Part) -> str:
         return ""
     rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(metric)}</td><td>{escape(median)}</td>"
-        f'<td><span class="share" style="--share:{min(share, 1):.3f}">{share:.0%}</span></td><td>{escape(why)}</td></tr>'
+        f'<td><span class="share" style="--share:{min(share, 1):.3f}">{share:.0%}</span></td>'
+        f'<td class="why">{escape(why)}</td></tr>'
         for name, metric, median, share, why in found
     )
     head = "<tr><th></th><th></th><th>median</th><th>of the limit</th><th>the limit</th></tr>"
@@ -121,10 +173,11 @@ def _table(part: Part) -> str:
             continue
         cells = "".join(f"<td>{escape(cell(values))}</td>" for values in samples)
         last = f"<td>{ratio(samples[0], part.candidates[part.against].metrics.get(key))}</td>" if pair else ""
-        what = f"{metric.axes['operation']} {metric.title}" if "operation" in metric.axes else metric.title
+        what = views.full_title(metric)
         kind = f" {metric.quantity}" if metric.quantity else ""
+        unit = "" if views.says_unit(metric) and not kind else f" <small>{escape(metric.unit)}</small>"
         bound = _bound(samples[0], metric.goal, metric.better) if not pair else ""
-        rows.append(f"<tr><td>{escape(what + kind)} <small>{escape(metric.unit)}</small></td>{cells}{last}{bound}</tr>")
+        rows.append(f"<tr><td>{escape(what + kind)}{unit}</td>{cells}{last}{bound}</tr>")
     opened = " open" if len(rows) <= 24 else ""
     table = f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
     return f"<details{opened}><summary>All figures: median (smallest–largest)</summary>{table}</details>"

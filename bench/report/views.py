@@ -124,19 +124,24 @@ def _beside(part: Part) -> Iterator[str]:
         rows = {candidate: samples.metrics.get(name, []) for candidate, samples in part.candidates.items()}
         if len(rows) > 1 and any(rows.values()):
             yield bars(
-                metric.title, rows, unit=_unit(metric), colours=colours_of(part), limit=metric.limit, goal=metric.goal
+                full_title(metric),
+                rows,
+                unit=_unit(metric),
+                colours=colours_of(part),
+                limit=metric.limit,
+                goal=metric.goal,
             )
 
 
 def _unit(metric: Metric) -> str:
     arrow = "more is better" if metric.better == "higher" else "less is better"
-    return f"{metric.unit} ({arrow})" if metric.unit and not metric.title.endswith(metric.unit) else arrow
+    return f"{metric.unit} ({arrow})" if metric.unit and not says_unit(metric) else arrow
 
 
 def limits(part: Part) -> list[tuple[str, str, str, float, str]]:
     """(candidate, metric, median, share of the physical limit, how the limit was found) of all that have one."""
     return [
-        (name, _full_title(metric), f"{short(middle)} {metric.unit}", _share(metric, middle), metric.limit_why)
+        (name, full_title(metric), f"{short(middle)} {metric.unit}", _share(metric, middle), metric.limit_why)
         for key, metric in part.metrics.items()
         if metric.limit
         for name, samples in part.candidates.items()
@@ -144,8 +149,30 @@ def limits(part: Part) -> list[tuple[str, str, str, float, str]]:
     ]
 
 
-def _full_title(metric: Metric) -> str:
-    return f"{metric.axes['operation']} {metric.title}" if "operation" in metric.axes else metric.title
+def full_title(metric: Metric) -> str:
+    """The title of a metric that stands alone."""
+    before = [f"{metric.group}:"] if metric.group else []
+    before += [str(metric.axes["operation"])] if "operation" in metric.axes else []
+    return " ".join([*before, metric.title.strip()])
+
+
+def says_unit(metric: Metric) -> bool:
+    """Whether the title has the unit in it."""
+    words = metric.title.replace(",", " ").split()
+    return metric.unit in words or (metric.unit == "1/s" and any(word.endswith("/s") for word in words))
+
+
+def in_words(value: object, name: str = "") -> str:
+    """A setting for people: lists by commas, yes and no, bytes in their units."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return "; ".join(f"{key} ({in_words(one)})" for key, one in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(in_words(one, name) for one in value) or "none"
+    if isinstance(value, int) and ("bytes" in name or name == "sizes"):
+        return format_bytes(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _share(metric: Metric, value: float) -> float:

@@ -57,7 +57,6 @@ class Job:
     sample_bytes: float = 4e6
     batch: int = 8
     block_bytes: float = 4 << 20
-    samples_a_block: float = 8.0
     state_bytes: float = 0.0
     changed: float = 0.6
     stage_efficiency: float = 0.5
@@ -91,12 +90,16 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Costs:
-    """What follows for one job on one cluster. Seconds, but for `amplification` and `data_stall` (share of wall time)."""
+    """What follows for one job on one cluster. Seconds, but for `amplification` and `data_stall` (share of wall time).
+
+    `durable`: from the save until it outlives the loss of a node; `upload`: until the store has it, before which no next save
+    begins, or the nodes' tiers would fill up."""
 
     amplification: float
     data_stall: float
     stall: float
     durable: float
+    upload: float
     slow_down: float
     restore: float
     mtbf: float
@@ -107,7 +110,9 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
     """Fluid rates by symmetry: all nodes do the same at the same time, so each has its share of the store."""
     job = job.sized(cluster.gpus)
     ranks = min(cluster.gpus, cluster.gpus_a_node)
-    amplified = 1.0 if features.sidecar else amplification(ranks, job.samples_a_block)
+    amplified = amplification(
+        cluster.gpus, cluster.gpus_a_node, job.batch, job.sample_bytes, job.block_bytes, shared=features.sidecar
+    )
     read = min(
         cluster.nic_rate,
         cluster.store_read / cluster.nodes,
@@ -118,13 +123,17 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
     written = node_state * (job.changed if features.dedup else 1.0)
     upload = written / min(cluster.nic_rate, cluster.store_write / cluster.nodes)
     stall = job.state_bytes / cluster.gpus / (cluster.d2h_rate * job.stage_efficiency)
-    durable = min(node_state / cluster.tier_write, upload) if features.tier else upload
-    near, far = node_state / cluster.tier_read, node_state / read
+    # the tier has the node's own bytes and, for when the node is lost, its buddy's: both are written before a save counts
+    kept = max(2 * written / cluster.tier_write, written / cluster.nic_rate)
+    durable = min(kept, upload) if features.tier else upload
+    # all wait for the slowest: a new node, whose bytes come from the buddy
+    near, far = node_state / min(cluster.tier_read, cluster.nic_rate), node_state / read
     return Costs(
         amplified,
         max(0.0, 1 - read / need),
         stall,
         stall + durable,
+        upload,
         job.slow_down * upload,
         min(near, far) if features.tier else far,
         cluster.mtbf,

@@ -8,14 +8,21 @@ Invariant: pure; bytes fetched are whole blocks. Failure behaviour: that of the 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from bench.simulate.engine import Latch, Link, Process, Simulation, Sleep, Transfer
 
 Block = tuple[str, int]
+_SAMPLES = 100_000
+"""Of the data set whose order is looked at: enough for all lanes."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,34 @@ def blocks_of(ranges: Iterator[tuple[str, int, int]], block_bytes: int) -> list[
     return list(found)
 
 
-def amplification(ranks: int, samples_a_block: float) -> float:
-    """Bytes fetched by a node without the daemon over those with it: the ranks that a block of so many samples is
-    expected to go to, when samples fall to ranks at random."""
-    return float(ranks * (1 - (1 - 1 / ranks) ** samples_a_block))
+@functools.cache
+def amplification(
+    gpus: int, gpus_a_node: int, batch: int, sample_bytes: float, block_bytes: float, *, shared: bool
+) -> float:
+    """Bytes that a node fetches over bytes that its ranks need, in an epoch in the loaders' own order.
+
+    Whole blocks are fetched; a block that several samples of one reader lie in is fetched once. `shared`: the reader is the node
+    (with the daemon), else each rank. Two nodes stand for all. `batch` is a rank's.
+    """
+    from loaders.order import Order
+
+    everywhere = batch * gpus
+    order = Order.of(max(_SAMPLES, 2 * everywhere), everywhere, sample_bytes=sample_bytes)
+    batches = np.arange(order.full_batches, dtype=np.int64)[:, None] * everywhere
+    fetched = needed = 0.0
+    nodes = max(1, math.ceil(gpus / gpus_a_node))
+    for node in {0, nodes // 2}:
+        ranks = range(node * gpus_a_node, min(gpus, (node + 1) * gpus_a_node))
+        own = [order.take(0, (batches + order.slots(0, rank, gpus)).ravel()) for rank in ranks]
+        readers = [np.concatenate(own)] if shared else own
+        fetched += block_bytes * sum(_blocks(samples, sample_bytes, block_bytes) for samples in readers)
+        needed += sample_bytes * sum(samples.size for samples in own)
+    return fetched / needed
+
+
+def _blocks(samples: npt.NDArray[np.int64], sample_bytes: float, block_bytes: float) -> int:
+    """How many blocks these samples lie in, when all lie one after the other."""
+    first = np.floor(samples * sample_bytes / block_bytes).astype(np.int64)
+    last = np.floor(((samples + 1) * sample_bytes - 1) / block_bytes).astype(np.int64)
+    most = int((last - first).max())
+    return int(np.unique(np.concatenate([np.minimum(first + more, last) for more in range(most + 1)])).size)

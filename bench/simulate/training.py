@@ -2,7 +2,7 @@
 
 Goodput is the share of wall time whose work is in the model at the end: what was computed after the last durable
 checkpoint is lost with an interruption, stalls and restarts are time without work. A save stalls the steps, then goes on
-beside them; the next one begins only when it is durable. With the sidecar, an interruption that leaves the node alive
+beside them; the next one begins only when it is in the store. With the sidecar, an interruption that leaves the node alive
 (software) does not lose a save that was staged.
 Invariant: deterministic for a seed; work plus loss plus every pause is the wall time. Failure behaviour: `ValueError` for
 an interval that is not positive.
@@ -61,9 +61,8 @@ class _Run:
         left = min(self._rng.expovariate(1 / known.mtbf), wall - out.wall)
         interrupted = left < wall - out.wall
         kept, held, clock, durable_at = 0.0, 0.0, 0.0, 0.0
-        cycle = max(
-            self._interval, known.durable - known.stall
-        )  # so that the last save is durable when the next begins
+        # so that the last save is in the store when the next begins
+        cycle = max(self._interval, known.durable - known.stall, known.upload)
         while True:
             slowed = min(known.slow_down, cycle)
             taken = cycle / (1 - known.data_stall) + slowed

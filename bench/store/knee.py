@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from bench.core.results import Samples
+from bench.core.table import short
 from bench.store.cells import Cell
 from dataio.core.limits import format_bytes
 
@@ -66,7 +67,8 @@ def _sentence(name: str, operation: str, size: int, points: list[Point]) -> str:
         return ""
     what = f"{operation} {format_bytes(size)}" if size else operation
     unit = "MB/s" if size else "keys/s"
+    best = f"{short(knee.best.throughput)} {unit}, p50 {short(knee.best.latency)} ms"
     return (
-        f"{name}, {what}: knee at {knee.best.width} at once ({knee.best.throughput:.3g} {unit}, p50 {knee.best.latency:.3g} ms); "
+        f"{name}, {what}: knee at {knee.best.width} at once ({best}); "
         f"{knee.enough.width} at once give nine tenths of the most"
     )

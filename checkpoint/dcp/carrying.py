@@ -15,10 +15,10 @@ import torch
 from checkpoint.carry import carry
 from checkpoint.dcp.session import Ticket
 from checkpoint.format import layout as layouts
-from checkpoint.format.documents import Fate, encode
 from checkpoint.format.layout import Layout, TensorSpec
 from checkpoint.gds.file import Direct
 from checkpoint.gds.saving import DeviceSlices
+from checkpoint.repository import commit
 from checkpoint.repository.commit import Attempt
 from checkpoint.repository.lease import DEFAULT_LIFE
 from checkpoint.saving import plan
@@ -59,9 +59,9 @@ def carry_here(
 def abort(store: Store, share: Share, error: BaseException) -> None:
     """Let the ranks that wait for this one's manifest know that it will not come."""
     attempt = Attempt(share.run, share.ticket.timeline, share.step, share.ticket.attempt, share.world_size)
-    reason = f"rank {share.rank} failed: {error}"[:500]
+    reason = f"rank {share.rank} failed: {error}"
     with contextlib.suppress(Exception):  # the error that is on its way is the one to be seen
-        store.put_if_absent(attempt.fate_key, encode(Fate(attempt=attempt.id, fate="abort", reason=reason)))
+        commit.abort(store, attempt, reason)
 
 
 def _carry(

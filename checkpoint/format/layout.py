@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from checkpoint.format import bands, dtypes
 from checkpoint.format.chunk import FINE_CHUNK_BYTES, SMALL_BELOW, Box, cut
 
@@ -20,8 +22,7 @@ SMALL_ALIGN = 16
 """Elements of the widest type start at multiples of their size."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """One tensor shard to be saved. `replicated`: every rank holds the same bytes, one of them writes them."""
 
     name: str
@@ -43,16 +44,14 @@ class Layout:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A run of arena bytes that becomes one chunk."""
 
     at: int
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class PieceSpan:
+class PieceSpan(msgspec.Struct, frozen=True, gc=False):
     """`length` bytes from byte `start` of piece number `piece`."""
 
     piece: int

@@ -1,5 +1,8 @@
 """A rank's manifest: which tensors it wrote, from which chunks they are made, where the chunks lie, and the Python values.
 
+Its rows are outside of the garbage collector (`gc=False`): they hold plain values only, and thousands of them at a time would
+otherwise have a trainer's whole heap looked through, which takes longer than to read them.
+
 Invariant: a manifest that `decode` returned is sound in itself: every tensor's spans add up to its bytes, every span lies
 in its chunk, every chunk in a pack, and no two chunks of a pack overlap. That the bytes are the ones that were written is
 shown by the manifest's BLAKE3 digest in the fate, which readers check first.
@@ -37,7 +40,7 @@ NEWEST = WITH_DELTAS
 _NAME_BYTES = 4096
 
 
-class Span(msgspec.Struct, array_like=True, frozen=True):
+class Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """`length` bytes from byte `start` of chunk number `chunk` of the manifest's table."""
 
     chunk: int
@@ -45,7 +48,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     length: int
 
 
-class Chunk(msgspec.Struct, array_like=True, frozen=True):
+class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """`raw` bytes with this BLAKE3 digest, stored as `stored` bytes at `offset` of pack number `pack` of the table."""
 
     digest: bytes
@@ -56,7 +59,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     codec: int = RAW
 
 
-class PackName(msgspec.Struct, array_like=True, frozen=True, order=True):
+class PackName(msgspec.Struct, array_like=True, frozen=True, gc=False, order=True):
     """The pack `packs/<attempt>/<name>.pack`."""
 
     attempt: str
@@ -67,7 +70,7 @@ class PackName(msgspec.Struct, array_like=True, frozen=True, order=True):
         return names.pack(self.attempt, self.name)
 
 
-class Tensor(msgspec.Struct, array_like=True, frozen=True):
+class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A shard of a tensor: `local` elements from `offset` of the global `shape`; its row-major bytes are the spans.
 
     `replicated`: the tensor belongs to all ranks, whose manifests hold each element once; else it is whole, and its rank's.
@@ -192,14 +195,24 @@ def _check_identity(manifest: Manifest, key: str) -> None:
 
 def _check_chunks(manifest: Manifest) -> None:
     seen: set[bytes] = set()
+    packs = len(manifest.packs)
     for i, c in enumerate(manifest.chunks):
-        _require(len(c.digest) == DIGEST_BYTES and c.digest not in seen, f"chunk {i} has a bad or repeated digest")
+        what = ""
+        if len(c.digest) != DIGEST_BYTES or c.digest in seen:
+            what = "has a bad or repeated digest"
+        elif not 0 <= c.pack < packs:
+            what = f"names pack {c.pack} of {packs}"
+        elif c.codec not in CODECS:
+            what = f"has the unknown codec {c.codec}"
+        elif not (0 < c.raw <= CHUNK_BYTES and 0 < c.stored <= c.raw):
+            what = "has impossible sizes"
+        elif c.codec == RAW and c.stored != c.raw:
+            what = "is raw but of two sizes"
+        elif not 0 <= c.offset <= PACK_BYTES - c.stored:
+            what = "lies outside of a pack"
+        if what:
+            raise _Unsound(f"chunk {i} {what}")
         seen.add(c.digest)
-        _require(0 <= c.pack < len(manifest.packs), f"chunk {i} names pack {c.pack} of {len(manifest.packs)}")
-        _require(c.codec in CODECS, f"chunk {i} has the unknown codec {c.codec}")
-        _require(0 < c.raw <= CHUNK_BYTES and 0 < c.stored <= c.raw, f"chunk {i} has impossible sizes")
-        _require(c.codec != RAW or c.stored == c.raw, f"chunk {i} is raw but of two sizes")
-        _require(0 <= c.offset <= PACK_BYTES - c.stored, f"chunk {i} lies outside of a pack")
     check_disjoint((c.pack, c.offset, c.stored) for c in manifest.chunks)
 
 
@@ -223,10 +236,9 @@ def check_disjoint(ranges: Iterable[tuple[int, int, int]]) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    held: dict[str, list[Tensor]] = defaultdict(list)
+    held: dict[str, list[Tensor]] = {}
     for t in manifest.tensors:
-        _require(len(t.name) <= _NAME_BYTES, f"the name {t.name!r:.200} is too long")
-        held[t.name].append(t)
+        held.setdefault(t.name, []).append(t)
         try:
             _check_tensor(t, manifest.chunks)
         except (_Unsound, CorruptionError) as error:
@@ -237,18 +249,33 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:
-    _require(t.dtype in dtypes.ITEM_BYTES, f"unknown type {t.dtype!r:.60}")
-    _require(len(t.shape) == len(t.offset) == len(t.local), "shape, offset and local shape differ in length")
-    for n, at, length in zip(t.shape, t.offset, t.local, strict=True):
-        _require(at >= 0 and length >= 0 and at + length <= n, "the shard lies outside of the tensor")
-    _require(t.replicated or t.local == t.shape, "one rank's own tensor, but only a part of it")
-    dtypes.nbytes(t.dtype, t.shape)
+    """Asked of every tensor at every restore, so nothing is put into words before it is wrong."""
+    if (what := _flaw(t)) is not None:
+        raise _Unsound(what)
+    held = 0
     for span in t.spans:
-        _require(0 <= span.chunk < len(chunks), f"chunk {span.chunk} of {len(chunks)}")
-        inside = span.start >= 0 and span.length > 0 and span.start + span.length <= chunks[span.chunk].raw
-        _require(inside, f"a span outside of chunk {span.chunk}")
-    held = sum(span.length for span in t.spans)
-    _require(held == t.nbytes, f"{t.nbytes} bytes, but spans of {held}")
+        if not 0 <= span.chunk < len(chunks):
+            raise _Unsound(f"chunk {span.chunk} of {len(chunks)}")
+        if span.start < 0 or span.length <= 0 or span.start + span.length > chunks[span.chunk].raw:
+            raise _Unsound(f"a span outside of chunk {span.chunk}")
+        held += span.length
+    whole = dtypes.nbytes(t.dtype, t.shape)
+    wanted = whole if t.local == t.shape else t.nbytes
+    if held != wanted:
+        raise _Unsound(f"{wanted} bytes, but spans of {held}")
+
+
+def _flaw(t: Tensor) -> str | None:
+    if len(t.name) > _NAME_BYTES:
+        return "the name is too long"
+    if t.dtype not in dtypes.ITEM_BYTES:
+        return f"unknown type {t.dtype!r:.60}"
+    if not len(t.shape) == len(t.offset) == len(t.local):
+        return "shape, offset and local shape differ in length"
+    for n, at, length in zip(t.shape, t.offset, t.local, strict=True):
+        if at < 0 or length < 0 or at + length > n:
+            return "the shard lies outside of the tensor"
+    return None if t.replicated or t.local == t.shape else "one rank's own tensor, but only a part of it"
 
 
 def check_shards(found: Iterable[Manifest]) -> str | None:

@@ -146,6 +146,11 @@ def _survey_run(store: Store, run: str, report: Report, clock: Clock) -> Iterato
         current = set(repository.visible(store, run))
     except (CorruptionError, UnsupportedError) as error:
         report.problems.append(Problem(names.timelines(run), error.message, (f"run {run}",)))
+    for number in timeline.lost(store, run):
+        hits = tuple(
+            f"{run}/{number}/{at}" for at, seen in repository.scan(store, run, number).items() if seen.committed
+        )
+        report.problems.append(Problem(names.timeline(run, number), "it is missing, and there are objects of it", hits))
     for number in timeline.numbers(store, run):
         for at, seen in sorted(repository.scan(store, run, number).items()):
             step = _survey_step(store, run, number, at, seen, report, current, clock)

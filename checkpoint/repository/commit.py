@@ -9,7 +9,7 @@ aborted; `DeadlineError` names the ranks that did not come. All of these leave t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from checkpoint.format import manifest as manifests
@@ -34,6 +34,9 @@ from dataio.core.errors import (
 from dataio.store.contract import Store
 
 _POLL, _POLL_MAX = 0.02, 1.0
+_REASON_CHARACTERS = 500
+Gone = Callable[[Sequence[int]], str]
+"""Which of these ranks can never come, in words; "" when none is known to be."""
 
 _before_fate = declare("ckpt.before-fate", "all manifests are checked; no fate: the step is invisible")
 _fate_written = declare("ckpt.fate-written", "the fate is commit, COMMIT is absent: complete, anyone finishes it")
@@ -149,14 +152,27 @@ def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
     return View(frozenset(ranks), fate, None, newer, lease_alive)
 
 
+def nobody(ranks: Sequence[int]) -> str:
+    """Nothing is known of other ranks."""
+    return ""
+
+
 def finish(
-    store: Store, attempt: Attempt, lease: LeaseKeeper, *, timeout: float, clock: Clock = SYSTEM_CLOCK
+    store: Store,
+    attempt: Attempt,
+    lease: LeaseKeeper,
+    *,
+    timeout: float,
+    gone: Gone = nobody,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Commit:
     """Take the attempt from "my manifest is written" to committed; wait at most `timeout` seconds for other ranks.
 
+    When a rank that has not come is `gone`, the attempt is aborted, for all who wait.
+
     A step that retention has let go by the time it is looked at, since newer ones came, was committed all the same.
     """
-    deadline, pause = clock.monotonic() + timeout, _POLL
+    deadline, pause, lost = clock.monotonic() + timeout, _POLL, ""
     while True:
         view = look(store, attempt, lease.alive())
         match decide(attempt, view):
@@ -172,6 +188,11 @@ def finish(
             case WriteCommit():
                 write_commit(store, attempt, clock)
             case Wait(missing):
+                before, lost = lost, gone(missing)
+                if lost and lost == before:
+                    abort(store, attempt, lost)
+                if lost:
+                    continue  # what is gone may have stored its manifest as the last thing it did: look once more
                 if clock.monotonic() >= deadline:
                     raise _late(attempt, missing, timeout)
                 clock.sleep(min(pause, max(deadline - clock.monotonic(), 0)))
@@ -186,6 +207,12 @@ def write_fate(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
     document = Fate(attempt=attempt.id, fate="commit", manifests=tuple(d.hex() for d in digests))
     store.put_if_absent(attempt.fate_key, encode(document))
     _fate_written()
+
+
+def abort(store: Store, attempt: Attempt, reason: str) -> None:
+    """Seal the attempt as one that never becomes a step, unless its fate is sealed already."""
+    document = Fate(attempt=attempt.id, fate="abort", reason=reason[:_REASON_CHARACTERS])
+    store.put_if_absent(attempt.fate_key, encode(document))
 
 
 def write_commit(store: Store, attempt: Attempt, clock: Clock = SYSTEM_CLOCK) -> None:

@@ -3,7 +3,7 @@ every other copy that the store knows of.
 
 A chunk that is stored as a difference takes its base, which is read by itself, checked in the same way.
 A chunk that is stored raw may be read straight to where it belongs (`Room`), and is checked there: no copy.
-Invariant: what is handed out are the bytes with the chunk's digest. Memory in flight is at most `_THREADS` batches of
+Invariant: what is handed out are the bytes with the chunk's digest. Memory in flight is at most `workers` batches of
 `BATCH_BYTES`, and a batch is one call to the store.
 Failure behaviour: a chunk that is wrong in every copy, or whose pack is missing or too short, is handed out
 as None; the caller knows what the chunk was for and says so. Passing trouble raises as it is.
@@ -28,8 +28,8 @@ from dataio.store.contract import Store
 
 _log = get_logger(__name__)
 BATCH_BYTES = 4 * CHUNK_BYTES
-_THREADS = 4
-"""More than hash at once: some wait for the store meanwhile."""
+THREADS = 4
+"""Where nothing else is said. More than hash at once: some wait for the store meanwhile."""
 _COPIES = 4
 _GAP = 64 * KIB
 """Ranges closer than this are read as one: cheaper than another request."""
@@ -95,6 +95,7 @@ def fetch(
     work: Iterable[Batch[P]],
     use: Callable[[str, P, memoryview | None], None],
     room: Callable[[str, P], memoryview | None] = no_room,
+    workers: int = THREADS,
 ) -> None:
     """Read every batch and hand each chunk to `use(pack, chunk, payload)`, from several threads.
 
@@ -110,8 +111,8 @@ def fetch(
             buffers.bytes = memoryview(bytearray(BATCH_BYTES))
         _read_batch(store, batch, rooms, getattr(buffers, "bytes", memoryview(b"")), use)
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-read") as pool:
-        for _ in in_order(pool, one, work, 2 * _THREADS):
+    with ThreadPoolExecutor(workers, thread_name_prefix="millrace-read") as pool:
+        for _ in in_order(pool, one, work, 2 * workers):
             pass
 
 

@@ -2,8 +2,10 @@
 
 Invariant: numbers only grow and each has one owner (`put_if_absent`). `latest` follows the newest timeline and then, step
 by step, its parents up to where the child branched off; a step that a restart left behind is never mistaken for the
-present. A timeline's parent is always older than itself.
-Failure behaviour: `ConflictError` when numbers keep being taken by others; `CorruptionError` for a parent that is not older.
+present. A timeline's parent is always older than itself. Numbers have no gaps and documents are never removed, so objects of a
+timeline without a document mean that it was lost: one listing, of the number after the newest, tells.
+Failure behaviour: `ConflictError` when numbers keep being taken by others; `CorruptionError` for a parent that is not older, and
+when the newest timeline's document is lost: an older one must not pass for it.
 """
 
 from __future__ import annotations
@@ -48,10 +50,35 @@ def read_timeline(store: Store, run: str, number: int) -> Timeline:
     return found
 
 
+def lost(store: Store, run: str) -> list[int]:
+    """Numbers of timelines that have objects, but no document."""
+    there = numbers(store, run)
+    missing = set(range(1, max(there, default=0) + 2)) - set(there)
+    return sorted(number for number in missing if _is_lost(store, run, number))
+
+
+def _newest(store: Store, run: str) -> int:
+    """The newest timeline's number, 0 when there is none."""
+    newest = max(numbers(store, run), default=0)
+    if _is_lost(store, run, newest + 1):
+        raise CorruptionError(
+            f"{names.timeline(run, newest + 1)} is missing, and there are steps of that timeline: what run {run} did last"
+            " cannot be told",
+            hint="bring it back from the store's earlier versions or a backup; `tag:NAME` still restores what has a tag",
+        )
+    return newest
+
+
+def _is_lost(store: Store, run: str, number: int) -> bool:
+    """Whether there are objects of a timeline that was not there before; one opened just now has its document by now."""
+    there = next(iter(store.list(names.timeline_steps(run, number))), None) is not None
+    return there and not store.exists(names.timeline(run, number))
+
+
 def open_timeline(store: Store, run: str, parent: StepName | None, clock: Clock = SYSTEM_CLOCK) -> int:
     """Take the next number for this process."""
     for _ in range(_TRIES):
-        number = max(numbers(store, run), default=0) + 1
+        number = _newest(store, run) + 1
         document = Timeline(run=run, timeline=number, parent=parent, created=clock.time(), who=me())
         if store.put_if_absent(names.timeline(run, number), encode(document)):
             _opened()
@@ -70,10 +97,10 @@ def newest_after(store: Store, run: str, number: int) -> Timeline | None:
 
 def branch(store: Store, run: str) -> list[Segment]:
     """The newest timeline and its ancestors, newest first."""
-    found = numbers(store, run)
-    if not found:
+    newest = _newest(store, run)
+    if not newest:
         return []
-    segments = [Segment(found[-1], None)]
+    segments = [Segment(newest, None)]
     while (parent := read_timeline(store, run, segments[-1].timeline).parent) is not None:
         segments.append(Segment(parent.timeline, parent.step))
     return segments

@@ -1,13 +1,14 @@
 """Puts a committed step into a state that is there: fit, read, act.
 
-Invariant: nothing changes before everything was found to fit; then values made anew are read and handed to the objects that
-judge their own state, and only then are tensors read in place.
+Invariant: nothing changes before everything was found to fit, on all ranks; then values made anew are read and handed to the
+objects that judge their own state, and only then are tensors read in place.
 Failure behaviour: `MismatchError` with nothing changed; `CorruptionError` from reading, with the state then partly restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ import torch
 from checkpoint.ranks import Ranks
 from checkpoint.repository.steps import Step
 from checkpoint.restoring import restore, together
-from checkpoint.restoring.restore import Saved, Want
+from checkpoint.restoring.restore import Reading, Saved, Want
 from checkpoint.state import fit, tree
 from checkpoint.state.build import Fit
+from checkpoint.state.flatten import Seen
 from checkpoint.state.kinds import TensorSink, TorchKinds
 from checkpoint.state.selection import Selection
 from dataio.core.errors import MismatchError
@@ -28,36 +30,19 @@ DCP_MARK = "torch.distributed.checkpoint"
 """What the documents of `checkpoint.dcp` begin with."""
 
 
-def apply(given: dict[str, Any], opened: Step, ranks: Ranks, selection: Selection, store: Store) -> list[str]:
-    """Restore what is selected of `given` as this rank sees the step; return the paths that were skipped.
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A step that was found to fit a state, and what is to be read for each of the two parts of the work."""
 
-    Called by all ranks: one that fails makes all fail.
-    """
-    todo: Fit | None = None
-    saved: dict[str, Saved] = {}
-    with ranks.agreed():
-        saved, todo = _plan(given, opened, ranks.rank, selection)
-    assert todo is not None
-    with torch.no_grad():
-        for targets, actions in ((todo.fresh, todo.early), (todo.in_place, todo.late)):
-            wants: list[Want] = []
-            with ranks.agreed():
-                wants = _wants(targets, saved)
-            _read(store, opened, wants, ranks)
-            with ranks.agreed():
-                for action in actions:
-                    action()
-    return todo.skipped
+    step: Step
+    todo: Fit
+    saved: Mapping[str, Saved]
+    fresh: Reading
+    in_place: Reading
 
 
-def _read(store: Store, opened: Step, wants: list[Want], ranks: Ranks) -> None:
-    if ranks.world_size == 1:
-        restore.read(store, opened, wants)
-    else:
-        together.read(store, opened, wants, ranks)
-
-
-def _plan(given: dict[str, Any], opened: Step, rank: int, selection: Selection) -> tuple[dict[str, Saved], Fit]:
+def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
+    """What restoring the selected part of `given` takes, as this rank sees the step. Talks to nobody and changes nothing."""
     rank = rank if rank < len(opened.manifests) else 0
     saved = restore.tensors_of(opened, rank)
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
@@ -67,14 +52,41 @@ def _plan(given: dict[str, Any], opened: Step, rank: int, selection: Selection) 
             f"step {opened.base.step} was saved through torch.distributed.checkpoint",
             hint="load it with dcp.load(state, storage_reader=RepositoryReader(...))",
         )
-    return saved, fit.fit(given, document, shapes, _KINDS, selection)
+    todo = fit.fit(given, document, shapes, _KINDS, selection)
+    fresh = Reading(opened, _wants(_described(todo.fresh), saved))
+    return Fitted(opened, todo, saved, fresh, Reading(opened, _wants(todo.in_place, saved)))
 
 
-def _wants(targets: list[tuple[str, Any]], saved: Mapping[str, Saved]) -> list[Want]:
+def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
+    """Restore; called by all ranks: one that fails makes all fail."""
+    todo, in_place = work.todo, work.in_place
+    first = bool(todo.fresh or todo.early)
+    common = together.compare(store, work.step, (work.fresh, in_place), first, ranks)
+    with torch.no_grad():
+        if common.marked:
+            pending = together.read(store, work.fresh, common.shared[0], common, ranks)
+            with ranks.agreed():
+                pending.tell()
+                for action in todo.early:
+                    action()
+                if first:  # an object that loaded its state may have moved its tensors
+                    again = _described((name, tensor) for name, tensor, _ in todo.in_place)
+                    in_place = Reading(work.step, _wants(again, work.saved))
+        pending = together.read(store, in_place, common.shared[1], common, ranks)
+        with ranks.agreed():
+            pending.tell()
+            for action in todo.late:
+                action()
+
+
+def _described(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, Seen]]:
+    return [(name, tensor, _KINDS.describe(tensor, name)) for name, tensor in given]
+
+
+def _wants(targets: Iterable[tuple[str, Any, Seen]], saved: Mapping[str, Saved]) -> list[Want]:
     """One for each place in memory: tensors that are tied to one another are read once."""
     wants: dict[Any, Want] = {}
-    for number, (name, tensor) in enumerate(targets):
-        seen = _KINDS.describe(tensor, name)
+    for number, (name, _, seen) in enumerate(targets):
         key = (name, seen.memory, seen.box) if seen.memory is not None else number
         if key not in wants:
             sink = TensorSink(seen.tensor, getattr(torch, saved[name].dtype))

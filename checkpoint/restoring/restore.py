@@ -14,8 +14,10 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from checkpoint.format import dtypes, ulid
 from checkpoint.format.chunk import Box
@@ -76,8 +78,7 @@ class Want:
         return self.saved.shards[0][1].name
 
 
-@dataclass(slots=True)
-class Use:
+class Use(msgspec.Struct, gc=False):
     """`length` bytes from byte `start` of a chunk are those from byte `at` of a shard with this box."""
 
     want: int
@@ -87,12 +88,11 @@ class Use:
     length: int
 
 
-@dataclass(slots=True, eq=False)
-class Needed:
+class Needed(msgspec.Struct, gc=False, eq=False):
     """A chunk in its pack with all its uses: the form in which `fetch` takes it. `there`: the use whose memory it is read to."""
 
     chunk: Chunk
-    uses: list[Use] = field(default_factory=list)
+    uses: list[Use] = msgspec.field(default_factory=list)
     there: Use | None = None
 
     @property
@@ -160,13 +160,14 @@ def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, Use]]:
     """Every chunk that holds something of what is wanted, with its pack's key."""
     item = dtypes.ITEM_BYTES[want.saved.dtype]
     for manifest, tensor in want.saved.shards:
-        if not tensor.box.overlaps(want.box):
+        box = tensor.box
+        if not box.overlaps(want.box):
             continue
         at = 0
         for span in tensor.spans:
-            if tensor.box == want.box or regions.touches(tensor.box, want.box, item, at, span.length):
+            if box == want.box or regions.touches(box, want.box, item, at, span.length):
                 chunk = manifest.chunks[span.chunk]
-                yield manifest.packs[chunk.pack].key, chunk, Use(number, tensor.box, at, span.start, span.length)
+                yield manifest.packs[chunk.pack].key, chunk, Use(number, box, at, span.start, span.length)
             at += span.length
 
 
@@ -195,10 +196,10 @@ class Reading:
             by_pack[key].append(chunk)
         return (batch for key in sorted(by_pack) for batch in fetch.batches(key, by_pack[key]))
 
-    def fetch(self, store: Store, chunks: Iterable[tuple[str, Needed]]) -> None:
+    def fetch(self, store: Store, chunks: Iterable[tuple[str, Needed]], workers: int = fetch.THREADS) -> None:
         """Read some of the chunks and use them."""
         rest = store.read_straight(self, chunks) if isinstance(store, ReadsStraight) else chunks
-        fetch.fetch(store, self.batches(rest), self.use, self.room)
+        fetch.fetch(store, self.batches(rest), self.use, self.room, workers)
 
     def room(self, pack: str, wanted: Needed) -> memoryview | None:
         """Where all bytes of a chunk belong, as one run, in one of its uses."""

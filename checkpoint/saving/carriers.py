@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpoint.carry import ArenaBytes, carry, result_of
+from checkpoint.carry import carry, result_of
 from checkpoint.repository import commit
 from checkpoint.repository.commit import Attempt
 from checkpoint.saving import plan as plans
 from checkpoint.saving.events import Event, Released
 from checkpoint.saving.plan import PutPlan
+from checkpoint.saving.upload import ArenaBytes
 from checkpoint.tier.reading import node_tier
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
@@ -48,6 +49,7 @@ class Cargo:
     """A staged save. `give_back` and `abandon` are the arena's; `handed_over` is told "sidecar" or "process".
 
     `arena_fd` is -1 for a state that comes in slices, which only this process can carry; `through` is how it then sees the store.
+    `gone` says which ranks have ended: asked when no daemon is there, which would store their parts without them.
     """
 
     plan: PutPlan
@@ -58,6 +60,7 @@ class Cargo:
     handed_over: Callable[[str], None]
     urgent: bool = False
     through: Callable[[Store], Store] = lambda store: store
+    gone: commit.Gone = commit.nobody
 
 
 class Carriers:
@@ -134,7 +137,8 @@ class Carriers:
             with node_tier(self._wanted) as tier:
                 plan, shelf = plans.encode(cargo.plan), tier.shelf
                 store = cargo.through(self._store)
-                return carry(cargo.view(), plan, emit, store=store, shelf=shelf, clock=self._clock)
+                gone = commit.nobody if shared else cargo.gone
+                return carry(cargo.view(), plan, emit, store=store, shelf=shelf, gone=gone, clock=self._clock)
         finally:
             if not done:
                 let_go()

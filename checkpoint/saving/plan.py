@@ -7,6 +7,8 @@ Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `U
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from checkpoint.format import codec, dtypes, names, ulid
@@ -28,7 +30,7 @@ class PlanLocation(msgspec.Struct, frozen=True):
         return Location(self.url, self.options, shareable=True)
 
 
-class PlanTensor(msgspec.Struct, array_like=True, frozen=True):
+class PlanTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One tensor shard at byte `at` of the arena."""
 
     name: str
@@ -76,7 +78,7 @@ class _Head(msgspec.Struct):
     version: int
 
 
-def plan_tensors(specs: list[TensorSpec], layout: Layout) -> tuple[PlanTensor, ...]:
+def plan_tensors(specs: Sequence[TensorSpec], layout: Layout) -> tuple[PlanTensor, ...]:
     """The plan's rows for tensors laid out so."""
     rows = zip(specs, layout.offsets, strict=True)
     return tuple(

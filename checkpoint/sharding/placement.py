@@ -18,6 +18,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from checkpoint.format.chunk import Box
 from dataio.core.errors import UnsupportedError
 
+_MOST_BOXES = 16384
+_boxes: dict[tuple[object, ...], tuple[Box, bool]] = {}
+"""By shape, mesh, this rank's place in it, and placements. Several threads may write: each what any would."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -29,14 +33,31 @@ class Place:
 
 def place(tensor: DTensor, path: str) -> Place:
     """Where the local part of `tensor` lies. A rank outside of the tensor's mesh holds an empty part."""
-    _refuse(tensor, path)
+    box, holds = _box(tensor, path)
     local: torch.Tensor = tensor._local_tensor.detach()
-    shape = tuple(tensor.shape)
-    if 0 in shape or tensor.device_mesh.get_coordinate() is None:
-        nothing = Box(shape, (0,) * len(shape), shape if 0 in shape else (0,) * len(shape))
-        return Place(local.new_empty(nothing.local), nothing)
-    chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
-    return Place(local, Box(shape, tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))))
+    return Place(local if holds else local.new_empty(box.local), box)
+
+
+def _box(tensor: DTensor, path: str) -> tuple[Box, bool]:
+    """What the placement says, and whether this rank holds anything by it; that depends on nothing else of the tensor, and is
+    worked out once for all that are placed alike."""
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    at = None if coordinate is None else tuple(coordinate)
+    key = (shape, tuple(mesh.shape), at, tuple((type(p), p) for p in tensor.placements))
+    if (known := _boxes.get(key)) is not None:
+        return known
+    _refuse(tensor, path)
+    holds = 0 not in shape and at is not None
+    if not holds:
+        box = Box(shape, (0,) * len(shape), shape if 0 in shape else (0,) * len(shape))
+    else:
+        chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+        box = Box(shape, tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
+    if len(_boxes) >= _MOST_BOXES:
+        _boxes.clear()
+    _boxes[key] = box, holds
+    return box, holds
 
 
 def like(model: DTensor, dtype: torch.dtype) -> DTensor:

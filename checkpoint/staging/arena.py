@@ -10,6 +10,7 @@ Failure behaviour: `DeadlineError` when the previous save does not let go in tim
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -79,6 +80,9 @@ def _pin(tensor: torch.Tensor) -> bool:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     failed = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))  # type: ignore[no-untyped-call]
     if failed:
+        # CUDA would tell the next kernel's launch of it, which is the trainer's
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         _log.warning("the staging arena could not be pinned (CUDA error %d); copies will be slower", failed)
     return not failed
 

@@ -52,9 +52,8 @@ def late(state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     if not governed:
         return frozenset()
     governed |= {_memory(t) for t in _frozen_in(state)}
-    return frozenset(
-        i for i, t in enumerate(tensors) if not t.is_inference() and _memory(t) is not None and _memory(t) in governed
-    )
+    governed.discard(None)
+    return frozenset(i for i, t in enumerate(tensors) if not t.is_inference() and _memory(t) in governed)
 
 
 def _governed(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from checkpoint.format import dtypes
-from checkpoint.state.flatten import OTHER, Kinds, Parts
+from checkpoint.state.flatten import OTHER, Kinds, Parts, Seen
 from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef, join
 from dataio.core.errors import CorruptionError
 
@@ -25,14 +25,14 @@ class Fit:
     """What restoring will do, in this order: read `fresh`, run `early`, read `in_place`, run `late`.
 
     Objects that judge their own state (loaders) come early, so that their refusal leaves the modules untouched.
-    `skipped`: paths that only one side has, where that was allowed.
+    `skipped`: paths that only one side has, where that was allowed. `in_place`: each with what was seen of it when it was fitted.
     """
 
     problems: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     fresh: list[tuple[str, Any]] = field(default_factory=list)
     early: list[Callable[[], object]] = field(default_factory=list)
-    in_place: list[tuple[str, Any]] = field(default_factory=list)
+    in_place: list[tuple[str, Any, Seen]] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
 
 

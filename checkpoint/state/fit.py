@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from checkpoint.state.build import Builder, Fit, Saved, called
-from checkpoint.state.flatten import MODULE, OPTIMIZER, Kinds, is_stateful, state_of
+from checkpoint.state.flatten import MODULE, OPTIMIZER, Kinds, Seen, is_stateful, state_of
 from checkpoint.state.selection import Selection
 from checkpoint.state.tree import MAX_DEPTH, MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef, join
 from dataio.core.errors import MismatchError, UsageError
@@ -85,13 +85,13 @@ class _Fitter:
             seen = self._kinds.describe(here, path)
             was = self._build.meta(there.name) if isinstance(there, TensorRef) else (there.dtype, there.shape)
             if self._alike(was, (seen.dtype, seen.shape), path):
-                self._dense(here, there)
+                self._dense(here, there, seen)
         else:
             self.say(path, f"a tensor here, {called(there)} in the checkpoint")
 
-    def _dense(self, here: Any, there: TensorRef | ViewRef) -> None:
+    def _dense(self, here: Any, there: TensorRef | ViewRef, seen: Seen) -> None:
         if isinstance(there, TensorRef):
-            self.plan.in_place.append((there.name, here))
+            self.plan.in_place.append((there.name, here, seen))
         else:
             view = self._build.view(there)
             self.plan.late.append(lambda: self._kinds.assign(here, view))

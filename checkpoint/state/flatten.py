@@ -11,9 +11,11 @@ Failure behaviour: `UsageError` naming the path of what cannot be saved.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from checkpoint.format.chunk import Box
 from checkpoint.state.tree import MAX_DEPTH, MetaNode, PartsNode, StatefulNode, TensorRef, join
@@ -22,8 +24,7 @@ from dataio.core.errors import UsageError
 MODULE, OPTIMIZER, SCHEDULER, OTHER = "module", "optimizer", "scheduler", "other"
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(msgspec.Struct, frozen=True, gc=False):
     """A tensor as this rank has it: `tensor` holds the elements `box` of a global one.
 
     `sharded`: the tensor is spread over ranks, evenly or not; it belongs to all of them.
@@ -99,8 +100,12 @@ class Kinds(Protocol):
         """Give a tensor the elements of another, whatever their layouts and types."""
         ...
 
-    def reach(self, tensor: Any) -> tuple[Hashable, int, int] | None:
-        """The memory that the tensor is a view of, and the bytes [start, stop) of it that it reaches; None when unknown."""
+    def storage(self, tensor: Any) -> Hashable:
+        """Equal for tensors that are views of the same memory; None when unknown."""
+        ...
+
+    def reach(self, tensor: Any) -> tuple[int, int] | None:
+        """The bytes [start, stop) that it reaches of the memory that it is a view of; None when unknown."""
         ...
 
     def storage_bytes(self, tensor: Any, start: int, stop: int) -> Any:
@@ -116,8 +121,7 @@ class Kinds(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(msgspec.Struct, frozen=True, gc=False):
     """One tensor of a state. `replicated`: it belongs to all ranks; `first`: and rank 0's is the one to save."""
 
     name: str
@@ -141,21 +145,29 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def flatten(state: object, kinds: Kinds) -> Flat:
-    """Take `state`, a dict, apart. Tensors are referred to, not copied."""
+def nowhere(path: str) -> bool:
+    """No entry is said to be the same on all ranks."""
+    return False
+
+
+def flatten(state: object, kinds: Kinds, everywhere: Callable[[str], bool] = nowhere) -> Flat:
+    """Take `state`, a dict, apart. Tensors are referred to, not copied.
+
+    `everywhere`: whether the entry of this path is the same on all ranks although nothing else says so.
+    """
     if not isinstance(state, dict):
         raise UsageError(
             f"the state is a {type(state).__name__}", hint='give a dict such as {"model": model, "optim": optim}'
         )
-    flattener = _Flattener(kinds)
+    flattener = _Flattener(kinds, everywhere)
     tree = flattener.value(state, "", False, 0)
     return Flat(tree, list(flattener.leaves.values()))
 
 
 class _Flattener:
-    def __init__(self, kinds: Kinds) -> None:
+    def __init__(self, kinds: Kinds, everywhere: Callable[[str], bool]) -> None:
         self.leaves: dict[str, Leaf] = {}
-        self._kinds = kinds
+        self._kinds, self._everywhere = kinds, everywhere
         self._named: set[str] = set()
         self._memory: dict[Hashable, str] = {}
 
@@ -183,7 +195,7 @@ class _Flattener:
         for name in self._kinds.buffers(inner) if kind == MODULE else ():
             leaf = self.leaves.get(join(path, name))
             if leaf is not None and not leaf.seen.sharded:
-                self.leaves[leaf.name] = replace(leaf, first=True)
+                self.leaves[leaf.name] = msgspec.structs.replace(leaf, first=True)
         return StatefulNode(kind, below)
 
     def _tensor(self, tensor: Any, path: str, replicated: bool, depth: int) -> object:
@@ -194,6 +206,7 @@ class _Flattener:
         if bare is not None:
             return MetaNode(*bare)
         parts = self._kinds.parts(tensor, path)
+        replicated = replicated or self._everywhere(path)
         if parts is None:
             seen = self._kinds.describe(tensor, path)
             return TensorRef(self._add(Leaf(path, seen, replicated or seen.sharded)))

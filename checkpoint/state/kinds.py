@@ -86,14 +86,17 @@ class TorchKinds:
             return placement.like(model, kind)
         return empty(kind, shape, model.device if model is not None else None)
 
-    def reach(self, tensor: torch.Tensor) -> tuple[Hashable, int, int] | None:
+    def storage(self, tensor: torch.Tensor) -> Hashable:
+        return (tensor.device, tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+
+    def reach(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         if not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return None
         last = tensor.numel() - 1
         if not tensor.is_contiguous():
             last = sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.element_size()
-        return (tensor.device, tensor.untyped_storage().data_ptr()), start, start + (last + 1) * size
+        return start, start + (last + 1) * size
 
     def storage_bytes(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -129,6 +132,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _refuse(tensor: torch.Tensor, dtype: str, path: str) -> None:
+    if parts.is_plain(tensor) and dtype in ITEM_BYTES and not tensor.is_quantized:
+        return
     why, hint = "", "save a dense tensor with memory of its own instead"
     if parts.is_wrapper(tensor) or tensor.layout != torch.strided or tensor.is_nested:
         why = f"a {type(tensor).__name__} of layout {tensor.layout}"

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from checkpoint.state.flatten import Parts
 from dataio.core.errors import UnsupportedError
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _COMPRESSED: dict[str, tuple[torch.layout, bool]] = {
     "csr": (torch.sparse_csr, True),
     "csc": (torch.sparse_csc, False),
@@ -30,8 +31,15 @@ def is_wrapper(tensor: object) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether this is just a dense tensor, as nearly all are: found out without asking torch all that it could be."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def parts(tensor: torch.Tensor, path: str) -> Parts | None:
     """What `tensor` is made of; None for a dense tensor with memory of its own."""
+    if is_plain(tensor):
+        return None
     if is_wrapper(tensor) and not tensor.is_nested:
         return _of_wrapper(tensor)
     if tensor.layout == torch.sparse_coo:

@@ -12,16 +12,16 @@ that ranks hold in different types or shapes, or of which a part is held by nobo
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 import zstandard
 
-from checkpoint.format import dtypes
+from checkpoint.format import bands, dtypes
 from checkpoint.format.chunk import Box, digest
-from checkpoint.format.layout import TensorSpec, in_bands
+from checkpoint.format.layout import Layout, TensorSpec, lay_out
 from checkpoint.sharding.cover import flaw
 from checkpoint.sharding.owners import owners
 from checkpoint.state import flatten as state
@@ -50,24 +50,36 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
         return Box(self.shape, self.offset, self.local)
 
 
+_Row = tuple[str, str, Box, bool, bool]
+"""Of a leaf: name, type, box, and whether it is replicated, and the first rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """All of a state that the division of the work depends on. `table` is what the other ranks must know of it, `keys` what the
+    leaves are called there."""
+
+    rows: tuple[_Row, ...]
+    table: bytes
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rows: tuple[_Row, ...]) -> Structure:
+        """`CapacityError` when there are too many for one table."""
+        return cls(rows, _table(rows), tuple(_key(name, box) for name, _, box, _, _ in rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A state taken apart, on one rank."""
 
     tree: bytes
     leaves: list[Leaf]
+    structure: Structure | None = None
 
-    def table(self) -> bytes:
-        """What the other ranks must know of it."""
-        rows = [_row(leaf) for leaf in self.leaves if leaf.replicated and not _empty(leaf)]
-        data = msgspec.msgpack.encode(rows)
-        if len(data) > TABLE_BYTES:
-            raise CapacityError(
-                f"the names and shapes of {len(rows)} tensors take {format_bytes(len(data))}, "
-                f"more than {format_bytes(TABLE_BYTES)}",
-                hint="join tiny tensors",
-            )
-        return zstandard.ZstdCompressor(level=1).compress(data)
+    @property
+    def rows(self) -> tuple[_Row, ...]:
+        return tuple((x.name, x.seen.dtype, x.seen.box, x.replicated, x.first) for x in self.leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +101,35 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes of a structure: numbers of leaves, each with the part of it, as `specs`, laid out as `layout`.
+
+    `shared`: keys and numbers of what other ranks hold too.
+    """
+
+    structure: Structure
+    division: Division
+    parts: tuple[tuple[int, tuple[slice, ...]], ...]
+    specs: tuple[TensorSpec, ...]
+    layout: Layout
+    shared: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """What this rank writes: `mine`. `replicas`: the digest that all ranks must share. `replicated`: what several ranks hold,
-    on whichever ranks; `shared`: those of them that are here, by key."""
+    """What this rank writes: `tensors`, in the order of `specs`, to where `layout` says.
+
+    Shards that are cut in an inner dimension are there as their bands. `replicas`: the digest that all ranks must share.
+    `replicated`: what several ranks hold, on whichever ranks; `shared`: those of them that are here, by key.
+    """
 
     tree: bytes
-    mine: list[Leaf]
+    specs: tuple[TensorSpec, ...]
+    tensors: list[Any]
+    layout: Layout
     replicas: bytes
     replicated: tuple[Replica, ...] = ()
     shared: dict[str, Leaf] = field(default_factory=dict)
-
-    def specs(self) -> list[TensorSpec]:
-        """The tensors of `mine`, for the layout: a shard that is cut in an inner dimension as its bands."""
-        return self._in_bands()[0]
-
-    def tensors(self) -> list[Any]:
-        """What is to be staged, in the order of `specs`."""
-        return self._in_bands()[1]
-
-    def _in_bands(self) -> tuple[list[TensorSpec], list[Any]]:
-        whole = [TensorSpec(x.name, x.seen.dtype, x.seen.box, x.replicated) for x in self.mine]
-        return in_bands(whole, [leaf.seen.tensor for leaf in self.mine])
 
 
 class Exchange(Protocol):
@@ -122,35 +142,74 @@ class Exchange(Protocol):
         ...
 
 
-def take_apart(given: object, kinds: Kinds) -> Taken:
-    """`given` as tensors and a document. Talks to nobody."""
-    flat = share(state.flatten(given, kinds), kinds)
+def take_apart(given: object, kinds: Kinds, everywhere: Callable[[str], bool] = state.nowhere) -> Taken:
+    """`given` as tensors and a document. Talks to nobody. `everywhere`: as for `flatten`."""
+    flat = share(state.flatten(given, kinds, everywhere), kinds)
     return Taken(tree.encode(flat.tree), flat.leaves)
 
 
-def prepare(taken: Taken, ranks: Exchange) -> Prepared:
-    """This rank's share; called by all ranks."""
-    division = divide(tuple(ranks.gather(taken.table())))
-    mine, here = [], {}
-    for leaf in taken.leaves:
-        key = _key(leaf.name, leaf.seen.box)
-        if division.owners.get(key, None if leaf.replicated else ranks.rank) == ranks.rank:
-            mine.append(leaf)
-        if leaf.replicated:
-            here[key] = leaf
-    shared = {replica.key: here[replica.key] for replica in division.replicas if replica.key in here}
-    return Prepared(taken.tree, mine, division.digest, division.replicas, shared)
+class Planner:
+    """Prepares the saves of one trainer. What depends on the structure of the state alone is worked out once, for as long as
+    the next state's is equal to it, in all that the work is divided and laid out by."""
+
+    def __init__(self) -> None:
+        self._structure: Structure | None = None
+        self._share: Share | None = None
+
+    def known(self, taken: Taken) -> Taken:
+        """With the structure, compared with the last one. Talks to nobody."""
+        rows = taken.rows
+        if self._structure is None or self._structure.rows != rows:
+            self._structure = Structure.of(rows)
+        return replace(taken, structure=self._structure)
+
+    def prepare(self, taken: Taken, ranks: Exchange) -> Prepared:
+        """This rank's share of what `known` returned; called by all ranks."""
+        structure, share = taken.structure or Structure.of(taken.rows), self._share
+        division = divide(tuple(ranks.gather(structure.table)))
+        if share is None or share.structure is not structure or share.division is not division:
+            self._share = share = _share(structure, division, ranks.rank)
+        tensors: list[Any] = []
+        for number, part in share.parts:
+            tensor = taken.leaves[number].seen.tensor
+            tensors.append(tensor[part] if part else tensor)
+        shared = {key: taken.leaves[number] for key, number in share.shared}
+        return Prepared(taken.tree, share.specs, tensors, share.layout, division.digest, division.replicas, shared)
 
 
-def expected(taken: Taken, rank: int, world_size: int) -> list[TensorSpec]:
-    """What this rank will probably write, for making room in time: judged without asking the other ranks."""
+def expected(taken: Taken, rank: int, world_size: int) -> Layout:
+    """Of what this rank will probably write, for making room in time: judged without asking the other ranks."""
     everywhere = [leaf for leaf in taken.leaves if leaf.replicated and not leaf.seen.sharded]
     sizes = (
         (x.name, dtypes.nbytes(x.seen.dtype, x.seen.shape), (0,) if x.first else range(world_size)) for x in everywhere
     )
     found = owners(sizes)
-    mine = [leaf for leaf in taken.leaves if found.get(leaf.name, rank) == rank and not _empty(leaf)]
-    return Prepared(b"", mine, b"").specs()
+    rows = taken.rows
+    mine = [i for i, x in enumerate(taken.leaves) if found.get(x.name, rank) == rank and not _empty(rows[i])]
+    return lay_out(_specs(rows, mine)[1])
+
+
+def _share(structure: Structure, division: Division, rank: int) -> Share:
+    rows, keys = structure.rows, structure.keys
+    mine = [i for i, row in enumerate(rows) if division.owners.get(keys[i], None if row[3] else rank) == rank]
+    here = {key: i for i, key in enumerate(keys) if rows[i][3]}
+    shared = tuple((replica.key, here[replica.key]) for replica in division.replicas if replica.key in here)
+    parts, specs = _specs(rows, mine)
+    return Share(structure, division, parts, specs, lay_out(specs), shared)
+
+
+def _specs(
+    rows: Sequence[_Row], mine: Sequence[int]
+) -> tuple[tuple[tuple[int, tuple[slice, ...]], ...], tuple[TensorSpec, ...]]:
+    """What is stored of the leaves `mine`, and what each is: for a shard that is cut in an inner dimension, its bands."""
+    parts: list[tuple[int, tuple[slice, ...]]] = []
+    specs: list[TensorSpec] = []
+    for number in mine:
+        name, dtype, box, replicated, _ = rows[number]
+        found = bands.bands(box, dtypes.ITEM_BYTES[dtype])
+        parts += [(number, bands.inside(band, box) if len(found) > 1 else ()) for band in found]
+        specs += [TensorSpec(name, dtype, band, replicated) for band in found]
+    return tuple(parts), tuple(specs)
 
 
 @functools.lru_cache(maxsize=2)
@@ -206,12 +265,24 @@ def _key(name: str, box: Box) -> str:
     return f"{name}\0{box.offset}{box.local}"
 
 
-def _empty(leaf: Leaf) -> bool:
-    return 0 in leaf.seen.box.local and 0 not in leaf.seen.box.shape
+def _empty(row: _Row) -> bool:
+    return 0 in row[2].local and 0 not in row[2].shape
 
 
-def _row(leaf: Leaf) -> Row:
-    box, first = leaf.seen.box, leaf.first
+def _table(rows: Sequence[_Row]) -> bytes:
+    told = [_told(row) for row in rows if row[3] and not _empty(row)]
+    data = msgspec.msgpack.encode(told)
+    if len(data) > TABLE_BYTES:
+        raise CapacityError(
+            f"the names and shapes of {len(told)} tensors take {format_bytes(len(data))}, "
+            f"more than {format_bytes(TABLE_BYTES)}",
+            hint="join tiny tensors",
+        )
+    return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def _told(row: _Row) -> Row:
+    name, dtype, box, _, first = row
     if 0 in box.shape:  # the parts of nothing are all the same
         box, first = Box(box.shape, (0,) * len(box.shape), box.shape), True
-    return Row(leaf.name, leaf.seen.dtype, box.shape, box.offset, box.local, first)
+    return Row(name, dtype, box.shape, box.offset, box.local, first)

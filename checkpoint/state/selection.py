@@ -11,7 +11,7 @@ Failure behaviour: `UsageError` for more than `MOST` patterns, or one that is no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -45,6 +45,12 @@ class Selection:
     @property
     def everything(self) -> bool:
         return not self.include and not self.exclude
+
+
+def matching(given: str | Iterable[str]) -> Callable[[str], bool]:
+    """Whether a path, or a container above it, matches one of these patterns."""
+    patterns = _patterns(given)
+    return lambda path: any(_matches(path, pattern) for pattern in patterns)
 
 
 def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:

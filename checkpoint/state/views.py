@@ -46,14 +46,15 @@ def share(flat: Flat, kinds: Kinds) -> Flat:
 
 
 def _groups(leaves: list[Leaf], kinds: Kinds) -> Iterator[list[_Reach]]:
-    by_storage: dict[Hashable, list[_Reach]] = defaultdict(list)
+    by_storage: dict[Hashable, list[Leaf]] = defaultdict(list)
     for leaf in leaves:
-        reach = kinds.reach(leaf.seen.tensor) if not leaf.seen.sharded else None
-        if reach is not None:
-            storage, start, stop = reach
-            by_storage[storage, leaf.replicated, leaf.first].append(_Reach(leaf, start, stop))
-    for members in by_storage.values():
-        yield from _overlapping(members) if len(members) > 1 else ()
+        if not leaf.seen.sharded:
+            by_storage[kinds.storage(leaf.seen.tensor), leaf.replicated, leaf.first].append(leaf)
+    for sharing in by_storage.values():
+        if len(sharing) > 1:  # few are: how far they reach is asked of those only
+            found = ((leaf, kinds.reach(leaf.seen.tensor)) for leaf in sharing)
+            members = [_Reach(leaf, *reach) for leaf, reach in found if reach is not None]
+            yield from _overlapping(members) if len(members) > 1 else ()
 
 
 def _overlapping(members: list[_Reach]) -> Iterator[list[_Reach]]:

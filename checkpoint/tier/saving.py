@@ -154,9 +154,13 @@ def mark_committed(store: Store, shelf: Shelf, record: Record, when: float) -> N
     shelf.put_record(msgspec.structs.replace(record, committed=when))
 
 
-def kept_alone(error: TransientError, step: int) -> TransientError:
+class KeptAloneError(TransientError):
+    """Only the tier has the save, and it may be committed yet."""
+
+
+def kept_alone(error: TransientError, step: int) -> KeptAloneError:
     """The error of a save that only the tier has."""
-    return TransientError(
+    return KeptAloneError(
         f"step {step} is not committed, but kept in this node's tier: {error.message}",
         hint="when the store is back, `restore` commits it first",
     )

@@ -54,8 +54,8 @@ class BlockFile:
                 raise OSError(errno.EIO, "a cache file is shorter than it was")
             done += got
 
-    def wrote(self, block: int, data: memoryview) -> None:
-        """These are all bytes of the block, and they are in the file. A file without a name keeps no list of them."""
+    def wrote(self, block: int, digest: int) -> None:
+        """All bytes of the block are in the file, and this is their digest. A file without a name keeps no list of them."""
 
     def unlink(self) -> None:
         """Forget the file's name, if it has one."""

@@ -1,7 +1,7 @@
 """How loaders get at the bytes of shards, whoever holds them.
 
 Purpose: one interface for "give me these ranges of this object", served by the node's sidecar (a mapped file descriptor of
-its cache), by the same cache engine inside the process, or straight from the store.
+its cache), by the same cache engine inside the process, or straight from the store or its files.
 Invariant: the bytes are those of the stored object; whether they are the *right* bytes is checked by the caller against the
 index's digests, since a cache disk may rot.
 Failure behaviour: errors of `dataio.core.errors`; a reader whose sidecar goes away continues by itself.
@@ -23,8 +23,19 @@ class ShardReader(Protocol):
         """
         ...
 
+    def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill every (offset, buffer) with the object's bytes from there; buffers are writable and flat."""
+        ...
+
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Say which (key, offset, length) will be read next, soonest first; a hint that costs nothing to ignore."""
         ...
 
     def close(self) -> None: ...
+
+
+def copy_into(reader: ShardReader, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """`read_into` of a reader that has the bytes in memory anyhow."""
+    views = reader.read(key, [(offset, len(buffer)) for offset, buffer in pieces])
+    for (_, buffer), view in zip(pieces, views, strict=True):
+        buffer[:] = view

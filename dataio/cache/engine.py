@@ -22,10 +22,11 @@ from pathlib import Path
 from dataio.cache.announced import Announced, Upcoming, check_inside
 from dataio.cache.disks import Disks, Place
 from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready
-from dataio.cache.fetcher import DiskError, Fetcher, Flight
+from dataio.cache.fetcher import Fetcher, Flight
 from dataio.cache.forecast import Forecast
 from dataio.cache.lease import Lease
 from dataio.cache.objects import Objects
+from dataio.cache.passing import DiskError
 from dataio.cache.plan import CachePlan
 from dataio.cache.turns import JobLimits
 from dataio.core import limits, metrics
@@ -115,7 +116,11 @@ class Engine:
 
     def open_present(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
         """What `open` gives, at once, if it is all present; None for everything else, errors among them."""
-        known = self._objects.known(store, key)
+        return self.present(self._objects.source(store), key, ranges, stream)
+
+    def present(self, source: str, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
+        """The same, for a store that is called by its name (`objects.source_of`) and not asked for anything."""
+        known = self._objects.known_as(source, key)
         if known is None or any(offset + length > known.size for offset, length in ranges):
             return None
         if len(self._ended) > ENDED:
@@ -124,8 +129,9 @@ class Engine:
             file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs will do
             if file is None or file not in self._disks.files:
                 return None
-            self._count(sum(length for _, length in ranges), True, False, stream)
-            self._hit(file, sum(length for _, length in ranges))
+            size = sum([length for _, length in ranges])
+            self._count(size, True, False, stream)
+            self._hit(file, size)
             return self._lease(file, False)
 
     def announce(self, stream: int, store: Store, upcoming: Upcoming) -> None:
@@ -326,7 +332,7 @@ class Engine:
         todo, later = deque(instructions), list[Callable[[], None]]()
         while todo or self._ended:
             if not todo:
-                todo.extend(self._plan.released(self._ended.popleft()))
+                todo.extend(self._plan.released(*[self._ended.popleft() for _ in range(len(self._ended))]))
                 continue
             match todo.popleft():
                 case Create() as create:

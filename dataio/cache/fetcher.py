@@ -9,6 +9,7 @@ cache's own disk comes as `DiskError`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,16 @@ from dataio.cache import kept
 from dataio.cache.blocks import BlockFile
 from dataio.cache.buffers import IDLE_SECONDS, Buffers
 from dataio.cache.events import Fetch
+from dataio.cache.passing import OvertakenError, Part
 from dataio.cache.turns import JobLimits, Turns
 from dataio.cache.window import Window
 from dataio.core import trace
 from dataio.core.clock import Clock
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
+
+LOOK_SECONDS = 0.25
+QUIET_LOOKS = 4
 
 _log = get_logger(__name__)
 Job = Callable[[], None]
@@ -45,20 +50,15 @@ class Flight:
     done: bool = False
     since: float = 0.0
     delivered: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    part: Part = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.part = Part(self.file, self.fetch.block, self.fetch.offset)
 
     @property
     def cost(self) -> int:
         """Bytes that the store is asked for, as far as can be known: none where an earlier daemon left them."""
         return 0 if self.fetch.adopted else self.fetch.length - sum(size for _, _, size in self.fetch.here)
-
-
-class DiskError(Exception):
-    """The cache's own disk failed; `error` says how."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class Fetcher:
@@ -80,7 +80,8 @@ class Fetcher:
         self._flights: dict[Flight, None] = {}
         self._turns: Turns[Job | Flight] = Turns()
         self._turn = threading.Condition()
-        self._closed = False
+        self._closed = self._watching = False
+        self._mine = threading.local()
         self._threads = [
             threading.Thread(target=self._work, name=f"millrace-cache-{n}", daemon=True) for n in range(threads)
         ]
@@ -95,9 +96,12 @@ class Fetcher:
             self._turn.notify()
 
     def start(self, flight: Flight) -> None:
+        """Fetch it when it is its turn. A thread of this fetcher's that ends a flight takes it by itself, and wakes another for
+        whatever else there is: being woken and finding nothing costs as much as a small read."""
         with self._turn:
             self._turns.add(flight, flight.job, flight.cost)
-            self._turn.notify()
+            if not getattr(self._mine, "looks_again", False):
+                self._turn.notify()
 
     def limit(self, limits: JobLimits) -> None:
         """What each job may have in flight from now on."""
@@ -152,9 +156,11 @@ class Fetcher:
             return job
 
     def _fly(self, flight: Flight) -> None:
+        self._mine.looks_again = True
         try:
             self._attempt(flight)
         finally:
+            self._mine.looks_again = False
             with self._turn:
                 self._turns.done(flight.job, flight.cost, self._clock.monotonic())
 
@@ -168,8 +174,7 @@ class Fetcher:
             with self._buffers.one() as buffer:
                 view = buffer[: flight.fetch.length]
                 if not self._is_right(flight, view):
-                    fetched = self._from_store(flight, view)
-                    self._write(flight, view)
+                    fetched = self._pass(flight, view)
                     self._stored(fetched, began)
         except Exception as error:  # any error goes to those who wait
             failed = error
@@ -190,7 +195,20 @@ class Fetcher:
             _log.warning("a block of %s on the cache's disk had other bytes than were written; fetching it", flight.key)
         return right
 
-    def _from_store(self, flight: Flight, view: memoryview) -> int:
+    def _pass(self, flight: Flight, view: memoryview) -> int:
+        """Bring the part into its file; returns the bytes from the store."""
+        if flight.fetch.here or flight.attempts > 1:
+            fetched = self._gathered(flight, view)
+            flight.part.whole(view)
+            return fetched
+        passing, fetched = flight.part.begin(), 0
+        with contextlib.suppress(OvertakenError):
+            key, offset = flight.key, flight.fetch.offset
+            fetched = self._timed(flight, len(view), lambda: flight.store.get_pieces(key, offset, view, passing.take))
+            passing.end()
+        return fetched
+
+    def _gathered(self, flight: Flight, view: memoryview) -> int:
         """Fill `view`: from other cache files what they have, from the store the rest; returns the bytes from the store."""
         start, fetched, at = flight.fetch.offset, 0, flight.fetch.offset
         for (_, offset, length), file in zip(flight.fetch.here, flight.here, strict=True):
@@ -202,28 +220,23 @@ class Fetcher:
     def _get(self, flight: Flight, offset: int, view: memoryview) -> int:
         if not view:
             return 0
+        return self._timed(flight, len(view), lambda: flight.store.get_into(flight.key, offset, view))
+
+    def _timed(self, flight: Flight, size: int, read: Callable[[], None]) -> int:
+        """A read of `size` bytes from the store, watched and measured; returns `size`."""
         began = self._clock.monotonic()
         with self._lock:
             delivered = self.window.delivered
             if flight.attempts == 1:
                 flight.since = began
                 self._flights[flight] = None
-                if len(self._flights) == 1:
+                if not self._watching:
+                    self._watching = True
                     self._lock.notify()
-        flight.store.get_into(flight.key, offset, view)
+        read()
         with self._lock:
-            self.window.landed(len(view), self._clock.monotonic() - began, delivered)
-        return len(view)
-
-    def _write(self, flight: Flight, view: memoryview) -> None:
-        with flight.lock:  # the slower of two attempts writes nothing
-            if flight.done:
-                return
-            try:
-                flight.file.write(flight.fetch.offset, view)
-            except OSError as error:
-                raise DiskError(error) from None
-            flight.file.wrote(flight.fetch.block, view)
+            self.window.landed(size, self._clock.monotonic() - began, delivered)
+        return size
 
     def _record(self, flight: Flight, began: float, fetched: int, error: Exception | None) -> None:
         if not trace.recording():
@@ -255,20 +268,31 @@ class Fetcher:
     # asking again
 
     def _hedge(self) -> None:
-        """Ask once more for what is late while somebody waits for it."""
+        """Ask once more for what is late while somebody waits for it. Between two fetches it looks by itself, and has to be woken
+        only after it has seen nothing for a while."""
+        quiet = 0
         with self._lock:
             while not self._closed:
                 late = self.window.late_after()
                 if not self._flights or late is None:
-                    self._lock.wait(None if not self._flights else 0.25)
+                    self._watching = bool(self._flights) or quiet < QUIET_LOOKS
+                    quiet = 0 if self._flights else quiet + 1
+                    look = LOOK_SECONDS if late is None else min(LOOK_SECONDS, _often(late))
+                    self._lock.wait(look if self._watching else None)
                     continue
+                quiet = 0
                 now = self._clock.monotonic()
                 for flight in [f for f in self._flights if f.attempts == 1 and now - f.since >= late]:
                     if flight.wanted() and self.window.late_after() is not None:
                         flight.attempts += 1
                         self.window.hedges += 1
                         self.start(flight)
-                self._lock.wait(max(0.01, late / 4))
+                self._lock.wait(_often(late))
+
+
+def _often(late: float) -> float:
+    """Seconds between two looks at what may be late."""
+    return max(0.01, late / 4)
 
 
 _NOTHING = Fetch(-1, 0, 0, 0)

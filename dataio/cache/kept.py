@@ -50,11 +50,11 @@ class KeptFile(BlockFile):
         self._path = path
         self.digests: dict[int, int] = {}
 
-    def wrote(self, block: int, data: memoryview) -> None:
+    def wrote(self, block: int, digest: int) -> None:
         with contextlib.suppress(OSError):
             fd = os.open(_map_of(self._path), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                os.write(fd, _RECORD.pack(block, digest(data)))
+                os.write(fd, _RECORD.pack(block, digest))
             finally:
                 os.close(fd)
 

@@ -12,6 +12,7 @@ import json
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from dataio.cache.events import ObjectId
 from dataio.core.clock import Clock
@@ -30,14 +31,20 @@ class Objects:
         self._known: OrderedDict[tuple[str, str], tuple[ObjectId, float]] = OrderedDict()
 
     def source(self, store: Store) -> str:
-        """`source_of` its location, found out once: this is on the path of every read."""
-        with self._lock:
-            return self._source(store)
+        """`source_of` its location, found out once."""
+        name = self._names.get(store)
+        if name is None:
+            with self._lock:
+                name = self._names[store] = source_of(store.location)
+        return name
 
     def known(self, store: Store, key: str) -> ObjectId | None:
         """The object, where it was asked after lately."""
-        with self._lock:
-            found = self._known.get((self._source(store), key))
+        return self.known_as(self.source(store), key)
+
+    def known_as(self, source: str, key: str) -> ObjectId | None:
+        """The same, where its store is known by name."""
+        found = self._known.get((source, key))  # no lock: this is on the path of every read
         if found is None or self._clock.monotonic() - found[1] > STAT_SECONDS:
             return None
         return found[0]
@@ -56,14 +63,12 @@ class Objects:
                 self._known.popitem(last=False)
         return obj
 
-    def _source(self, store: Store) -> str:
-        name = self._names.get(store)
-        if name is None:
-            name = self._names[store] = source_of(store.location)
-        return name
-
 
 def source_of(location: Location) -> str:
     """Which store a location names: its URL, and its options, since an endpoint may be one of them."""
-    options = json.dumps(location.options, sort_keys=True, default=str) if location.options else ""
-    return f"{location.url} {options}"
+    return source_named(location.url, location.options)
+
+
+def source_named(url: str, options: Mapping[str, object]) -> str:
+    """The same of a location's parts."""
+    return f"{url} {json.dumps(options, sort_keys=True, default=str) if options else ''}"

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataio.cache.blocks import MappedFile, map_file
+from dataio.cache.contract import copy_into
 from dataio.cache.engine import Engine
 from dataio.cache.lease import Lease
 from dataio.core import limits
@@ -79,6 +80,10 @@ class CachedReader:
             return stream(self._store, key, ranges)
         return views(self._mapped(lease), ranges)
 
+    def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill every (offset, buffer) from the object `key`."""
+        copy_into(self, key, pieces)
+
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Prefetch what will be read next."""
         self._engine.announce(id(self), self._store, upcoming)
@@ -109,7 +114,8 @@ class CachedReader:
 
 
 class PrivateReader(CachedReader):
-    """A `CachedReader` with an engine of its own, for a process without a sidecar. Nothing of it outlives the process."""
+    """A `CachedReader` with an engine of its own, for a process without a sidecar whose shards are no files of
+    this machine. Nothing of it outlives the process."""
 
     def __init__(self, store: Store, *, budget: int = PRIVATE_BUDGET) -> None:
         directory = Path(tempfile.gettempdir())

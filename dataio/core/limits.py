@@ -34,6 +34,8 @@ PROBE_MEMORY_BYTES = 3 * GIB
 """The most memory that a process reading untrusted media may have for data."""
 TAR_HEADER_BYTES = 1 * MIB
 """The most that pax or GNU long-name headers of one tar member may hold."""
+WORKERS = 1024
+"""The most processes that read media side by side on one machine."""
 CACHE_BLOCK_BYTES = 4 * MIB
 MESSAGE_BYTES = 64 * KIB
 """The most that one message on the sidecar's socket may hold."""

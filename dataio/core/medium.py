@@ -9,18 +9,24 @@ import os
 from pathlib import Path
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
-def medium(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+def medium(folder: Path, mounts: Path = _MOUNTS) -> str:
     """`memory` or `disk`."""
+    return "memory" if file_system(folder, mounts) in _IN_MEMORY else "disk"
+
+
+def file_system(folder: Path, mounts: Path = _MOUNTS) -> str:
+    """What the kernel calls the kind of file system that the directory is on; "" when that cannot be seen."""
     try:
         device = os.stat(folder).st_dev
         lines = mounts.read_text("utf-8", "replace").splitlines()
     except OSError:
-        return "disk"
+        return ""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:
         before, _, after = line.partition(" - ")
         if before.split()[2:3] == [wanted] and after.split()[:1]:
-            return "memory" if after.split()[0] in _IN_MEMORY else "disk"
-    return "disk"
+            return after.split()[0]
+    return ""

@@ -26,6 +26,7 @@ from dataio.shards.query import conditions as query
 from dataio.shards.query import kept
 from dataio.shards.query.kept import Rows
 from dataio.shards.query.open_index import OpenIndex
+from dataio.shards.query.repeats import repeated_keys
 from dataio.shards.versions import documents as versions
 from dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
 from dataio.shards.versions.mounting import mount_of, with_mounts
@@ -63,7 +64,7 @@ def save(dataset: Dataset, message: str) -> VersionDocument:
 def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
     """Make the newest version without some samples the next one."""
     if (keys is None) == (where is None):
-        raise UsageError("remove takes either keys or where")
+        raise UsageError("remove takes either keys or where", hint="give one of them")
     if isinstance(keys, str):
         raise UsageError("keys must be a collection of keys, not one string", hint=f"keys=[{keys!r}]")
     listed = None if keys is None else set(keys)
@@ -94,7 +95,7 @@ def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, mess
 def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> VersionDocument:
     """Make the newest version with the samples of `others` the next one."""
     if not others:
-        raise UsageError("merge takes at least one other dataset")
+        raise UsageError("merge takes at least one other dataset", hint="ds.merge(Dataset(url))")
     _refuse_view(dataset)
     guests = [_guest(dataset, other) for other in others]
     sources = tuple(Source(name=o.name, version=o.version, digest=o.digest) for o in others)
@@ -258,7 +259,7 @@ def _first(opened: OpenIndex, part: int, places: Any) -> tuple[int, int]:
 
 
 def _refuse_repeated(store: Store, document: VersionDocument) -> None:
-    twice = query.repeated_keys(OpenIndex(store, document).tables(["key"]))
+    twice = repeated_keys(OpenIndex(store, document).tables(["key"]))
     if twice:
         raise ConflictError(
             f"{store.location.url}: two of the merged datasets hold {_some(twice)}",

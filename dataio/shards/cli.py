@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataio.core import limits
 from dataio.core.errors import UsageError
+from dataio.core.options import count
 
 if TYPE_CHECKING:
     from dataio.shards.contract import Sample
@@ -36,7 +37,7 @@ def info(argv: list[str]) -> int:
     parser = _parser("info", "Say what a dataset holds: samples, hours, bytes, codecs and sizes.")
     _add_dataset(parser)
     _add_where(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_json(parser)
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
     from dataio.shards.summary import summary
@@ -55,8 +56,8 @@ def ls(argv: list[str]) -> int:
     parser = _parser("ls", "List the samples of a dataset, in the order of their numbers.")
     _add_dataset(parser)
     _add_where(parser)
-    parser.add_argument("--limit", metavar="N", type=_positive, help="list only the first N")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--limit", metavar="N", type=count, help="list only the first N")
+    _add_json(parser, "one JSON object a line")
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
 
@@ -119,19 +120,32 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_json(parser: argparse.ArgumentParser, what: str = "one JSON object") -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what}")
+
+
+def _add_workers(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--workers", metavar="N", type=_workers, help=f"{what} (default: one a core)")
+
+
+def _add_making(parser: argparse.ArgumentParser, strict: str, workers: str) -> None:
+    """What `pack` and `index` have in common."""
+    parser.add_argument("--strict", action="store_true", help=f"stop at the first {strict}")
+    _add_workers(parser, workers)
+    parser.add_argument("--name", help="name of the dataset (default: the last part of DST)")
+    _add_json(parser, "the report as one JSON object")
+
+
 def _narrowed(dataset: Dataset, where: str | None) -> Dataset:
     return dataset if where is None else dataset.where(where)
 
 
 def _version(text: str) -> int | str:
-    return _positive(text) if text.isdecimal() else text
+    return count(text) if text.isdecimal() else text
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+def _workers(text: str) -> int:
+    return count(text, limits.WORKERS)
 
 
 def _main_ext(sample: Sample) -> str:

@@ -17,7 +17,8 @@ import msgspec
 
 from dataio.core import limits
 from dataio.core.errors import CapacityError, NotFoundError, UsageError
-from dataio.shards.cli import _add_dataset, _count, _parser, _positive, _print_json, _printable, _version
+from dataio.core.options import count
+from dataio.shards.cli import _add_dataset, _add_json, _count, _parser, _print_json, _printable, _version
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
@@ -35,8 +36,8 @@ def log(argv: list[str]) -> int:
     """`millrace log DATASET`"""
     parser = _parser("log", "List the versions of a dataset, newest first. An asterisk marks saved views.")
     parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
-    parser.add_argument("--limit", metavar="N", type=_positive, help="list only the newest N")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--limit", metavar="N", type=count, help="list only the newest N")
+    _add_json(parser, "one JSON object a line")
     args = parser.parse_args(argv)
     from dataio.shards.versions.history import history
     from dataio.store.open import open_store
@@ -58,7 +59,9 @@ def log(argv: list[str]) -> int:
             if number == args.limit:
                 break
     if not number:
-        raise NotFoundError(f"there is no dataset at {args.dataset}", hint="check the address")
+        raise NotFoundError(
+            f"there is no dataset at {args.dataset}", hint="check the address, or make one with `millrace pack`"
+        )
     return 0
 
 
@@ -67,7 +70,7 @@ def tag(argv: list[str]) -> int:
     parser = _parser("tag", "Give a version a name, which never moves; without NAME, list the names.")
     _add_dataset(parser)
     parser.add_argument("name", metavar="NAME", nargs="?", help="letters, digits, '.', '_' and '-'; not a digit first")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_json(parser)
     args = parser.parse_args(argv)
     from dataio.shards.versions import tags
     from dataio.store.open import open_store
@@ -100,7 +103,7 @@ def diff(argv: list[str]) -> int:
     parser.add_argument("new", metavar="NEW", type=_version, nargs="?", help="a version or tag (default: the newest)")
     parser.add_argument("--other", metavar="DATASET", help="NEW is a version of this dataset")
     parser.add_argument("--summary", action="store_true", help="print only the counts")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line, the counts last")
+    _add_json(parser, "one JSON object a line, the counts last")
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
 
@@ -135,8 +138,11 @@ def filter_(argv: list[str]) -> int:
     _add_message(parser)
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
+    from dataio.shards.versions import tags
 
     with Dataset(args.dataset, args.version) as dataset:
+        if args.tag:
+            tags.check_free(dataset.store, args.tag)  # before there is a version that would have no name
         made = dataset.where(args.condition).save(args.message)
         if args.tag:
             made.tag(args.tag)
@@ -158,7 +164,7 @@ def remove(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     keys = [*args.keys, *(_keys_from(args.keys_from) if args.keys_from else ())]
     if bool(keys) == bool(args.where):
-        raise UsageError("say which samples: either keys or --where")
+        raise UsageError("say which samples: either keys or --where", hint="`millrace ls --where` shows them first")
     from dataio.shards.dataset import Dataset
 
     with Dataset(args.dataset) as dataset:
@@ -192,7 +198,7 @@ def merge(argv: list[str]) -> int:
 
 def _add_message(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--message", metavar="TEXT", default="", help="what the version is, for `millrace log`")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_json(parser)
 
 
 def _keys_from(path: str) -> Iterator[str]:
@@ -200,7 +206,8 @@ def _keys_from(path: str) -> Iterator[str]:
         with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
             text = file.read(_KEYS_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error}") from error
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror or error
+        raise UsageError(f"{path} cannot be read: {why}", hint="give a text file with a key on every line") from error
     if len(text) > _KEYS_BYTES:
         raise CapacityError(f"{path} is larger than {limits.format_bytes(_KEYS_BYTES)}", hint="use --where")
     return iter([line for line in text.splitlines() if line])

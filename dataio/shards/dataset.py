@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UsageError
 from dataio.shards import members
 from dataio.shards.contract import Sample
+from dataio.shards.index import kernels as pc
 from dataio.shards.index import rows as index
 from dataio.shards.query.open_index import OpenIndex
 from dataio.shards.report import PackReport

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataio.cache.contract import ShardReader
-from dataio.cache.reader import PrivateReader
+from dataio.cache.own import own_reader
 from dataio.core.log import get_logger, warn_once
 from dataio.sidecar.connection import Sidecar, SidecarName, Staged
 from dataio.sidecar.paths import chosen
-from dataio.sidecar.reader import SidecarReader
 from dataio.sidecar.reporting import LoaderMeter, SaveMeter
 from dataio.store.contract import Store
 
@@ -24,9 +23,11 @@ def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter 
     it is back; the bytes are the same.
     """
     if chosen(sidecar) is None:
-        return PrivateReader(store)
+        return own_reader(store)
     if not store.location.shareable:
         why = "it was opened with secrets in its options, which never leave this process"
         warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}")
-        return PrivateReader(store)
+        return own_reader(store)
+    from dataio.sidecar.reader import SidecarReader  # with all that it takes to speak to a daemon
+
     return SidecarReader(store, sidecar, meter=meter)

@@ -16,10 +16,11 @@ import json
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -37,6 +38,7 @@ TICK_SECONDS = 1.0
 WAIT_SECONDS = 24 * 3600.0
 """The bound of a wait for which its caller names none."""
 BATCH = 1024
+_TICK = struct.pack("@ll", int(TICK_SECONDS), 0)
 
 _log = get_logger(__name__)
 SidecarName = str | os.PathLike[str] | None
@@ -171,6 +173,9 @@ class Sidecar:
             _send_all(sock, wire.frame(m.encode(m.Hello(m.VERSION, os.getpid()))), (), CONNECT_SECONDS)
             found = cls(sock, path, pid)
             found._handshake()
+            # from here on one call sends and one receives: Python would poll before each for the sake of a time-out of its own
+            sock.settimeout(None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
         except BaseException:
             sock.close()
             raise
@@ -264,8 +269,9 @@ class Sidecar:
             self._raise_if_broken()
             self._slots[id] = slot
         try:
-            self._send(build(id), descriptors, timeout)
-            self._wait(slot, timeout)
+            with self._listening() as here:
+                self._send(build(id), descriptors, timeout)
+                self._wait(slot, timeout, here=here)
         finally:
             with self._lock:
                 self._slots.pop(id, None)
@@ -319,36 +325,51 @@ class Sidecar:
 
     # receiving
 
-    def _wait(self, slot: _Slot, timeout: float) -> None:
-        """Until the slot has its answer. The asking thread receives by itself while no other does: handing each answer over
-        from the connection's thread would double the time of a round trip."""
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[bool]:
+        """Whether this thread is the one that receives, until the block ends. The asking thread does while no other one is at it,
+        and from before it asks, since the answer may be as quick: handing each answer over from the connection's thread would
+        double the time of a round trip."""
+        if not self._receiving.acquire(blocking=False):
+            yield False
+            return
+        try:
+            self._mute(True)
+            yield True
+        finally:
+            self._mute(False)  # the connection's thread goes on, also for others who wait
+            self._receiving.release()
+
+    def _wait(self, slot: _Slot, timeout: float, *, here: bool) -> None:
+        """Until the slot has its answer."""
         until = time.monotonic() + timeout
-        if self._receiving.acquire(blocking=False):
-            try:
-                self._mute(True)
-                while not slot.over and not self.broken and (left := until - time.monotonic()) > 0:
-                    self._take(left)
-                self._mute(False)  # the connection's thread goes on, also for others who wait
-            except MillraceError as error:
-                self._break(error.message)
-            except (OSError, ValueError) as error:
-                self._break(str(error))
-            finally:
-                self._receiving.release()
-        slot.waiting.acquire(timeout=max(0.0, until - time.monotonic()))
+        if not here:
+            slot.waiting.acquire(timeout=timeout)
+            return
+        try:
+            while not slot.over and not self.broken and (left := until - time.monotonic()) > 0:
+                if left >= TICK_SECONDS or self._poll.poll(left * 1000):
+                    self._take(wait=left >= TICK_SECONDS)
+        except MillraceError as error:
+            self._break(error.message)
+        except (OSError, ValueError) as error:
+            self._break(str(error))
 
     def _mute(self, muted: bool) -> None:
         """Whether the connection's thread sleeps on when something comes; the end of the connection wakes it anyway."""
-        self._events.modify(self._sock, 0 if muted else select.EPOLLIN)
+        with contextlib.suppress(OSError, ValueError):  # closed: the connection is over, which is known
+            self._events.modify(self._sock, 0 if muted else select.EPOLLIN)
 
-    def _take(self, seconds: float) -> None:
-        """Receive once, if something comes within `seconds`; the caller holds `_receiving`."""
-        if self._poll.poll(seconds * 1000):
-            data, descriptors = wire.receive(self._sock)
-            if not data:
-                raise TransientError("the daemon ended it")
-            for frame in self._framer.feed(data, descriptors):
-                self._got(frame)
+    def _take(self, *, wait: bool) -> None:
+        """Receive once, if something is there, or with `wait` comes within a tick; the caller holds `_receiving`."""
+        try:
+            data, descriptors = wire.receive(self._sock, wait=wait)
+        except BlockingIOError:
+            return
+        if not data:
+            raise TransientError("the daemon ended it")
+        for frame in self._framer.feed(data, descriptors):
+            self._got(frame)
 
     def _receive(self) -> None:
         reason, tick = "the daemon ended it", time.monotonic() + TICK_SECONDS
@@ -356,7 +377,7 @@ class Sidecar:
             while not self.broken:
                 if self._events.poll(TICK_SECONDS):
                     with self._receiving:
-                        self._take(0)  # 0, since an asker may have been first
+                        self._take(wait=False)  # an asker may have been first
                 if time.monotonic() >= tick:
                     tick = time.monotonic() + TICK_SECONDS
                     self._housekeeping()
@@ -456,7 +477,9 @@ def _send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], time
     view, until = memoryview(data), time.monotonic() + timeout
     while view:
         try:
-            view, descriptors = view[wire.send(sock, view, descriptors) :], ()
-        except TimeoutError:
-            if time.monotonic() > until:
+            view, descriptors = view[wire.send(sock, view, descriptors, wait=False) :], ()
+        except BlockingIOError:
+            ready = select.poll()
+            ready.register(sock, select.POLLOUT)
+            if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
                 raise DeadlineError(f"the sidecar took nothing for {timeout:g} s") from None

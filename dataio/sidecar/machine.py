@@ -181,8 +181,18 @@ class Session:
         if request not in self._opens:
             return []
         have = self._opens.pop(request)
-        if lease is None:
-            return [Send(m.Bypassed(request))]
+        return [Send(m.Bypassed(request))] if lease is None else self._there(request, have, lease)
+
+    def at_once(self, request: m.Open) -> bool:
+        """Whether an open that brought no descriptors may be answered by `opened_at_once`, without being begun; whatever is wrong
+        with it is said when it is `received`."""
+        return self.state == "ready" and request.id not in self._opens and len(self._opens) < OPENS
+
+    def opened_at_once(self, request: m.Open, lease: Holdable) -> list[Instruction]:
+        """The ranges are in the cache, and were when the client asked."""
+        return self._there(request.id, request.have, lease)
+
+    def _there(self, request: int, have: int, lease: Holdable) -> list[Instruction]:
         answer = m.Opened(request, lease.file, lease.size, list(lease.present), lease.once)
         if lease.file == have and lease.file in self._held:
             return [Send(answer)]

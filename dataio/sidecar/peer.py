@@ -55,6 +55,8 @@ class Peer:
         if not self.open or self._closing:
             return
         data = wire.frame(payload, 0 if descriptor is None else 1)
+        if descriptor is None and not self._outbox and self._gone(data):
+            return
         self._outbox.append(_Outgoing(memoryview(data), descriptor))
         self._waiting += len(data)
         if self._waiting > OUTBOX_BYTES:
@@ -109,6 +111,18 @@ class Peer:
                 self._frame(frame.payload, frame.descriptors)
             else:
                 wire.close_all(frame.descriptors)
+
+    def _gone(self, data: bytes) -> bool:
+        """Whether all of it went out at once, as it does where the client reads; else what is left goes the long way."""
+        try:
+            sent = wire.send(self._sock, data)
+        except OSError:  # said by the long way
+            return False
+        if sent < len(data):
+            self._outbox.append(_Outgoing(memoryview(data)[sent:], None))
+            self._waiting += len(data) - sent
+            self._flush()
+        return True
 
     def _flush(self) -> None:
         try:

@@ -16,7 +16,9 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from dataio.cache.blocks import MappedFile, map_file
-from dataio.cache.reader import PrivateReader, Ranges, covered, stream
+from dataio.cache.contract import ShardReader, copy_into
+from dataio.cache.own import own_reader
+from dataio.cache.reader import Ranges, covered, stream
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError
@@ -121,7 +123,7 @@ class SidecarReader:
         self._next_try = clock.monotonic()
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped lately
-        self._private: PrivateReader | None = None
+        self._private: ShardReader | None = None
         self._told: Sidecar | None = None  # who knows that this is a loader, and whose blocks to keep for it
         self._closed = False
         self._connected()
@@ -147,6 +149,10 @@ class SidecarReader:
             except (MillraceError, OSError) as error:
                 warn_once(_log, f"the sidecar could not serve {self._where.url}, so this process does: {error}")
         return self._own().read(key, ranges)
+
+    def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill every (offset, buffer) from the object `key`."""
+        copy_into(self, key, pieces)
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Have the daemon prefetch what will be read next."""
@@ -287,12 +293,12 @@ class SidecarReader:
     def _say_alone(self, *, lost: bool) -> None:
         name = "its default socket" if self._sidecar == "auto" else os.fspath(self._sidecar or "")
         what = "the sidecar is gone from" if lost else "no sidecar answers on"
-        warn_once(_log, f"{what} {name}: this process caches shards by itself (start one: millrace sidecar run)")
+        warn_once(_log, f"{what} {name}: this process reads shards by itself (start one: millrace sidecar run)")
 
-    def _own(self) -> PrivateReader:
+    def _own(self) -> ShardReader:
         with self._lock:
             if self._private is None:
-                self._private = PrivateReader(self._store)
+                self._private = own_reader(self._store)
             return self._private
 
 

@@ -10,11 +10,18 @@ drains, opens are answered with "read it yourself" and announcements are dropped
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
 from dataio.cache.engine import Engine
 from dataio.cache.lease import Lease
+from dataio.cache.objects import source_named
 from dataio.core.log import get_logger
+from dataio.sidecar import machine
 from dataio.sidecar import messages as m
 from dataio.sidecar.board import Board
 from dataio.sidecar.reporting import group_of
@@ -25,6 +32,16 @@ from dataio.store.contract import Location, Store
 _log = get_logger(__name__)
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """An open in progress. `location` is the store that is in use for it."""
+
+    client: Client
+    request: int
+    location: Location | None
+    timer: asyncio.TimerHandle
+
+
 class Reads:
     """For all clients of one daemon."""
 
@@ -33,32 +50,46 @@ class Reads:
     ) -> None:
         self._engine, self._stores, self._board = engine, stores, board
         self._loop, self._tasks = loop, tasks
+        self._arriving = threading.Lock()
+        self._arrived: list[tuple[_Waiting, Future[Lease | None]]] = []
         self.draining = False
 
+    def present(self, client: Client, request: m.Open) -> Lease | None:
+        """A lease where all is present, the quick way for most reads: no store is looked at."""
+        if self.draining:
+            return None
+        try:
+            source = source_named(request.where.url, request.where.options)
+        except Exception:  # options that nobody understands: said by `open`
+            return None
+        return self._engine.present(source, request.key, request.ranges, id(client))
+
     def open(self, client: Client, request: m.Open) -> None:
-        """Answer at once where all is present; else when it is."""
+        """Answer when all is present."""
         if self.draining:
             client.carry_out(client.session.opened(request.id, None))
             return
         location = m.location(request.where)
-        store = self._stores.acquire_open(location)
+        try:
+            store = self._stores.acquire_open(location)
+        except Exception as error:  # as below
+            client.carry_out(client.session.open_failed(request.id, error))
+            return
         if store is None:
             self._wait(client, request, location, None)
             return
         try:
-            found = self._ask(client, request, store)
+            self.assign(client, request.trace)
+            found = self._engine.open(store, request.key, request.ranges, id(client))
         except Exception as error:  # whatever a location or a store does, this client alone hears of it
             self._stores.release(location)
             client.carry_out(client.session.open_failed(request.id, error))
             return
-        if isinstance(found, Future) and not found.done():
+        if not found.done():
             self._wait(client, request, location, found)
             return
         self._stores.release(location)
-        if isinstance(found, Future):
-            self._opened(client, request.id, found)
-        else:
-            client.carry_out(client.session.opened(request.id, found))
+        client.carry_out(self._outcome(client, request.id, found))
 
     def prefetch(self, client: Client, request: m.Announce) -> None:
         """Follow an announcement."""
@@ -86,47 +117,63 @@ class Reads:
         if client.job:
             self._engine.withdraw(id(client))
 
-    def _ask(self, client: Client, request: m.Open, store: Store) -> Lease | Future[Lease | None]:
-        """A lease where all is present, which is the quick way for most reads."""
-        lease = self._engine.open_present(store, request.key, request.ranges, id(client))
-        if lease is not None:
-            return lease
-        self.assign(client, request.trace)
-        return self._engine.open(store, request.key, request.ranges, id(client))
-
     def _wait(self, client: Client, request: m.Open, location: Location, future: Future[Lease | None] | None) -> None:
         self._board.waited(client.process, sum(length for _, length in request.ranges))
-        self._tasks.spawn(self._finish_open(client, request, location, future))
-
-    async def _finish_open(
-        self, client: Client, request: m.Open, location: Location, future: Future[Lease | None] | None
-    ) -> None:
-        acquired = future is not None
         timer = self._loop.call_later(request.deadline, lambda: client.carry_out(client.session.late(request.id)))
-        try:
-            if future is None:
-                store = await self._loop.run_in_executor(None, self._stores.acquire, location)
-                acquired = True
-                self.assign(client, request.trace)
-                future = self._engine.open(store, request.key, request.ranges, id(client))
-            wrapped = asyncio.wrap_future(future)
-            await asyncio.wait([wrapped])
-            self._opened(client, request.id, wrapped)
-        except Exception as error:  # whatever a location or a store does, this client alone hears of it
-            client.carry_out(client.session.open_failed(request.id, error))
-        finally:
-            timer.cancel()
-            if acquired:
-                self._stores.release(location)
+        if future is None:
+            self._tasks.spawn(self._open_store(client, request, location, timer))
+        else:
+            self._await(_Waiting(client, request.id, location, timer), future)
 
-    def _opened(
-        self, client: Client, request: int, future: Future[Lease | None] | asyncio.Future[Lease | None]
+    async def _open_store(
+        self, client: Client, request: m.Open, location: Location, timer: asyncio.TimerHandle
     ) -> None:
+        """The open of a store that must be opened first, in one of the loop's threads."""
+        waiting = _Waiting(client, request.id, None, timer)
+        try:
+            store = await self._loop.run_in_executor(None, self._stores.acquire, location)
+            waiting.location = location
+            self.assign(client, request.trace)
+            future = self._engine.open(store, request.key, request.ranges, id(client))
+        except Exception as error:  # whatever a location or a store does, this client alone hears of it
+            self._over(waiting, partial(client.session.open_failed, request.id, error))
+        else:
+            self._await(waiting, future)
+
+    def _await(self, waiting: _Waiting, future: Future[Lease | None]) -> None:
+        """Answer when the cache has the bytes. What its threads have at once is handed over together: waking the loop costs as
+        much as an answer."""
+
+        def arrived(future: Future[Lease | None]) -> None:
+            with self._arriving:
+                first = not self._arrived
+                self._arrived.append((waiting, future))
+            if first:
+                with contextlib.suppress(RuntimeError):  # the daemon is over
+                    self._loop.call_soon_threadsafe(self._deliver)
+
+        future.add_done_callback(arrived)
+
+    def _deliver(self) -> None:
+        with self._arriving:
+            arrived, self._arrived = self._arrived, []
+        for waiting, future in arrived:
+            try:
+                self._over(waiting, partial(self._outcome, waiting.client, waiting.request, future))
+            except Exception:
+                _log.exception("an answer could not be given")
+
+    def _over(self, waiting: _Waiting, answer: Callable[[], list[machine.Instruction]]) -> None:
+        waiting.timer.cancel()
+        if waiting.location is not None:
+            self._stores.release(waiting.location)
+        waiting.client.carry_out(answer())
+
+    def _outcome(self, client: Client, request: int, future: Future[Lease | None]) -> list[machine.Instruction]:
         error = future.exception()
         if error is not None:
-            client.carry_out(client.session.open_failed(request, error))
-        else:
-            client.carry_out(client.session.opened(request, future.result()))
+            return client.session.open_failed(request, error)
+        return client.session.opened(request, future.result())
 
     async def _open_and_announce(self, client: Client, location: Location, request: m.Announce) -> None:
         try:

@@ -139,6 +139,11 @@ class Clients:
             wire.close_all(descriptors)
             client.carry_out([machine.HangUp(error.message)])
             return
+        if type(message) is m.Open and not descriptors and client.session.at_once(message):
+            lease = self._reads.present(client, message)
+            if lease is not None:
+                self._carry_out(client, client.session.opened_at_once(message, lease))
+                return
         client.carry_out(client.session.received(message, descriptors))
 
     def _ended(self, number: int) -> None:

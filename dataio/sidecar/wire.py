@@ -16,8 +16,8 @@ import array
 import os
 import socket
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from dataio.core import limits
 from dataio.core.errors import UsageError
@@ -28,11 +28,11 @@ _HEADER = struct.Struct("<IB")
 _ANCILLARY = socket.CMSG_SPACE((DESCRIPTORS + 2) * array.array("i").itemsize)
 CHUNK = 64 * limits.KIB
 _TRUNCATED, _CLOEXEC, _NOSIGNAL = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
+_DONTWAIT = int(socket.MSG_DONTWAIT)
 """As plain numbers: the enum's own arithmetic costs a microsecond each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One message's bytes and the descriptors that came with it, now the receiver's to close."""
 
     payload: bytes
@@ -45,8 +45,10 @@ class Framer:
     def __init__(self) -> None:
         self._data, self._descriptors = bytearray(), list[int]()
 
-    def feed(self, data: bytes, descriptors: Iterable[int] = ()) -> list[Frame]:
+    def feed(self, data: bytes, descriptors: Sequence[int] = ()) -> list[Frame]:
         """The frames that `data` completes."""
+        if not self._data and not descriptors and not self._descriptors and (whole := _only(data)) is not None:
+            return [whole]
         self._data += data
         self._descriptors += descriptors
         frames: list[Frame] = []
@@ -85,6 +87,16 @@ class Framer:
         return Frame(payload, taken)
 
 
+def _only(data: bytes) -> Frame | None:
+    """The frame, where `data` is just one without descriptors, as most are."""
+    if len(data) < _HEADER.size:
+        return None
+    length, count = _HEADER.unpack_from(data)
+    if count or length != len(data) - _HEADER.size or length > limits.MESSAGE_BYTES:
+        return None
+    return Frame(data[_HEADER.size :], ())
+
+
 def frame(payload: bytes, descriptors: int = 0) -> bytes:
     """`payload` with its header."""
     if len(payload) > limits.MESSAGE_BYTES:
@@ -95,9 +107,12 @@ def frame(payload: bytes, descriptors: int = 0) -> bytes:
     return _HEADER.pack(len(payload), descriptors) + payload
 
 
-def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """What has come: (b"", []) at the end of the stream. More descriptors than fit are closed by the kernel and refused."""
-    data, ancillary, flags, _ = sock.recvmsg(CHUNK, _ANCILLARY, _CLOEXEC)
+def receive(sock: socket.socket, *, wait: bool = True) -> tuple[bytes, list[int]]:
+    """What has come: (b"", []) at the end of the stream. More descriptors than fit are closed by the kernel and refused. Without
+    `wait`, or where the socket does not, `BlockingIOError` when nothing has."""
+    data, ancillary, flags, _ = sock.recvmsg(CHUNK, _ANCILLARY, _CLOEXEC if wait else _CLOEXEC | _DONTWAIT)
+    if not ancillary and not flags & _TRUNCATED:
+        return data, []
     descriptors = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -108,11 +123,14 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     return data, list(descriptors)
 
 
-def send(sock: socket.socket, data: memoryview | bytes, descriptors: Iterable[int] = ()) -> int:
-    """Send as much of `data` as goes; the descriptors go with its first byte."""
+def send(sock: socket.socket, data: memoryview | bytes, descriptors: Sequence[int] = (), *, wait: bool = True) -> int:
+    """Send as much of `data` as goes; the descriptors go with its first byte. Without `wait`, or where the socket does not,
+    `BlockingIOError` when nothing goes now."""
+    flags = _NOSIGNAL if wait else _NOSIGNAL | _DONTWAIT
+    if not descriptors:
+        return sock.send(data, flags)
     rights = array.array("i", descriptors)
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
-    return sock.sendmsg([data], ancillary, _NOSIGNAL)
+    return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags)
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:

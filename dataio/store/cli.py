@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from dataio.core.options import count
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.store.probe import certify, probe_preconditions
@@ -52,16 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("url", help="a path, file:///path or s3://bucket/prefix")
     parser.add_argument("--certify", action="store_true", help="also let many writers race for one key, several times")
-    parser.add_argument("--writers", type=_positive, default=50, help="writers in a race (default: 50)")
-    parser.add_argument("--rounds", type=_positive, default=5, help="races (default: 5)")
+    parser.add_argument("--writers", type=_thousand, default=50, help="writers in a race (default: 50)")
+    parser.add_argument("--rounds", type=_thousand, default=5, help="races (default: 5)")
     parser.add_argument("--json", action="store_true", help="report as one JSON object")
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 1000")
-    return int(text)
+def _thousand(text: str) -> int:
+    return count(text, 1000)
 
 
 def _examine(store: Store, rounds: int, writers: int) -> list[Check]:

@@ -25,7 +25,7 @@ threads. They are not safe to carry through `fork`; open them again in the child
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -80,6 +80,18 @@ class Store(abc.ABC):
         """Fill every (offset, buffer) of `ranges`. Back-ends override it to coalesce or to fetch in parallel."""
         for offset, buffer in ranges:
             self.get_into(key, offset, buffer)
+
+    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
+        """As `get_into`, for bytes that go on to somewhere else: `take(offset, piece)` is called for each piece in order, while
+        it is in the processor's caches; the piece is there for the time of the call only. One at the first offset means that all
+        of it comes again. `buffer` is memory to use. `take` raises no `OSError`; what it raises ends the read and passes."""
+        self.get_into(key, offset, buffer)
+        take(offset, buffer)
+
+    def open_file(self, key: str) -> int | None:
+        """The object as a file that is open for reading, where it is one on a disk of this machine: a descriptor, the caller's to
+        close. None elsewhere."""
+        return None
 
     def read_once(self, prefix: str) -> None:  # noqa: B027 - advice, which most stores have no use for
         """Advice: large ranges of objects below `prefix` are not read again soon, and need no place in the page cache."""

@@ -7,6 +7,7 @@ Failure behaviour: none of its own; errors of the wrapped store pass through, co
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,6 +30,10 @@ class Metered(Wrapper):
     def __init__(self, inner: Store, backend: str, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(inner)
         self._backend, self._clock = backend, clock
+        # a label's child is looked up once: two locks and a tuple of texts each time would cost more than a small read
+        self._requests = functools.cache(functools.partial(store_requests.labels, backend))
+        self._seconds = functools.cache(functools.partial(store_seconds.labels, backend))
+        self._bytes = functools.cache(functools.partial(store_bytes.labels, backend))
 
     def _through(self, operation: str, key: str, size: int, work: Callable[[], T]) -> T:
         with self._counted(operation):
@@ -46,6 +51,10 @@ class Metered(Wrapper):
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         super().get_ranges_into(key, ranges)
         self._read(sum(buffer.nbytes for _, buffer in ranges))
+
+    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
+        self._through("get_into", key, buffer.nbytes, lambda: self.inner.get_pieces(key, offset, buffer, take))
+        self._read(buffer.nbytes)
 
     def put(self, key: str, data: Buffer) -> None:
         super().put(key, data)
@@ -81,11 +90,11 @@ class Metered(Wrapper):
             outcome = error.code if isinstance(error, MillraceError) else "raised"
             raise
         finally:
-            store_requests.labels(self._backend, operation, outcome).inc()
-            store_seconds.labels(self._backend, operation).observe(self._clock.monotonic() - began)
+            self._requests(operation, outcome).inc()
+            self._seconds(operation).observe(self._clock.monotonic() - began)
 
     def _read(self, size: int) -> None:
-        store_bytes.labels(self._backend, "read").inc(size)
+        self._bytes("read").inc(size)
 
     def _wrote(self, size: int) -> None:
-        store_bytes.labels(self._backend, "written").inc(size)
+        self._bytes("written").inc(size)

@@ -53,9 +53,17 @@ class Mounts(Store):
         store, inner = self._route(key)
         store.get_into(inner, offset, buffer)
 
+    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
+        store, inner = self._route(key)
+        store.get_pieces(inner, offset, buffer, take)
+
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         store, inner = self._route(key)
         store.get_ranges_into(inner, ranges)
+
+    def open_file(self, key: str) -> int | None:
+        store, inner = self._route(key)
+        return store.open_file(inner)
 
     def put(self, key: str, data: Buffer) -> None:
         self.base.put(self._writable(key), data)

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from dataio.core import limits
 from dataio.core.crashpoints import declare
 from dataio.core.errors import AmbiguousWriteError, CapacityError, NotFoundError, TransientError, UnsupportedError
+from dataio.core.filesystem import is_local
+from dataio.store import nolinks
 from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
 from dataio.store.direct import fill_directly
@@ -36,6 +38,8 @@ TEMPORARY = ".millrace-tmp"
 _STALE_SECONDS = 24 * 3600.0
 _STALE_SCAN = 1024
 _PUBLISH_TRIES = 16
+_PIECE_BYTES = 1 << 20
+"""Less than a processor's own cache, more than a system call is worth."""
 _ADVICE = 16
 """Prefixes that are remembered; advice beyond them is not heard."""
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK}
@@ -53,6 +57,7 @@ class PosixStore(Store):
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = False) -> None:
         self._root, self._direct = os.path.realpath(os.fspath(root)), direct
         self._once: frozenset[str] = frozenset()
+        self._local: bool | None = None
         self._swept = False
 
     @property
@@ -72,11 +77,34 @@ class PosixStore(Store):
         self.get_ranges_into(key, [(offset, buffer)])
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        direct = self._direct or any(key.startswith(prefix) for prefix in self._once)
+        direct = self._past_the_cache(key)
         with self._reading(key) as file:
             for offset, buffer in ranges:
                 check_range(self._name(key), offset, len(target := writable_bytes(buffer)), file.size)
                 file.fill(offset, target, direct=direct)
+
+    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
+        if self._past_the_cache(key):
+            super().get_pieces(key, offset, buffer, take)
+            return
+        target = writable_bytes(buffer)
+        with self._reading(key) as file:
+            check_range(self._name(key), offset, len(target), file.size)
+            for at in range(0, len(target), _PIECE_BYTES):
+                piece = target[: min(_PIECE_BYTES, len(target) - at)]  # the same memory every time
+                file.fill(offset + at, piece)
+                take(offset + at, piece)
+
+    def open_file(self, key: str) -> int | None:
+        if self._local is None:
+            self._local = not self._direct and is_local(self._root)
+        if not self._local:
+            return None
+        with self._reading(key) as file:
+            return os.dup(file.fd)
+
+    def _past_the_cache(self, key: str) -> bool:
+        return self._direct or any(key.startswith(prefix) for prefix in self._once)
 
     def read_once(self, prefix: str) -> None:
         if len(self._once) < _ADVICE:
@@ -153,16 +181,23 @@ class PosixStore(Store):
         path = self._path(key)
         with translated(f"reading {path}"):
             try:
-                if not os.path.lexists(path):
-                    raise FileNotFoundError(path)
-                self._refuse_links(path)
-                file = _OpenFile.open(path)
+                file = _OpenFile.of(path, nolinks.open_plain(path)) or self._looked_up(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise NotFoundError(f"{path!r} does not exist", hint="check the path and the key") from None
             try:
                 yield file
             finally:
                 os.close(file.fd)
+
+    def _looked_up(self, path: str) -> _OpenFile:
+        """Where the kernel does not open it at once: what is wrong, or, by an older kernel, the same in six steps."""
+        if not os.path.lexists(path):
+            raise FileNotFoundError(path)
+        self._refuse_links(path)
+        found = _OpenFile.of(path, os.open(path, nolinks.FLAGS))
+        if found is None:
+            raise FileNotFoundError(path)
+        return found
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
         """Objects under `folder` whose key starts with `prefix`, by key; one directory's names are held at a time."""
@@ -275,12 +310,14 @@ class _OpenFile:
     modified: float
 
     @classmethod
-    def open(cls, path: str) -> _OpenFile:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    def of(cls, path: str, fd: int | None) -> _OpenFile | None:
+        """The regular file that is open as `fd`; anything else is closed."""
+        if fd is None:
+            return None
         found = os.fstat(fd)
         if not st.S_ISREG(found.st_mode):
             os.close(fd)
-            raise FileNotFoundError(path)
+            return None
         return cls(path, fd, found.st_size, found.st_mtime)
 
     def fill(self, offset: int, buffer: memoryview, *, direct: bool = False) -> None:

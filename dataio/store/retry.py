@@ -106,6 +106,9 @@ class Retry(Wrapper):
     def _through(self, operation: str, key: str, size: int, work: Callable[[], T]) -> T:
         return work() if operation == "put_multipart" else call(work, self._policy, self._clock)
 
+    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
+        self._through("get_into", key, buffer.nbytes, lambda: self.inner.get_pieces(key, offset, buffer, take))
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Goes on after the last key that was delivered when a page fails."""
         last = ""

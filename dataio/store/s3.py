@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dataio.core import limits
@@ -59,7 +59,14 @@ class S3Store(Store):
         self.get_ranges_into(key, [(offset, buffer)])
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        self._session.run(s3read.fill(self._session, self._config.full_key(key), self._name(key), ranges))
+        full, name = self._config.full_key(key), self._name(key)
+        if not s3read.fill_here(self._session, full, name, ranges):
+            self._session.run(s3read.fill(self._session, full, name, ranges))
+
+    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
+        full, name = self._config.full_key(key), self._name(key)
+        if not s3read.pass_here(self._session, full, name, offset, buffer.nbytes, take):
+            super().get_pieces(key, offset, buffer, take)
 
     def put(self, key: str, data: Buffer) -> None:
         self._session.run(self._put(key, data))
@@ -104,9 +111,10 @@ class S3Store(Store):
         yield from _by_key(found, self._config.url) if _lists_by_folder(first) else found
 
     def stat(self, key: str) -> ObjectInfo:
-        head = self._session.run(
-            self._session.call("head_object", f"reading {self._name(key)}", Key=self._config.full_key(key))
-        )
+        full, doing = self._config.full_key(key), f"reading {self._name(key)}"
+        head = self._session.head_here(doing, full)
+        if head is None:
+            head = self._session.run(self._session.call("head_object", doing, Key=full))
         return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp())
 
     def delete_many(self, keys: Iterable[str]) -> None:

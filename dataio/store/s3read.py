@@ -10,7 +10,7 @@ Failure behaviour: a range past the end is a `UsageError` that names the object'
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,57 @@ def _cut(ranges: Sequence[Range]) -> Iterator[Range]:
     for offset, buffer in ranges:
         for at in range(0, len(buffer), SPAN_BYTES):
             yield offset + at, buffer[at : at + SPAN_BYTES]
+
+
+class _Filling:
+    """Takes the bytes of a span, piece by piece, to where they go."""
+
+    def __init__(self, span: Span) -> None:
+        self._segments, self._done = list(span.segments), 0  # of the first segment
+        self.left = span.stop - span.start
+
+    def take(self, piece: memoryview) -> None:
+        self.left -= len(piece)
+        while piece and self._segments:
+            length, target = self._segments[0]
+            n = min(len(piece), length - self._done)
+            if target is not None:
+                target[self._done : self._done + n] = piece[:n]
+            piece, self._done = piece[n:], self._done + n
+            if self._done == length:
+                del self._segments[0]
+                self._done = 0
+
+
+def fill_here(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> bool:
+    """As `fill`, in the caller's thread and for one span; False where it has to be done by `fill`."""
+    targets = [(offset, writable_bytes(buffer)) for offset, buffer in ranges]
+    for offset, buffer in targets:
+        check_range(name, offset, len(buffer))
+    spans = plan(targets)
+    if len(spans) != 1 or any(not len(buffer) for _, buffer in targets):
+        return False
+    filling = _Filling(spans[0])
+    there = session.read_here(f"reading {name}", key, spans[0].start, spans[0].stop, filling.take)
+    return there and not filling.left
+
+
+def pass_here(
+    session: S3Session, key: str, name: str, offset: int, size: int, take: Callable[[int, memoryview], None]
+) -> bool:
+    """Give `take` the bytes of one span as they come, in the caller's thread; False where it has to be done by `fill`."""
+    if not 0 < size <= SPAN_BYTES:
+        return False
+    check_range(name, offset, size)
+    at = offset
+
+    def step(piece: memoryview) -> None:
+        nonlocal at
+        if at + len(piece) <= offset + size:
+            take(at, piece)
+        at += len(piece)
+
+    return session.read_here(f"reading {name}", key, offset, offset + size, step) and at == offset + size
 
 
 async def fill(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> None:

@@ -69,6 +69,15 @@ class S3Session:
         """Bytes [start, stop) of an object in one step, as many as there are; None where there is no such way."""
         return None
 
+    def read_here(self, doing: str, key: str, start: int, stop: int, take: Callable[[memoryview], None]) -> bool:
+        """Give `take` the bytes [start, stop) of an object piece by piece, all in this thread; False where there is no such way,
+        or the answer has to be looked at closely: then whatever came is to be read again."""
+        return False
+
+    def head_here(self, doing: str, key: str) -> dict[str, Any] | None:
+        """What `head_object` answers, in this thread; None as above."""
+        return None
+
     async def _allowed(self, request: Callable[[], Awaitable[T]], doing: str) -> T:
         """`request`, once more with the chain's new credentials if the server refused the old ones."""
         credentials = await self._worker.credentials()

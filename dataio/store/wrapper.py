@@ -46,6 +46,9 @@ class Wrapper(Store):
         size = sum(buffer.nbytes for _, buffer in ranges)
         self._through("get_into", key, size, lambda: self.inner.get_ranges_into(key, ranges))
 
+    def open_file(self, key: str) -> int | None:
+        return self._through("open_file", key, 0, lambda: self.inner.open_file(key))
+
     def read_once(self, prefix: str) -> None:
         self.inner.read_once(prefix)
 

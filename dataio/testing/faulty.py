@@ -95,6 +95,10 @@ class Faulty(Wrapper):
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.get_ranges_into(key, [(offset, buffer)])
 
+    def open_file(self, key: str) -> int | None:
+        """None: what is read of a file would meet no fault."""
+        return None
+
     def _through(self, operation: str, key: str, size: int, work: Callable[[], T]) -> T:
         return self._struck(self._pick(operation, key), operation, key, work)
 

@@ -73,15 +73,18 @@ class _Head:
 class FaultProxy:
     """In front of the HTTP server at `upstream` (a URL). A context manager; use `endpoint` instead of `upstream`."""
 
-    def __init__(self, upstream: str, rate: float | None = None) -> None:
-        """`rate`: the most bytes a second that all requests together bring to the server."""
+    def __init__(self, upstream: str, rate: float | None = None, answers: float | None = None) -> None:
+        """`rate`: the most bytes a second that all requests together bring to the server; `answers`: that bodies of known length
+        bring back."""
         parts = urllib.parse.urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._plans: list[_Plan] = []
-        self._bucket = _Bucket(rate)
+        self._bucket, self._back = _Bucket(rate), _Bucket(answers)
         self._tasks: set[asyncio.Task[None] | None] = set()  # a loop holds its tasks weakly
         self.requests: deque[Request] = deque(maxlen=REQUESTS)
         """What was asked, newest last: method, path with query, and the bytes of the body."""
+        self.answered = 0
+        """Bytes of the bodies of answers whose length was said."""
         self._lock, self._ready = threading.Lock(), threading.Event()
         self.fired: Counter[Fault] = Counter()
         self._loop = asyncio.new_event_loop()
@@ -175,11 +178,18 @@ class FaultProxy:
         if fault is Fault.LOSE_ANSWER:
             return _reset(writer)
         writer.write(answer.raw)
-        return await _answer_body(upstream, writer, request, answer, fault)
+        if request.words[0] != "HEAD" and answer.words[1] not in ("204", "304"):
+            self.answered += int(answer.header("content-length") or 0)
+        return await _answer_body(upstream, writer, request, answer, fault, self._back)
 
 
 async def _answer_body(
-    upstream: asyncio.StreamReader, writer: asyncio.StreamWriter, request: _Head, answer: _Head, fault: Fault | None
+    upstream: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    request: _Head,
+    answer: _Head,
+    fault: Fault | None,
+    bucket: _Bucket,
 ) -> bool:
     if request.words[0] == "HEAD" or answer.words[1] in ("204", "304"):
         await writer.drain()
@@ -188,7 +198,7 @@ async def _answer_body(
         return await _pass_on_chunks(upstream, writer)
     length = int(answer.header("content-length") or 0)
     half = length // 2
-    await _pass_on(upstream, writer, half)
+    await bucket.pass_on(upstream, writer, half)
     if fault is Fault.RESET_BODY:
         return _reset(writer)
     if fault is Fault.CUT_BODY:
@@ -197,12 +207,12 @@ async def _answer_body(
         byte = await upstream.readexactly(1)
         writer.write(bytes([byte[0] ^ 1]))
         half += 1
-    await _pass_on(upstream, writer, length - half)
+    await bucket.pass_on(upstream, writer, length - half)
     return True
 
 
 class _Bucket:
-    """Bodies on their way to the server, together no faster than `rate` bytes a second."""
+    """Bodies on their way, together no faster than `rate` bytes a second."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._free = rate, 0.0

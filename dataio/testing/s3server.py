@@ -4,13 +4,15 @@
 `start_rclone()` is the negative control: it ignores preconditions without a word.
 
 Invariants: a server listens on 127.0.0.1 only, on free ports, with its data in a folder of its own; it is killed with
-SIGKILL at `stop`, and by the kernel when the thread that started it ends (PR_SET_PDEATHSIG), so none is ever left over.
+SIGKILL at `stop`, and by the kernel when the thread that started it ends (PR_SET_PDEATHSIG), so none is ever left over. Its
+folder and its sockets in /tmp are removed at `stop`, or else by the next server.
 Failure behaviour: a missing binary raises `UnsupportedError` naming the extra to install; a server that is not ready in
 time raises `DeadlineError` with the end of its log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -20,19 +22,21 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from errno import ECONNREFUSED
 from pathlib import Path
 from typing import Any, Self
 
 from dataio.core.errors import DeadlineError, TransientError, UnsupportedError
+from dataio.core.scratch import Scratch
 
 _READY_SECONDS = 60.0
 _STARTS = 5
 _PORTS = 10
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below the ports that the kernel hands to clients
+_SOCKET_PATH, _SOCKET_FOLDER = 104, Path("/tmp")
 _REGION = "us-east-1"
 _OWNER = "millrace-owner"
 # exec'd in front of the server: die with the parent, and at once if the parent is gone already
@@ -58,10 +62,10 @@ class S3Server:
     A context manager; `stop` may be called twice.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, port: int, keys: Keys) -> None:
-        self.endpoint = f"http://127.0.0.1:{port}"
+    def __init__(self, process: subprocess.Popen[bytes], scratch: Scratch, port: int, keys: Keys) -> None:
+        self.endpoint, self._port = f"http://127.0.0.1:{port}", port
         self.keys = keys
-        self.process, self._folder = process, folder
+        self.process, self._scratch, self._folder = process, scratch, scratch.path
 
     def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
         """The AWS variables by which any client finds this server, and no other credentials than its own."""
@@ -99,7 +103,8 @@ class S3Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
+        _remove_sockets(self._port)
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +156,9 @@ def _start(command: Callable[[Path, int, Keys], list[str]]) -> S3Server:
 
 
 def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Keys) -> S3Server:
-    folder = Path(tempfile.mkdtemp(prefix="millrace-s3-"))
+    _sweep_sockets()
+    scratch = Scratch("millrace-s3-")
+    folder = scratch.path
     arguments = command(folder, port, keys)
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
@@ -160,9 +167,10 @@ def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Key
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,
+            env={**os.environ, "TMPDIR": str(folder)},
             start_new_session=True,
         )
-    return S3Server(process, folder, port, keys)
+    return S3Server(process, scratch, port, keys)
 
 
 def _free_ports() -> int:
@@ -204,8 +212,41 @@ def _weed_command(weed: str, folder: Path, port: int, keys: Keys) -> list[str]:
         "-ip.bind=127.0.0.1",
         f"-s3.config={folder / 's3.json'}",
         *switches,
+        *_sockets(folder),
         *(f"-{name}={port + i}" for i, name in enumerate(ports)),
     ]
+
+
+def _remove_sockets(port: int) -> None:
+    """SeaweedFS makes sockets called by its ports, in /tmp wherever TMPDIR is, and leaves them."""
+    for path in _SOCKET_FOLDER.glob("seaweedfs-*-grpc-*.sock"):
+        if _port_of(path) in range(port, port + _PORTS):
+            path.unlink(missing_ok=True)
+
+
+def _sweep_sockets() -> None:
+    """Remove those that servers have left which were killed with their parent: old ones on which nobody listens."""
+    for path in _SOCKET_FOLDER.glob("seaweedfs-*-grpc-*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            ours = path.stat().st_uid == os.geteuid() and time.time() - path.stat().st_mtime > _READY_SECONDS
+            if (
+                ours
+                and _port_of(path) in range(_FIRST_PORT, _LAST_PORT)
+                and probe.connect_ex(str(path)) == ECONNREFUSED
+            ):
+                path.unlink(missing_ok=True)
+
+
+def _port_of(path: Path) -> int:
+    digits = path.stem.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _sockets(folder: Path) -> list[str]:
+    """The other sockets in its own folder, where a socket's path may be so long."""
+    places = {"s3.localSocket": folder / "s3.sock", "filer.localSocket": folder / "filer.sock"}
+    fit = all(len(os.fsencode(path)) < _SOCKET_PATH for path in places.values())
+    return [f"-{name}={path}" for name, path in places.items()] if fit else []
 
 
 def _credential(access: str, keys: Keys) -> dict[str, str]:

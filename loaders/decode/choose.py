@@ -94,7 +94,10 @@ class AutoDecoder:
             numbers = [number for number, other in enumerate(kinds) if other == kind]
             for number, result in zip(numbers, self._of(kind).decode([requests[n] for n in numbers]), strict=True):
                 results[number] = None if isinstance(result, MillraceError) else result
-        return [result or self._pyav.decode([requests[n]])[0] for n, result in enumerate(results)]
+        left = [number for number, result in enumerate(results) if result is None]
+        for number, result in zip(left, self._pyav.decode([requests[n] for n in left]), strict=True):
+            results[number] = result
+        return [result for result in results if result is not None]
 
     def close(self) -> None:
         for decoder in self._dali.values():

@@ -150,7 +150,16 @@ class _Pipeline:
         frames, came = self._pipe.run()
         if [int(np.asarray(came[i])[0]) for i in range(len(came))] != uids:
             raise RuntimeError("DALI returned the frames of another request")
-        return [torch.from_dlpack(frames[i]).clone() for i in range(len(frames))]
+        return copied(frames)
+
+
+def copied(outputs: Any) -> list[torch.Tensor]:
+    """DALI's outputs as tensors of our own. On a GPU the copies are done when this returns: DALI, which knows nothing of
+    torch's streams, may put the next run's frames where these were as soon as nobody holds them."""
+    found = [torch.from_dlpack(outputs[i]).clone() for i in range(len(outputs))]
+    if found and found[0].is_cuda:
+        torch.cuda.current_stream(found[0].device).synchronize()
+    return found
 
 
 def _checked(frames: torch.Tensor, pts: tuple[int, ...], request: Request) -> Decoded | MillraceError:

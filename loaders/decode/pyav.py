@@ -8,6 +8,7 @@ Failure behaviour: as the contract says. One codec context a clip and one thread
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from loaders.decode.canvas import Canvas, Quick, Whole
 from loaders.decode.contract import Decoded, Request
 from loaders.decode.convert import U8, Converter
 from loaders.decode.giving_up import check
+from loaders.decode.together import Several, grouped, union
 from loaders.decode.trim import Window, open_window, tells_all
 
 _SKIPPING = frozenset(["h264", "hevc"])
@@ -45,32 +47,65 @@ class PyAVDecoder:
         self._mine = threading.local()
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
-        return [self._decode(request) for request in requests]
+        done = dict[int, Decoded | MillraceError]()
+        for numbers in grouped(requests):
+            done.update(zip(numbers, self._together([requests[n] for n in numbers]), strict=True))
+        return [done[number] for number in range(len(requests))]
 
     def close(self) -> None:
         self._mine = threading.local()
 
+    def _together(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+        """Requests that begin at one key frame; where that fails, each by itself."""
+        if len(requests) > 1:
+            with contextlib.suppress(MillraceError):
+                return list(_decoded_together(requests, self._converter))
+        return [self._decode(request) for request in requests]
+
     def _decode(self, request: Request) -> Decoded | MillraceError:
-        if not hasattr(self._mine, "converter"):
-            self._mine.converter = Converter()
         try:
-            return _decoded(request, self._mine.converter)
+            canvas, pts = _drawn(request, lambda: _canvas(request, self._converter))
         except MillraceError as error:
             return error
+        return _made(canvas, pts)
+
+    @property
+    def _converter(self) -> Converter:
+        """This thread's."""
+        if not hasattr(self._mine, "converter"):
+            self._mine.converter = Converter()
+        converter: Converter = self._mine.converter
+        return converter
 
 
-def _decoded(request: Request, converter: Converter) -> Decoded:
-    """Torch is imported where there is something for it."""
+def _decoded_together(requests: Sequence[Request], converter: Converter) -> Iterator[Decoded]:
+    whole = union(requests)
+    canvases = list[Any]()
+
+    def begin() -> Several:
+        canvases[:] = [_canvas(request, converter) for request in requests]
+        return Several(whole, requests, canvases)
+
+    several, stamps = _drawn(whole, begin)
+    return (_made(canvas, pts) for canvas, pts in zip(canvases, several.pts(stamps), strict=True))
+
+
+def _canvas(request: Request, converter: Converter) -> Any:
+    """What the clip is drawn on. Torch is imported where there is something for it."""
     fit = request.fit
-    if fit is None or is_quick(request):
-        clip, pts = clip_of(request, converter)
-        import torch
-
-        return Decoded(torch.from_numpy(clip), pts)
+    if fit is None:
+        return Whole(request, converter)
+    if is_quick(request):
+        return Quick(request, fit, converter)
     from loaders.decode.fitted import Fitted
 
-    canvas, pts = _drawn(request, lambda: Fitted(request, fit, converter))
-    return Decoded(canvas.clip, pts)
+    return Fitted(request, fit, converter)
+
+
+def _made(canvas: Any, pts: tuple[int, ...]) -> Decoded:
+    import torch
+
+    return Decoded(torch.as_tensor(canvas.clip), pts)
 
 
 def is_quick(request: Request) -> bool:

@@ -39,7 +39,7 @@ _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _DECODING = {
     "max_pixels": str(limits.FRAME_PIXELS)
 }  # the index knows the first frame's size; a later one may be a bomb
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
 _IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])

@@ -13,14 +13,15 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from loaders.contract import Coming, Place, Work
 from loaders.delivery.batch import Batch
 from loaders.delivery.memory import Memory
 from loaders.delivery.prefetch import Prefetcher
-from loaders.samples.source import Source
+from loaders.samples.source import Range, Source, ranges
 
 ANNOUNCED_BATCHES = 8
 _THREAD = "millrace-loader-plan"
@@ -32,6 +33,14 @@ def batches_from(plan: Coming, epoch: int, batch: int) -> Iterator[Sequence[Plac
     for later in itertools.count(epoch):
         yield from (plan.places(later, number) for number in range(batch, plan.batches_in(later)))
         batch = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A batch that was looked up; `reads` by the number of the source."""
+
+    places: Places
+    reads: Mapping[int, Sequence[Range]]
 
 
 class Ahead:
@@ -50,7 +59,7 @@ class Ahead:
         self._prefetcher, self._prefetch, self._memory = prefetcher, prefetch, memory
         self._batch_bytes = 0
         self._planner = ThreadPoolExecutor(1, _THREAD)
-        self._planned: deque[Future[Places]] = deque()
+        self._planned: deque[Future[_Planned]] = deque()
         self._announced: Future[None] | None = None
 
     def next(self) -> Batch:
@@ -58,12 +67,12 @@ class Ahead:
         announced only then: the first batch has the cores for itself."""
         self._plan(self._room() + 1 - len(self._prefetcher))
         while len(self._prefetcher) <= self._room() and (self._planned[0].done() or not len(self._prefetcher)):
-            self._prefetcher.start(self._planned.popleft().result())
+            self._prefetcher.start(self._planned.popleft().result().places)
         batch = self._prefetcher.next()
         self._batch_bytes = max(self._batch_bytes, batch.nbytes)
         self._plan(ANNOUNCED_BATCHES + self._room() + 1 - len(self._prefetcher))
         while len(self._prefetcher) < self._room() and _is_there(self._planned[0]):
-            self._prefetcher.start(self._planned.popleft().result())
+            self._prefetcher.start(self._planned.popleft().result().places)
         self._announce()
         return batch
 
@@ -99,7 +108,15 @@ class Ahead:
     def _plan(self, count: int) -> None:
         """Have so many batches looked up."""
         while len(self._planned) < count:
-            self._planned.append(self._planner.submit(next, self._batches))
+            self._planned.append(self._planner.submit(self._look_up))
+
+    def _look_up(self) -> _Planned:
+        """In the planner's thread: the next batch, and what is read for it."""
+        places = next(self._batches)
+        reads = dict[int, list[Range]]()
+        for place in places:
+            reads.setdefault(place.source, []).extend(ranges(place.sample, self._work.members(place.sample)))
+        return _Planned(places, reads)
 
     def _announce(self) -> None:
         """Have the batches that are planned announced, unless the last time is not over yet."""
@@ -108,15 +125,13 @@ class Ahead:
                 self._announced.result()
             self._announced = self._planner.submit(self._name, tuple(self._planned))
 
-    def _name(self, planned: Sequence[Future[Places]]) -> None:
+    def _name(self, planned: Sequence[Future[_Planned]]) -> None:
         """In the planner's thread, after these were looked up. What went wrong there is raised where the batch is due."""
         done = [future.result() for future in planned if not future.exception()]
-        places = list(itertools.chain.from_iterable(done))
         for number, source in enumerate(self._sources):
-            mine = [place.sample for place in places if place.source == number]
-            source.announce([(sample, self._work.members(sample)) for sample in mine])
+            source.announce([read for one in done for read in one.reads.get(number, ())])
 
 
-def _is_there(planned: Future[Places]) -> bool:
+def _is_there(planned: Future[_Planned]) -> bool:
     """Whether these places are known; what went wrong is raised where the batch is due."""
     return planned.done() and not planned.exception()

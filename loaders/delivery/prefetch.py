@@ -12,7 +12,7 @@ state, after the picture that each has in hand, or the sample where that is not 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -53,7 +53,8 @@ class _Threads:
 
 
 class Prefetcher:
-    """Makes batches ahead of the trainer; used by one thread at a time. `group` samples are made together.
+    """Makes batches ahead of the trainer; used by one thread at a time. `group` samples are made together, and those to which
+    `alike` gives one value (not None).
 
     `buffers` lend the batches their memory; by default, each gets its own.
     """
@@ -66,8 +67,10 @@ class Prefetcher:
         threads: int,
         group: int = 1,
         buffers: Buffers | None = None,
+        alike: Callable[[Place], Hashable] | None = None,
     ) -> None:
         self._make, self._layout, self._output, self._group = make, layout, output, group
+        self._alike = alike
         self._buffers = buffers or Buffers(output.device, pinned=output.pinned, reuse=False)
         self._pool = _Threads(threads).pool
         self._stopped = threading.Event()
@@ -84,10 +87,20 @@ class Prefetcher:
             batch = Batch(len(places), self._layout, self._output, self._buffers)
         else:
             batch = RowBatch(places, self._layout, self._output, self._buffers)
-        groups = [range(n, min(n + self._group, len(places))) for n in range(0, len(places), self._group)]
+        groups = self._groups(places)
         self._batches.append(
             (batch, [self._pool.submit(self._fill, batch, group, [places[n] for n in group]) for group in groups])
         )
+
+    def _groups(self, places: Sequence[Place]) -> list[Sequence[int]]:
+        """Which slots are made together."""
+        if self._alike is None or self._group > 1:
+            return [range(n, min(n + self._group, len(places))) for n in range(0, len(places), self._group)]
+        groups: dict[Hashable, list[int]] = {}
+        for slot, place in enumerate(places):
+            which = self._alike(place)
+            groups.setdefault((slot,) if which is None else (place.source, place.sample.id, which), []).append(slot)
+        return list(groups.values())
 
     def next(self) -> Batch:
         """The oldest batch that was started, whole."""

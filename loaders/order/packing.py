@@ -14,6 +14,8 @@ recordings share a sequence in each epoch, and still lie near each other.
 Invariants: every piece is in exactly one sequence; no sequence is longer than `capacity`; the pieces of a sequence are in
 the order of their numbers; at most `lookahead` pieces are considered at a time. Without a key (`anew=False`) the same recordings
 share a sequence in every epoch, and which sequences share a batch changes. How many sequences there are depends on the key.
+Where sequences are counted on over epochs, as in mixtures, all packings are brought to one number of sequences (`with_room`,
+`stretched`) by halving a few; a packing that needs more is not used.
 Cost: about 1 µs a piece, when a loader is opened; with `anew` in every epoch, of which two are kept.
 Failure behaviour: `UsageError` for a capacity or lookahead that cannot be, and where nothing is left to pack.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -35,13 +37,16 @@ MAX_LOOKAHEAD = 65_536
 GROUP = 4
 """So many windows' pieces are shuffled among each other."""
 MAX_CAPACITY = 1 << 40
+ROOM, LEAST_ROOM = 200, 2
+"""One sequence in so many more is made where all packings have to have one length, and so many at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
     """Sequences of `capacity` units (samples of sound, or tokens). `long` says what becomes of recordings beyond it.
 
-    `anew` packs again for every epoch, so that other recordings share a sequence; epochs then differ a little in length.
+    `anew` packs again for every epoch, so that other recordings share a sequence; epochs then differ a little in length, but not
+    those of a mixture's sources.
     """
 
     capacity: int
@@ -99,6 +104,26 @@ class Packed:
     def waste_alone(self) -> float:
         """What it would be if every piece had a sequence of its own."""
         return 1.0 - int(self.lengths.sum()) / (len(self.lengths) * self.packing.capacity)
+
+
+def stretched(packed: Packed, count: int) -> Packed | None:
+    """The same pieces in exactly `count` sequences, where that can be had by halving some that hold several pieces."""
+    missing = count - len(packed)
+    pieces = np.diff(packed.ends, prepend=0)
+    able = np.flatnonzero(pieces > 1)
+    if not 0 <= missing <= len(able):
+        return None
+    chosen = able[np.argsort(-pieces[able], kind="stable")[:missing]]
+    cuts = packed.ends[chosen] - pieces[chosen] // 2
+    return replace(packed, ends=np.sort(np.concatenate([packed.ends, cuts])))
+
+
+def with_room(packed: Packed) -> Packed:
+    """The same pieces in a few sequences more, so that other packings of them can be stretched to as many."""
+    able = int((np.diff(packed.ends, prepend=0) > 1).sum())
+    roomy = stretched(packed, len(packed) + min(able, max(LEAST_ROOM, -(-len(packed) // ROOM))))
+    assert roomy is not None
+    return roomy
 
 
 def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None) -> Packed:

@@ -21,13 +21,14 @@ Failure behaviour: `UsageError` for groups that do not fit the order. `reads` is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dataio.core.errors import UsageError
 from loaders.order.lanes import Order
+from loaders.order.mixed_buckets import MixedBuckets
 from loaders.order.mixture import RESOLUTION, Mixed
 from loaders.order.permutation import I64, key_of, permute
 
@@ -134,6 +135,26 @@ def balance(mixed: Mixed, *, batches: int = 256) -> Balance:
         _away(taken, mixed.batch, shares),
         _away(drawn, mixed.batch, shares),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class BucketBalance:
+    """One bucket of a mixture: its `share` of the steps, and how evenly its batches hold the sources that it has."""
+
+    bucket: int
+    share: float
+    balance: Balance
+
+
+def bucket_balances(mixed: MixedBuckets, *, batches: int = 256) -> list[BucketBalance]:
+    """Measure every bucket that has a turn in the first epoch, by the weights of the first segment."""
+    last = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
+    turns = mixed.turns.counts(last).tolist()
+    return [
+        BucketBalance(bucket, count / last, balance(replace(inside, batches=count), batches=batches))
+        for bucket, count, inside in zip(mixed.numbers, turns, mixed.mixtures, strict=True)
+        if count
+    ]
 
 
 def _away(streams: I64, size: int, shares: npt.NDArray[np.float64]) -> float:

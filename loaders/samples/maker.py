@@ -57,7 +57,7 @@ class Maker:
 
     def _try(self, places: Sequence[Place]) -> list[Finished | MillraceError]:
         with self._memory.admitted(sum(self._cost(place.sample) for place in places)):
-            loaded = [self._load(place) for place in places]
+            loaded = self._load_all(places)
             with span("decode", clips=len(places)):
                 done = iter(self._work.do([one for one in loaded if isinstance(one, Loaded)]))
             return [next(done) if isinstance(one, Loaded) else one for one in loaded]
@@ -65,6 +65,16 @@ class Maker:
     def _cost(self, sample: Sample) -> int:
         exts = self._work.members(sample)
         return sum(member.length for member in sample.members if member.ext in exts) + self._work.cost(sample)
+
+    def _load_all(self, places: Sequence[Place]) -> list[Loaded | MillraceError]:
+        """Parts of one sample share its bytes."""
+        there = dict[tuple[int, int], Loaded | MillraceError]()
+        for place in places:
+            which = place.source, place.sample.id
+            if which not in there:
+                there[which] = self._load(place)
+        found = [(place, there[place.source, place.sample.id]) for place in places]
+        return [replace(one, place=place) if isinstance(one, Loaded) else one for place, one in found]
 
     def _load(self, place: Place) -> Loaded | MillraceError:
         """Read and check the bytes."""

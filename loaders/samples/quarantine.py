@@ -54,9 +54,12 @@ class Quarantine:
         self._kept = set[tuple[int, int]]()
 
     def condemn(self, place: Place, error: MillraceError) -> None:
-        """Never read this place's sample again. Known at once, listed when the batch is delivered."""
+        """Never read this place's sample again. Known at once, listed when the batch is delivered.
+
+        What is kept is the error without its frames, which would keep the bytes that were read.
+        """
         with self._lock:
-            self._condemned.setdefault((place.source, place.sample.id), error)
+            self._condemned.setdefault((place.source, place.sample.id), type(error)(error.message, hint=error.hint))
 
     def condemned(self, place: Place) -> MillraceError | None:
         """Why this place's sample is not read any more, or None."""

@@ -15,12 +15,21 @@ from collections.abc import Sequence
 import xxhash
 
 from dataio.cache.contract import ShardReader
-from dataio.core.errors import CorruptionError, NotFoundError, UsageError
+from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, UsageError
 from dataio.core.log import get_logger, warn_once
 from dataio.shards.contract import Member, Sample
 from dataio.store.contract import Store
 
 _log = get_logger(__name__)
+
+
+Range = tuple[str, int, int]
+"""Of an object: key, offset, length."""
+
+
+def ranges(sample: Sample, exts: Sequence[str]) -> list[Range]:
+    """What `Source.fetch` reads of a sample, as far as the index lists it."""
+    return [(sample.shard, member.offset, member.length) for member in sample.members if member.ext in exts]
 
 
 class StoreReader:
@@ -33,6 +42,9 @@ class StoreReader:
         buffers = [memoryview(bytearray(length)) for _, length in ranges]
         self._store.get_ranges_into(key, [(start, b) for (start, _), b in zip(ranges, buffers, strict=True)])
         return [buffer.toreadonly() for buffer in buffers]
+
+    def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        self._store.get_ranges_into(key, pieces)
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         pass
@@ -53,13 +65,27 @@ class Source:
         try:
             views = self._reader.read(sample.shard, [(m.offset, m.length) for m in members])
             return {m.ext: self._checked(sample, m, view) for m, view in zip(members, views, strict=True)}
-        except (NotFoundError, UsageError) as error:  # the shard is gone, or too short for the range
-            raise CorruptionError(f"{sample.shard}: {error.message}", hint=error.hint) from error
+        except (NotFoundError, UsageError) as error:
+            raise _lost(sample, error) from error
 
-    def announce(self, upcoming: Sequence[tuple[Sample, Sequence[str]]]) -> None:
-        """Say which samples are read next, soonest first."""
-        members = [(sample, _member(sample, ext)) for sample, exts in upcoming for ext in dict.fromkeys(exts)]
-        self._reader.announce([(sample.shard, member.offset, member.length) for sample, member in members])
+    def fetch_into(self, sample: Sample, exts: Sequence[str], memory: memoryview) -> int:
+        """The same, one after the other into writable `memory`, which is long enough; how many bytes they are."""
+        members, at, pieces = [_member(sample, ext) for ext in exts], 0, list[tuple[int, memoryview]]()
+        for member in members:
+            pieces.append((member.offset, memory[at : at + member.length]))
+            at += member.length
+        try:
+            self._reader.read_into(sample.shard, pieces)
+            for member, (_, view) in zip(members, pieces, strict=True):
+                if (checked := self._checked(sample, member, view)) is not view:
+                    view[:] = checked
+        except (NotFoundError, UsageError) as error:
+            raise _lost(sample, error) from error
+        return at
+
+    def announce(self, upcoming: Sequence[Range]) -> None:
+        """Say which ranges are read next, soonest first."""
+        self._reader.announce(upcoming)
 
     def close(self) -> None:
         self._reader.close()
@@ -75,6 +101,11 @@ class Source:
             f"{sample.shard}: the {member.length} bytes at {member.offset} are not those that were packed",
             hint="check the dataset with `millrace verify`",
         )
+
+
+def _lost(sample: Sample, error: MillraceError) -> CorruptionError:
+    """The shard is gone, or too short for the range."""
+    return CorruptionError(f"{sample.shard}: {error.message}", hint=error.hint)
 
 
 def _is_right(view: memoryview, member: Member) -> bool:

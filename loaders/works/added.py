@@ -80,7 +80,9 @@ def check_columns(columns: Sequence[str], known: Sequence[str]) -> tuple[str, ..
     """`columns`, if each is there and none hides what a batch holds anyway."""
     for name in columns:
         if name in _OURS:
-            raise UsageError(f"columns cannot hold {name!r}: batches have something of that name")
+            raise UsageError(f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out")
+        if name == "caption" and name not in known:
+            raise UsageError("there is no column 'caption'", hint='every batch has the captions, as "text"')
         if name not in known:
             raise UsageError(f"there is no column {name!r}", hint=f"there are {', '.join(sorted(known))}")
     return tuple(dict.fromkeys(columns))
@@ -96,7 +98,8 @@ class Transformed(Around):
     def _more(self, place: Place, finished: Finished) -> Finished:
         generator = torch.Generator().manual_seed(int(place.key(_TRANSFORM)[0]) >> 1)
         try:
-            tensors = dict(self._transform(dict(finished.tensors), generator))
+            made: object = self._transform(dict(finished.tensors), generator)
+            tensors = dict(made) if isinstance(made, Mapping) else {}
         except Exception as error:
             error.add_note(f"in the loader's transform, for sample {finished.sample.key!r}")
             raise

@@ -8,7 +8,7 @@ Failure behaviour: damage of one sample is returned in its place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,11 +16,12 @@ import torch
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
 from dataio.shards.contract import Sample, VideoInfo
-from loaders.clip import Clip, choose
+from loaders.clip import Clip, Wanted, choose
 from loaders.contract import Finished, Layout, Loaded, Place
 from loaders.decode import resize
 from loaders.decode.contract import Color, Decoded, Decoder, Request
 from loaders.decode.geometry import Fit
+from loaders.decode.together import beginning
 from loaders.samples.maker import DAMAGE
 from loaders.sound.decode import Hear, decode_audio
 from loaders.sound.spec import AudioSpec
@@ -28,6 +29,8 @@ from loaders.works.cut import Cut
 from loaders.works.windows import finished_sound
 
 _WHOLE = Cut()
+_DECODING = 8
+"""Pictures that a decoder and a converter hold of a clip that is cut one picture at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,33 @@ class Look:
     color: Color = "bt601"
 
 
+def beginnings(looks: Sequence[Look]) -> Callable[[Place], Hashable] | None:
+    """What tells the places whose clips may share their decoding, where there are any: looks by stream. Pure."""
+    if all(look.clip.per_video == 1 and look.clip.start != "every" for look in looks):
+        return None
+
+    def beginning_of(place: Place) -> Hashable:
+        video, clip = place.sample.video, looks[place.stream if len(looks) > 1 else 0].clip
+        try:
+            return None if video is None else beginning(video.ext, wanted_by(place, video, clip))
+        except CorruptionError:
+            return None
+
+    return beginning_of
+
+
+def wanted_by(place: Place, video: VideoInfo, clip: Clip) -> Wanted:
+    """The frames of a place."""
+    return choose(video, clip, place.seed, place.epoch, place.sample.id, place.number, place.attempt)
+
+
 class ClipWork:
     """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S),
     of which "audio_samples" are real."""
 
-    def __init__(self, look: Look, decoder: Decoder, hear: Hear = decode_audio) -> None:
-        self._look, self._decoder, self._hear = look, decoder, hear
+    def __init__(self, look: Look, decoder: Decoder, hear: Hear = decode_audio, *, one_by_one: bool = False) -> None:
+        """`one_by_one`: the decoder cuts each picture to size when it has it, so no whole clip is ever held."""
+        self._look, self._decoder, self._hear, self._one_by_one = look, decoder, hear, one_by_one
 
     @property
     def layout(self) -> Layout:
@@ -62,7 +86,13 @@ class ClipWork:
 
     def cost(self, sample: Sample) -> int:
         video = sample.video
-        return 0 if video is None else video.width * video.height * 3 * self._look.clip.frames
+        if video is None:
+            return 0
+        look, picture = self._look, video.width * video.height * 3
+        if look.size is None or self._turned(video) or not self._one_by_one:
+            return picture * look.clip.frames
+        height, width = look.size
+        return picture * _DECODING + height * width * 3 * look.clip.frames
 
     def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
         requests = [self._request(one) for one in loaded]
@@ -81,9 +111,7 @@ class ClipWork:
         if video is None:
             return UnsupportedError("the sample holds no video")
         try:
-            wanted = choose(
-                video, self._look.clip, place.seed, place.epoch, place.sample.id, place.number, place.attempt
-            )
+            wanted = wanted_by(place, video, self._look.clip)
         except CorruptionError as error:
             return error
         return Request(loaded.members[video.ext], video, wanted, self._look.color, self._cut(place, video))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import all as everything
-from bench.all import PLAN, Short, run
+from bench.all import PLAN, Short, allowance, run
 from bench.cli import COMMANDS, bench, usage
 from bench.core.results import Run, read
 from dataio.core.errors import UsageError
@@ -40,12 +40,13 @@ def test_done_failed_cut_off_and_skipped_parts_are_all_in_the_report(
         "1e6",
     )
     plan = [
-        Short("simulate", ("simulate", "--gpus", "8", "--rounds", "1"), 50),
-        Short("broken", ("store", "gs://nowhere"), 40),
-        Short("endless", endless, 9),
-        Short("late", ("simulate",), 1e-9),
+        Short("simulate", ("simulate", "--gpus", "8", "--rounds", "1"), 300),
+        Short("broken", ("store", "gs://nowhere"), 300),
+        Short("endless", endless, 8),
+        Short("late", ("simulate",), 0.5),
     ]
-    parts = {part.name: part for part in run(plan, tmp_path, 14, document())}
+    monkeypatch.setattr(everything, "allowance", lambda need, left, later: need)
+    parts = {part.name: part for part in run(plan, tmp_path, 1000, document())}
     assert parts["simulate"].status == "done"
     assert (parts["broken"].status, "neither a bucket nor a directory" in parts["broken"].why) == ("failed", True)
     assert parts["endless"].status == "interrupted"
@@ -57,6 +58,14 @@ def test_done_failed_cut_off_and_skipped_parts_are_all_in_the_report(
     for name, state in (("broken", "failed"), ("endless", "interrupted"), ("late", "skipped")):
         assert f"<li><b>{name}</b> {state}: " in text
     assert not list((tmp_path / "data").iterdir())
+
+
+def test_a_benchmark_may_take_what_the_later_ones_do_not_need_and_else_its_share() -> None:
+    assert allowance(20, 300, 250) == 50
+    assert allowance(20, 300, 0) == 300
+    assert allowance(20, 90, 160) == 10
+    assert allowance(20, -5, 160) < 1
+    assert sum(short.need for short in PLAN) <= 280, "no room is left in the five minutes"
 
 
 def test_ctrl_c_ends_it_and_says_what_was_not_begun(tmp_path: Path) -> None:

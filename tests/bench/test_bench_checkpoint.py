@@ -34,9 +34,7 @@ def test_a_candidate_that_cannot_run_says_why() -> None:
     assert set(SHORT) <= set(ENTRIES)
 
 
-@pytest.mark.parametrize(
-    "options", [["--on", "moon"], ["--size", "1KiB"], ["--ranks", "0"], ["--size", "many"]], ids=lambda o: " ".join(o)
-)
+@pytest.mark.parametrize("options", [["--on", "moon"], ["--size", "1KiB"], ["--size", "many"]], ids=" ".join)
 def test_what_makes_no_sense_is_refused(options: list[str]) -> None:
     with pytest.raises(UsageError):
         checkpoint.main(options)

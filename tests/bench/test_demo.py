@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 
 from bench.demo.media import make_clip
 from dataio import pack
+from tests.ranks import launch
 
-STEPS, SAVE_EVERY, KILL_AT = 16, 4, 8
+STEPS, SAVE_EVERY, KILL_AT = 8, 2, 4
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,18 +56,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def train(dataset: str, repository: Path, run: str, ranks: int, steps: int) -> list[list[dict[str, Any]]]:
     """Events of every rank of a training run of the demo's trainer."""
-    log = Path(f"{repository}-{ranks}-of-{steps}-log")
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={log}"]
-    launch += ["--redirects=1", "-m"]
     arguments = ["--data", dataset, "--checkpoints", str(repository), "--name", run, "--steps", str(steps)]
     arguments += ["--save-every", "3", "--clips-per-video", "4"]
-    command = [sys.executable, *launch, "bench.demo.trainer", *arguments]
-    environment = {**os.environ, "MILLRACE_SIDECAR": "off", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    logs = sorted(log.rglob("stdout.log"))
-    assert len(logs) == ranks
-    return [[json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")] for log in logs]
+    return launch(ranks, "tests.bench.demo_trainer", *arguments, MILLRACE_SIDECAR="off")
 
 
 def global_batches(events: list[list[dict[str, Any]]]) -> list[list[int]]:

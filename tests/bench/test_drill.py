@@ -8,9 +8,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,7 +55,11 @@ def test_wheels_travel_in_pieces_and_install_without_a_network(tmp_path: Path) -
     assert max(path.stat().st_size for path in (tmp_path / "pieces").glob("*.piece")) <= 4096
     joined = wheels.join(tmp_path / "pieces", tmp_path / "joined")
     assert [path.read_bytes() for path in joined] == [path.read_bytes() for path in made]
+    manifest_file = tmp_path / "pieces" / "manifest.json"
+    assert not wheels.is_installed(manifest_file, tmp_path / "site")
     assert wheels.install(joined, tmp_path / "site") == [path.name for path in made]
+    wheels.note_installed(manifest_file, tmp_path / "site")
+    assert wheels.is_installed(manifest_file, tmp_path / "site")
     done = subprocess.run(
         [sys.executable, "-c", "import drilltest2; print(len(drilltest2.DATA), drilltest2.__file__)"],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
@@ -132,46 +139,91 @@ def test_a_manifest_that_lies_about_digests_gives_no_wheel(tmp_path: Path) -> No
         wheels.join(tmp_path / "pieces", tmp_path / "joined")
 
 
-def drill(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def drill(out: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(DRILL), "--dry-run", "--out", str(out), "--pieces", str(out / "none"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170)
+    given = {name: value for name, value in os.environ.items() if name != "OUT"} | environ
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, env=given)
 
 
 def test_a_dry_run_lists_all_parts_runs_what_needs_no_gpu_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    done = drill(tmp_path, "--parts", "probe,gds")
+    done = drill(tmp_path, "--parts", "probe")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[:8]] == [
-        "*",
-        "nvdec",
-        "feed",
-        "staging",
-        "lazy",
-        "restore",
-        "*",
-        "tests",
-    ]
-    run = results.read(tmp_path / "drill.json")
-    assert [(part.name, part.status) for part in run.parts] == [("probe", "done"), ("gds", "done")]
-    assert run.parts[0].notes == ["no GPU is here: torch.cuda.is_available() is False"]
-    again = drill(tmp_path, "--parts", "probe,restore")
-    assert "probe: done before" in again.stdout
-    (_, restore) = results.read(tmp_path / "drill.json").parts
-    assert restore.candidates["warm"].metrics["rate"][0] > 0
-    assert not restore.failed
+    listed = [line.split()[0] for line in done.stdout.splitlines()[:8]]
+    assert listed == ["*", "nvdec", "feed", "staging", "lazy", "restore", "gds", "tests"]
+    (probe,) = results.read(tmp_path / "drill.json").parts
+    assert (probe.name, probe.status) == ("probe", "done")
+    assert probe.notes == ["no GPU is here: torch.cuda.is_available() is False"]
+    again = drill(tmp_path, "--parts", "restore", OUT=str(tmp_path / "carried"))
+    assert "restore: done in" in again.stdout
+    assert "probe: done before" in drill(tmp_path, "--parts", "probe").stdout
+    parts = results.read(tmp_path / "drill.json").parts
+    assert [part.name for part in parts] == ["probe", "restore"], "what an earlier start measured is gone"
+    assert parts[1].candidates["warm"].metrics["rate"][0] > 0
+    assert not parts[1].failed
     assert "## Restore into the device: done" in (tmp_path / "drill.md").read_text()
+    carried = results.read(tmp_path / "carried" / "drill.json").parts
+    assert [part.name for part in carried] == ["probe", "restore"]
 
 
-def test_a_part_that_is_cut_off_or_has_no_time_left_is_in_the_results(tmp_path: Path) -> None:
-    done = drill(tmp_path, "--parts", "nvdec,probe", "--limit", "6", "--budget", "8")
-    assert done.returncode == 1
-    cut, skipped = results.read(tmp_path / "drill.json").parts
-    assert (cut.name, cut.status) == ("nvdec", "failed")
-    assert "cut off after 6 s" in cut.why
-    assert (skipped.name, skipped.status, skipped.why) == (
-        "probe",
-        "skipped",
-        "the budget was spent; run the command again",
+def part_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, seconds: float = 60) -> dict[str, Any]:
+    """What becomes of a part whose process is this program; it may use `part`."""
+    script = tmp_path / "part.py"
+    first = (
+        "import sys, os, signal, subprocess, time; from pathlib import Path; from bench.drill.result import PartResult"
     )
+    script.write_text(f"""{first}
+out = Path(sys.argv[sys.argv.index("--out") + 1])
+PartResult.path = out / "parts" / "feed.json"
+part = PartResult("feed", "Feed")
+part.metric("rate", "rate", "1/s")
+{program}
+""")
+    monkeypatch.setattr(gpu_drill, "__file__", str(script))
+    (tmp_path / "out" / "parts").mkdir(parents=True)
+    environ = {**os.environ, "PYTHONPATH": str(gpu_drill.ROOT)}
+    return gpu_drill._part("feed", Namespace(out=tmp_path / "out", again=False, dry_run=True), environ, seconds)
+
+
+def test_a_part_that_dies_keeps_what_it_had_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies = "part.add('loader', 'rate', 7.0); print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    found = part_of(tmp_path, monkeypatch, dies)
+    assert (found["status"], found["why"]) == ("interrupted", "last words\n")
+    assert found["candidates"]["loader"]["metrics"] == {"rate": [7.0]}
+    kept = gpu_drill._all(tmp_path / "out", {})
+    assert [part["name"] for part in kept] == ["feed"]
+
+
+def test_a_part_that_measured_nothing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = part_of(tmp_path, monkeypatch, "raise SystemExit('no card')")
+    assert (found["status"], found["why"]) == ("failed", "no card\n")
+
+
+def test_a_part_that_hangs_is_cut_off_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = f"child = subprocess.Popen(['sleep', '600']); Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))"
+    hangs = f"{child}; time.sleep(600)"
+    monkeypatch.setattr(gpu_drill, "LEAST_SECONDS", 0)
+    found = part_of(tmp_path, monkeypatch, hangs, seconds=2)
+    assert (found["status"], found["why"]) == ("failed", "cut off after 2 s: exit status -9")
+    if (tmp_path / "child").exists():  # else the machine was so busy that the part had not come so far
+        until = time.monotonic() + 60
+        while running(int((tmp_path / "child").read_text())) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not running(int((tmp_path / "child").read_text()))
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and not only waiting to be counted."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_without_time_a_part_is_skipped_and_in_the_results(tmp_path: Path) -> None:
+    done = drill(tmp_path, "--parts", "probe", "--budget", "1")
+    assert done.returncode == 1
+    (skipped,) = results.read(tmp_path / "drill.json").parts
+    assert (skipped.status, skipped.why) == ("skipped", "the budget was spent; run the command again")
     assert "## probe: skipped" in (tmp_path / "drill.md").read_text()
 
 
@@ -183,6 +235,39 @@ def test_wrong_use_is_said(tmp_path: Path) -> None:
 
 def test_every_part_of_the_drill_says_what_it_shows() -> None:
     assert all(len(gpu_drill._line(name)) > 20 for name in gpu_drill.PARTS)
+
+
+class Card:
+    """In the place of libnvidia-ml: a card whose decoders are busy, and that does not tell of anything else."""
+
+    def __init__(self, failed: int = 0) -> None:
+        self.failed = failed
+
+    def nvmlInit_v2(self) -> int:
+        return self.failed
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: int, card: Any) -> int:
+        card._obj.value = 100 + number
+        return 0
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, address: bytes, card: Any) -> int:
+        card._obj.value = int(address[9:11], 16)
+        return 0
+
+    def nvmlDeviceGetDecoderUtilization(self, card: Any, busy: Any, period: Any) -> int:
+        busy._obj.value = card.value
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, card: Any, rates: Any) -> int:
+        return 3
+
+
+def test_the_driver_is_asked_about_the_card_that_is_used() -> None:
+    card = dmon._card(Card(), "00000000:1B:00.0")
+    assert dmon.ask(Card(), card) == {"dec": 0x1B}
+    assert dmon.ask(Card(), dmon._card(Card(), None)) == {"dec": 100}
+    with pytest.raises(OSError, match="NVML error 9"):
+        dmon._card(Card(9), None)
 
 
 def test_the_table_of_nvidia_smi_is_read_by_its_own_heading() -> None:

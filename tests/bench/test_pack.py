@@ -37,7 +37,7 @@ def test_without_ffprobe_its_candidate_is_left_out_and_the_output_says_so(tmp_pa
     nothing = tmp_path / "path"
     nothing.mkdir()
     done = subprocess.run(
-        [*COMMAND, "--rounds", "0", "--files", "2", "--directory", str(tmp_path)],
+        [*COMMAND, "--rounds", "1", "--files", "2", "--directory", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 
@@ -16,10 +13,7 @@ from bench.demo.page import page
 from bench.demo.proof import compare
 from bench.demo.settings import Settings
 from tests.bench.test_proof import STEPS, run
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *QUIET)
+from tests.browser import Browser, needs_browser
 
 
 def journey(*, damaged: bool = False) -> Journey:
@@ -64,19 +58,13 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert not re.search(r"https?://|<script|<link|@import|url\(", page(journey(), []))
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package: chromium)")
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_real_browser_draws_all_three_curves(tmp_path: Path, width: int) -> None:
     (tmp_path / "index.html").write_text(page(journey(), [("a", "b")]))
-    shot = tmp_path / "shot.png"
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"]
-    subprocess.run(
-        [*command, f"--screenshot={shot}", (tmp_path / "index.html").as_uri()],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    with av.open(str(shot)) as image:
-        picture = next(image.decode(video=0)).to_ndarray(format="rgb24")
+    with Browser(tmp_path / "profile") as browser:
+        browser.look((tmp_path / "index.html").as_uri(), width, 900, "light")
+        browser.wait_until("document.readyState === 'complete'")
+        picture = browser.screenshot(tmp_path / "shot.png")
     for colour in ((0x9C, 0xC4, 0xE4), (0x0B, 0x53, 0x94), (0xC2, 0x41, 0x0C)):
         assert np.all(picture == np.array(colour), axis=-1).sum() > 20, f"no pixel of colour {colour}"

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ from bench.report.cli import report
 from bench.report.markdown import markdown
 from bench.report.page import page
 from bench.store.cells import Sweep, metrics
-from tests.browser import CHROMIUM, WHY_NOT, Browser
+from tests.browser import Browser, needs_browser
 
 SHOTS = os.environ.get("MILLRACE_SCREENSHOTS")
 EVIL = "<script>alert(1)</script>"
@@ -143,7 +142,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "report.html").as_uri()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+@needs_browser
 def test_a_real_browser_shows_it_at_both_widths_in_both_colour_schemes(tmp_path: Path, shown: str) -> None:
     with Browser(tmp_path / "profile") as browser:
         for width in (1280, 400):
@@ -154,9 +153,9 @@ def test_a_real_browser_shows_it_at_both_widths_in_both_colour_schemes(tmp_path:
                 assert browser.evaluate("document.querySelector('#troubles').innerText").count("\n") == 1
                 assert _cut_off(browser) == [], "texts are cut off by their charts"
                 shot = tmp_path / f"report-{width}-{scheme}.png"
-                browser.screenshot(shot)
+                picture = browser.screenshot(shot)
                 for name, colour in COLOURS[scheme].items():
-                    assert _pixels(shot, colour) > 200, f"nothing is drawn in {name} ({width}, {scheme})"
+                    assert _pixels(picture, colour) > 200, f"nothing is drawn in {name} ({width}, {scheme})"
                 if SHOTS:
                     (Path(SHOTS) / shot.name).write_bytes(shot.read_bytes())
         assert browser.errors == []
@@ -178,7 +177,5 @@ def _cut_off(browser: Browser) -> list[str]:
     )
 
 
-def _pixels(shot: Path, colour: tuple[int, int, int]) -> int:
-    with av.open(str(shot)) as image:
-        picture = next(image.decode(video=0)).to_ndarray(format="rgb24")
+def _pixels(picture: np.ndarray, colour: tuple[int, int, int]) -> int:
     return int(np.all(np.abs(picture.astype(int) - np.array(colour)) <= 2, axis=-1).sum())

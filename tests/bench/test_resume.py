@@ -12,10 +12,9 @@ from loaders import engine
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_resumed_loader_is_timed_and_compared_with_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "CLIPS", 400)
     monkeypatch.setattr(resume, "_READS", [])
     monkeypatch.setattr(engine, "open_reader", engine.open_reader)  # put back afterwards
-    resume.prepare(tmp_path)
+    resume.prepare(tmp_path, 400)
     monkeypatch.setattr(resume, "AFTER", 1)
     ours = resume.measure(resume.OURS, tmp_path)
     assert ours["exact"] == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from bench.simulate.engine import Latch, Link, Process, Simulation, SimulationEr
 from bench.simulate.training import best_interval, simulate
 from dataio.core.errors import UsageError
 from dataio.core.limits import CACHE_BLOCK_BYTES
+from loaders.order import Order
 
 RATE = 10e6
 SHAPE = Shape(shards=2, per_shard=16)
@@ -100,11 +100,28 @@ def test_processes_that_wait_for_each_other_are_an_error_and_so_is_a_run_without
         simulation.run()
 
 
-def test_the_expected_amplification_is_that_of_throwing_samples_at_ranks() -> None:
-    rng, blocks = random.Random(0), 4000
-    touched = sum(len({rng.randrange(8) for _ in range(9)}) for _ in range(blocks))
-    assert reading.amplification(8, 9) == pytest.approx(touched / blocks, rel=0.02)
-    assert reading.amplification(1, 9) == 1
+@pytest.mark.parametrize("gpus", [8, 512])
+def test_a_node_that_shares_reads_less_than_its_ranks_alone_and_never_less_than_all(gpus: int) -> None:
+    for size in (5e5, 4e6):
+        together, alone = (reading.amplification(gpus, 8, 8, size, 4 << 20, shared=shared) for shared in (True, False))
+        assert 1 <= together < alone < 8
+        assert (together < 1.01) == (gpus == 8), (
+            "one node reads each block once; of several, those at the edges of chunks twice"
+        )
+
+
+def test_amplification_is_that_of_the_blocks_that_the_order_gives_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_SAMPLES", 1000)
+    order = Order.of(1000, 16, sample_bytes=3e6)
+    touched: list[set[int]] = [set(), set()]
+    for number in range(order.full_batches):
+        for rank in range(2):
+            for sample in order.batch_of(0, number, rank, 2).tolist():
+                touched[rank] |= set(range(int(sample * 3e6 // 4e6), int(((sample + 1) * 3e6 - 1) // 4e6) + 1))
+    found = reading.amplification.__wrapped__(2, 2, 8, 3e6, 4e6, shared=False)
+    assert found == pytest.approx(sum(map(len, touched)) * 4e6 / (order.full_batches * 16 * 3e6))
+    found = reading.amplification.__wrapped__(2, 2, 8, 3e6, 4e6, shared=True)
+    assert found == pytest.approx(len(touched[0] | touched[1]) * 4e6 / (order.full_batches * 16 * 3e6))
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +188,7 @@ def test_predictions_for_local_ranks_are_close_to_real_runs(
     assert seconds == pytest.approx(expected.seconds, rel=TOLERANCE, abs=SLACK)
 
 
-KNOWN = Costs(1, 0, 10, 60, 1, 30, 20_000, False)
+KNOWN = Costs(1, 0, 10, 60, 0, 1, 30, 20_000, False)
 
 
 def test_without_interruptions_only_stalls_cost() -> None:
@@ -219,10 +236,10 @@ def test_a_staged_save_outlives_software_failures_only_with_the_sidecar() -> Non
 
 def test_each_part_of_millrace_changes_what_it_should() -> None:
     full, dedup, sidecar, none = (costs(Cluster(4096), Job(), features) for features in VARIANTS)
-    assert none.amplification > 5 > 1 == sidecar.amplification
+    assert none.amplification > sidecar.amplification > 1
     assert dedup.durable < sidecar.durable
     assert full.durable < dedup.durable
-    assert none.data_stall > sidecar.data_stall
+    assert none.data_stall >= sidecar.data_stall
     assert full.restore < dedup.restore
 
 

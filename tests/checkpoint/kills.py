@@ -1,16 +1,14 @@
 """Trainers, collectors, readers and taggers as processes that a test kills, without torch.
 
-`Nursery` is one process that has everything imported and forks: so a fresh process costs milliseconds, and a thousand of them
-minutes. A worker writes what it was told is true ("committed", "tagged") into a journal, one line with one write, *after* it
-was told. The bytes of a step follow from its timeline and number, so that anybody can say what must be restored.
+They are forks (`tests.nursery`), so that a thousand of them cost minutes. A worker writes what it was told is true ("committed",
+"tagged") into a journal, one line with one write, *after* it was told. The bytes of a step follow from its timeline and number,
+so that anybody can say what must be restored.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,21 +16,22 @@ from pathlib import Path
 import numpy as np
 
 import dataio.store.posix  # its crash points are declared when it is imported
+import dataio.store.s3
 from checkpoint.format.documents import Base
 from checkpoint.lifecycle import collect, tags
 from checkpoint.lifecycle.automatic import Retention
 from checkpoint.lifecycle.keep import Keep
 from checkpoint.repository import steps as repository
 from checkpoint.repository.parent import Parent
-from dataio.core import crashpoints
 from dataio.core.errors import MillraceError, NotFoundError
 from dataio.core.limits import KIB
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+from tests import nursery
 from tests.checkpoint.making import RUN, begin, load, make, save
+from tests.nursery import Child
 
-assert dataio.store.posix
-ROOT = Path(__file__).parents[2]
+assert dataio.store.posix, dataio.store.s3
 LIFE = 4.0
 """Seconds that leases of these processes live, so that what the dead left is collected while the test runs."""
 
@@ -130,11 +129,9 @@ def tagger(task: Task, store: Store, journal: Journal) -> None:
         journal.say("tagged", found.timeline, found.step, found.attempt)
 
 
-def _child(task: Task) -> None:
+def main(about: str) -> int:
     """The whole life of a worker; its exit code: 0, 3 for an error that was said, 1 for one that must not be."""
-    if task.crash:
-        os.environ["MILLRACE_CRASH_MARK"] = task.mark
-        crashpoints._declared[task.crash]._left = task.nth
+    task = Task(**json.loads(about))
     journal, code = Journal(task.journal), 0
     try:
         with open_store(task.url) as store:
@@ -150,61 +147,9 @@ def _child(task: Task) -> None:
     os._exit(code)
 
 
-class Nursery:
-    """Forks workers; `wait` gives a worker's exit code, or minus the signal that ended it."""
-
-    def __enter__(self) -> Nursery:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.kills"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._ask({"hello": 1}) == 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
-
-    def start(self, task: Task) -> int:
-        return self._ask(asdict(task))
-
-    def wait(self, pid: int) -> int:
-        return self._ask({"wait": pid})
-
-    def _ask(self, what: dict[str, object]) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-
-def main() -> None:
-    """The nursery: commands as lines of JSON, answers as numbers."""
-    import dataio.store.s3  # noqa: F401 - so that its children need not import it
-
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if "wait" in asked:
-            answer = os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])
-        elif "hello" in asked:
-            answer = 1
-        else:
-            answer = os.fork()
-            if not answer:
-                os.dup2(2, 1)
-                _child(Task(**asked))
-        print(answer, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def start(task: Task) -> Child:
+    crash = {"MILLRACE_CRASH": f"{task.crash}#{task.nth}", "MILLRACE_CRASH_MARK": task.mark} if task.crash else {}
+    return nursery.start("tests.checkpoint.kills", json.dumps(asdict(task)), **crash)
 
 
 def committed(journal: str) -> list[Base]:

@@ -383,7 +383,7 @@ def test_a_second_save_waits_for_the_arena_within_its_bound(tmp_path: Path) -> N
             checkpointer.save(2, state)
         with pytest.raises(DeadlineError, match="step 1 is not committed after"):
             first.result(0.01)
-        checkpointer._wait = 60
+        checkpointer._wait = checkpointer._saver.wait = 60
         releaser = threading.Timer(0.2, held.set)
         releaser.start()
         second = checkpointer.save(2, state)

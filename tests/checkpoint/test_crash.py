@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,31 +16,23 @@ from checkpoint.repository import check
 from dataio.core.crashpoints import declared
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+from tests import nursery
 from tests.checkpoint.making import begin, latest, load, make, save, tiny_state
 
 assert checkpoint.carry
 POINTS = sorted(name for name in declared() if name.startswith("ckpt.") and name != "ckpt.mid-stage")
 COMPLETE = {"ckpt.fate-written", "ckpt.commit-written", "ckpt.lease-deleted"}
 """From the fate on the step exists for every reader."""
-ROOT = Path(__file__).parents[2]
 
 
-def run_saver(
-    url: str, step: int, seed: int, parent: Base | None, crash: str, mark: Path
-) -> subprocess.CompletedProcess[str]:
+def run_saver(url: str, step: int, seed: int, parent: Base | None, crash: str, mark: Path) -> None:
     """A saver that is killed at `crash`; asserts that it was, there."""
     argument = msgspec.json.encode(parent).decode() if parent else ""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.saver", url, str(step), str(seed), argument],
-        cwd=ROOT,
-        env={**os.environ, "MILLRACE_CRASH": crash, "MILLRACE_CRASH_MARK": str(mark)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == -9, done.stderr
+    environment = {"MILLRACE_CRASH": crash, "MILLRACE_CRASH_MARK": str(mark)}
+    process = nursery.start("tests.checkpoint.saver", url, str(step), str(seed), argument, **environment)
+    _, err = process.communicate(120)
+    assert process.returncode == -signal.SIGKILL, err
     assert mark.read_text() == crash + "\n"
-    return done
 
 
 @dataclass

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,17 +20,16 @@ from checkpoint.preemption import NOT_SAVED, REPORT_VARIABLE, SAVED
 from dataio.core.errors import CapacityError, UsageError
 from dataio.store.contract import Buffer, Store
 from dataio.store.open import open_store
+from tests import nursery
 from tests.checkpoint.making import Wrapped
+from tests.nursery import Child
 
-ROOT = Path(__file__).parents[2]
 
-
-def start(url: Path, report: Path, mode: str = "", rank: int = 0, world: int = 1, port: int = 0) -> Any:
-    env = {**os.environ, REPORT_VARIABLE: str(report), "OMP_NUM_THREADS": "1"}
+def start(url: Path, report: Path, mode: str = "", rank: int = 0, world: int = 1, port: int = 0) -> Child:
+    env = {REPORT_VARIABLE: str(report)}
     if world > 1:
         env |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tests.checkpoint.preempted", str(url), mode]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return nursery.start("tests.checkpoint.preempted", str(url), mode, **env)
 
 
 def lines(process: Any) -> Iterator[dict[str, Any]]:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +12,14 @@ from checkpoint import Checkpointer
 from checkpoint.repository import check
 from checkpoint.repository import steps as repository
 from dataio.store.open import open_store
+from tests import nursery
 from tests.checkpoint.trainer import state_for, summary
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.checkpoint.trainer", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+from tests.nursery import Child
+from tests.ranks import free_port
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def start(*arguments: str, **environment: str) -> Child:
+    return nursery.start("tests.checkpoint.trainer", *arguments, **environment)
 
 
 def ranks(url: str, world_size: int) -> list[list[dict[str, Any]]]:

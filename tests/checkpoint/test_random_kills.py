@@ -6,12 +6,10 @@ reported is whole or absent; `check` is clean; the next save works.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ from dataio.core.crashpoints import declared
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests.checkpoint import kills
-from tests.checkpoint.kills import Journal, Nursery, Task, read_journal, state_of
+from tests.checkpoint.kills import Journal, Task, read_journal, state_of
 from tests.checkpoint.making import RUN, begin, load, make, save
 
 POINTS = sorted(name for name in declared() if name.startswith(("ckpt.", "gc.", "store.")) and name != "ckpt.mid-stage")
@@ -36,8 +34,8 @@ PER_REPOSITORY = 25
 class Repository:
     """A run that is killed again and again, and what it promised."""
 
-    def __init__(self, url: str, folder: Path, nursery: Nursery, seed: int) -> None:
-        self._url, self._folder, self._nursery = url, folder, nursery
+    def __init__(self, url: str, folder: Path, seed: int) -> None:
+        self._url, self._folder = url, folder
         self._chance = random.Random(seed)
         self._last = self._chance.choice([1, 2, 3])
         self._journal = str(folder / "journal")
@@ -54,15 +52,16 @@ class Repository:
                 tasks.append(self._task(kind, number))
         self._two |= [task.kind for task in tasks].count("trainer") > 1
         began = time.monotonic()
-        pids = [self._nursery.start(task) for task in tasks]
-        doomed = {0} | {i for i in range(1, len(pids)) if self._chance.random() < 0.5}
+        running = [kills.start(task) for task in tasks]
+        doomed = {0} | {i for i in range(1, len(running)) if self._chance.random() < 0.5}
         if not tasks[0].crash:
             time.sleep(self._chance.uniform(0, self._longest))
         for i in doomed:
             if not tasks[i].crash:
-                os.kill(pids[i], signal.SIGKILL)  # it is a zombie at most: the nursery has not waited for it
-        for task, pid in zip(tasks, pids, strict=True):
-            self._heard(task, self._nursery.wait(pid))
+                running[i].kill()
+        for task, process in zip(tasks, running, strict=True):
+            process.communicate()
+            self._heard(task, process.wait())
         self._longest = 0.7 * self._longest + 0.3 * min(1.5 * (time.monotonic() - began), 3.0)
 
     def _task(self, kind: str, number: int) -> Task:
@@ -148,14 +147,8 @@ class Repository:
         self.check(store)
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as found:
-        yield found
-
-
-def killing(url: str, folder: Path, nursery: Nursery, seed: int, kills: int) -> Counter[str]:
-    run = Repository(url, folder, nursery, seed)
+def killing(url: str, folder: Path, seed: int, kills: int) -> Counter[str]:
+    run = Repository(url, folder, seed)
     with open_store(url) as store:
         for number in range(20 * kills):  # not every one is hit: it ended before, or never came to its point
             run.round(number)
@@ -170,16 +163,16 @@ def killing(url: str, folder: Path, nursery: Nursery, seed: int, kills: int) -> 
     return run.count
 
 
-def test_a_few_kills_lose_nothing(tmp_path: Path, nursery: Nursery) -> None:
-    count = killing(f"file://{tmp_path / 'store'}", tmp_path, nursery, seed=0, kills=3)
+def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:
+    count = killing(f"file://{tmp_path / 'store'}", tmp_path, seed=0, kills=3)
     assert count["promised"]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(1, 21))
-def test_five_hundred_kills_on_a_directory_lose_nothing(seed: int, tmp_path: Path, nursery: Nursery) -> None:
-    killing(f"file://{tmp_path / 'store'}", tmp_path, nursery, seed, PER_REPOSITORY)
+def test_five_hundred_kills_on_a_directory_lose_nothing(seed: int, tmp_path: Path) -> None:
+    killing(f"file://{tmp_path / 'store'}", tmp_path, seed, PER_REPOSITORY)
 
 
 @pytest.mark.soak
@@ -187,5 +180,4 @@ def test_five_hundred_kills_on_a_directory_lose_nothing(seed: int, tmp_path: Pat
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(101, 121))
 def test_five_hundred_kills_on_s3_lose_nothing(seed: int, s3_url: str, tmp_path: Path) -> None:
-    with Nursery() as nursery:  # after the server is there, whose address it inherits
-        killing(s3_url, tmp_path, nursery, seed, PER_REPOSITORY)
+    killing(s3_url, tmp_path, seed, PER_REPOSITORY)

@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,12 @@ from checkpoint.repository import check
 from checkpoint.saving import carriers
 from dataio.core.errors import DeadlineError, TransientError
 from dataio.sidecar.client import Sidecar, Staged
-from dataio.sidecar.transfer.jobs import TRIES
+from dataio.sidecar.transfer.runner import TRIES
 from dataio.store.contract import Location
 from dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 from tests.checkpoint.test_processes import start as start_trainer
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until, f"waited {seconds} s in vain"
-        time.sleep(0.01)
-    return found
+from tests.waiting import wait_for as wait_for
 
 
 @dataclass
@@ -172,7 +164,7 @@ def test_two_carriers_of_one_save_do_each_other_no_harm(
     state = {"w": torch.randn(2_000_000)}
     with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
         assert checkpointer.save(1, state).result(60).carrier == "process"
-        assert checkpointer._staging._arena is None  # the daemon may still read it
+        assert checkpointer._saver.staging._arena is None  # the daemon may still read it
         first = state["w"].clone()
         state["w"].zero_()
         checkpointer.save(2, state).result(60)
@@ -216,5 +208,5 @@ def test_a_save_whose_daemon_is_gone_for_good_is_carried_here_and_its_arena_is_g
     with Checkpointer(str(tmp_path), run="exp", sidecar="auto") as checkpointer:
         handle = checkpointer.save(1, {"w": torch.zeros(5)})
         assert handle.result(60).carrier == "sidecar"  # who had it first
-        assert checkpointer._staging._arena is None
+        assert checkpointer._saver.staging._arena is None
         assert checkpointer.steps() == [1]

@@ -309,3 +309,36 @@ def test_explain_names_stream_decoder_and_rule(make: Any) -> None:
     assert "stream 0 of its .mp4, h264" in told
     assert "decoder: pyav" in told
     assert "the largest" in told
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"clip": 16}, "clip cannot be 16"),
+        ({"audio": 16_000}, "audio cannot be 16000"),
+        ({"buckets": [(64, 64)]}, "buckets cannot be"),
+        ({"size": 64}, "size cannot be 64"),
+        ({"size": (1, 2, 3)}, "not two numbers"),
+        ({"normalize": (0.5, 0.5)}, r"normalize=\(0.5, 0.5\) is not"),
+        ({"seed": "x"}, "seed cannot be 'x'"),
+        ({"columns": "width"}, "columns cannot be 'width'"),
+        ({"on_bad": "stop"}, "on_bad='stop' is not known"),
+        ({"transform": 3}, "transform=3 cannot be called"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_of_another_kind_is_refused_by_name(
+    make: Callable[..., VideoLoader], asked: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason) as caught:
+        make(**asked)
+    assert caught.value.hint
+
+
+def test_clips_and_datasets_of_another_kind_are_refused() -> None:
+    for wrong in ({"frames": 16.0}, {"frames": "16"}, {"fps": "8"}, {"frames": 1 << 20}):
+        with pytest.raises(UsageError, match="is not a clip"):
+            Clip(**wrong)  # type: ignore[arg-type]
+    assert Clip(np.int64(16)).frames == 16  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="None is no dataset"):
+        VideoLoader(None, 2)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import wave
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,45 @@ def test_packed_anew_other_recordings_share_a_row_in_each_epoch_and_all_come_onc
         assert lasting == {f"{number:02}": len(tone(number)) for number in range(len(LENGTHS))}
         partners.append({frozenset(keys) for batch in batches for keys in batch["key"]})
     assert len({frozenset(rows) for rows in partners}) > 3
+
+
+def test_a_mixture_packed_anew_plays_every_recording_once_in_each_epoch_of_its_source(
+    make: Make, recordings: Dataset
+) -> None:
+    halves = {"a": recordings, "b": recordings.where("key >= '06'")}
+    packing = Packing(2 * RATE, lookahead=4, anew=True)
+
+    def mixed(**options: Any) -> AudioLoader:
+        return make(Mixture(halves, weights={"a": 1, "b": 2}, epoch_batches=9), packing=packing, **options)
+
+    loader = mixed(batch_size=6)
+    rows_of: dict[str, list[tuple[str, ...]]] = {"a": [], "b": []}
+    whole = []
+    for _ in range(6):
+        for batch in loader:
+            whole.append([tuple(keys) for keys in batch["key"]])
+            for source, keys in zip(batch["source"], batch["key"], strict=True):
+                rows_of[source[0]].append(tuple(sorted(keys)))
+    for stream, (name, mine) in zip(loader._plan.streams, sorted(rows_of.items()), strict=True):
+        count = len(stream.sequences)  # type: ignore[attr-defined]
+        epochs = [mine[first : first + count] for first in range(0, len(mine) - count + 1, count)]
+        assert len(epochs) >= 3
+        assert len({frozenset(epoch) for epoch in epochs}) > 1  # other recordings share a row
+        expected = Counter(key for sequence in range(count) for key in _keys_of(stream, 0, sequence))
+        for number in range(4):
+            assert Counter(key for at in range(count) for key in _keys_of(stream, number, at)) == expected
+        assert set(expected) == {f"{n:02}" for n in (range(12) if name == "a" else range(6, 12))}
+    ranks = [mixed(batch_size=3, rank=rank, world_size=2) for rank in range(2)]
+    parts = [[[tuple(keys) for keys in batch["key"]] for batch in rank] for rank in ranks]
+    assert [a + b for a, b in zip(*parts, strict=True)] == whole[:9]
+    last = mixed(batch_size=2, rank=2, world_size=3)
+    last.load_state_dict(json.loads(json.dumps(ranks[0].state_dict())) | {"epoch": 3, "batch": 4})
+    assert [[tuple(keys) for keys in batch["key"]] for batch in last] == [row[4:] for row in whole[31:36]]
+
+
+def _keys_of(stream: Any, epoch: int, sequence: int) -> list[str]:
+    pieces = stream.at(epoch).sequence(sequence)
+    return [stream.dataset.sample(int(stream.ids[piece.sample])).key for piece in pieces]
 
 
 def test_packed_anew_any_world_size_and_any_resume_see_the_same_rows(make: Make) -> None:
@@ -236,7 +276,6 @@ def test_what_does_not_go_with_packing_is_refused(make: Make, recordings: Datase
         ("leave window and buckets out", {"buckets": Durations((1,), 5), "batch_size": None}),
         ("start='every'", {"buckets": Durations((1,), 5), "packing": None, "window": Window(start="every")}),
         ("samples of sound", {"features": LogMel()}),
-        ("Packing.anew", {"source": Mixture({"all": recordings}), "packing": ANEW}),
     ):
         with pytest.raises(UsageError, match=match):
             make(**options)

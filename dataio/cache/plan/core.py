@@ -104,9 +104,10 @@ class CachePlan:
         self._tiers.drop(file, out)
         return [*out, *(Bypass(ticket) for ticket in waiting), *self._prefetch()]
 
-    def released(self, file_id: int) -> list[Instruction]:
-        """One hold that a `Ready` had given out ended."""
-        self._tiers.release(self._tiers.files[file_id])
+    def released(self, *file_ids: int) -> list[Instruction]:
+        """One hold on each, that a `Ready` had given out, ended."""
+        for file_id in file_ids:
+            self._tiers.release(self._tiers.files[file_id])
         return self._prefetch()
 
     def touch(self, file_id: int) -> None:

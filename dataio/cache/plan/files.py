@@ -8,6 +8,7 @@ Invariant: the parts of a file (its blocks, or a ring file's extents) are disjoi
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -80,8 +81,8 @@ class CacheFile:
     holds: int = 0
     bytes: int = 0
     stale: bool = False
-    listed: list[tuple[int, int]] | None = None
-    """What `runs` found, until another part is present."""
+    listed: list[tuple[int, int]] = field(default_factory=list)
+    """All runs of present bytes."""
 
     @property
     def ring(self) -> bool:
@@ -135,20 +136,21 @@ class CacheFile:
                 out.append((start, end - start))
         return out
 
+    def arrived(self, number: int) -> None:
+        """The part is present. Who has the list of runs keeps it as it was."""
+        if number in self.present:
+            return
+        self.present.add(number)
+        first, size = self.part(number)
+        at, end = bisect.bisect_left(self.listed, (first, 0)), first + size
+        before = at > 0 and self.listed[at - 1][1] == first
+        after = at < len(self.listed) and self.listed[at][0] == end
+        joined = (self.listed[at - 1][0] if before else first, self.listed[at][1] if after else end)
+        self.listed = [*self.listed[: at - before], joined, *self.listed[at + after :]]
+
     def runs(self, at_most: int) -> list[tuple[int, int]]:
         """The present bytes as (first, end) runs, sorted; the first `at_most` of them."""
-        if self.listed is not None:
-            return self.listed
-        out = self.listed = list[tuple[int, int]]()
-        for number in sorted(self.present):
-            first, size = self.part(number)
-            if out and out[-1][1] == first:
-                out[-1] = (out[-1][0], first + size)
-            elif len(out) == at_most:
-                break
-            else:
-                out.append((first, first + size))
-        return out
+        return self.listed if len(self.listed) <= at_most else self.listed[:at_most]
 
 
 def blocks_of(ranges: Iterable[tuple[int, int]], block_bytes: int) -> set[int]:

@@ -64,8 +64,7 @@ class Flights:
     def fetched(self, file: CacheFile, number: int) -> list[int]:
         """The part is there; returns the tickets that have all they want now."""
         waiting = self._landed(file, number)
-        file.present.add(number)
-        file.listed = None
+        file.arrived(number)
         for ticket in waiting:
             self.tickets[ticket].missing.pop((file.id, number), None)
         return [ticket for ticket in waiting if not self.tickets[ticket].missing]

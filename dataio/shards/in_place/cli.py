@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from dataio.shards.cli import _byte_bar, _parser, _positive, _print_json, _print_report, _print_some, _printable
+from dataio.shards.cli import _add_making, _byte_bar, _parser, _print_json, _print_report, _print_some, _printable
 
 if TYPE_CHECKING:
     from dataio.shards.in_place.tally import IndexProgress
@@ -37,10 +37,7 @@ def index(argv: list[str]) -> int:
         default="member",
         help="a sample's key: its members' name, or that with the shard's path in front (default: member)",
     )
-    parser.add_argument("--strict", action="store_true", help="stop at the first sample or shard that cannot be used")
-    parser.add_argument("--workers", metavar="N", type=_positive, help="probing processes (default: one a core)")
-    parser.add_argument("--name", help="name of the dataset (default: the last part of DST)")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    _add_making(parser, "sample or shard that cannot be used", "probing processes")
     args = parser.parse_args(argv)
     from dataio.shards.in_place.indexing import index as index_in_place
 

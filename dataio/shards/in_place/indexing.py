@@ -75,7 +75,9 @@ def index(
     out of reach), and with `strict` the error of the first sample or shard that cannot be used.
     """
     if keys not in ("member", "shard"):
-        raise UsageError(f"keys must be 'member' or 'shard', not {keys!r}")
+        raise UsageError(
+            f"keys must be 'member' or 'shard', not {keys!r}", hint="'shard' puts the shard's path in front"
+        )
     listed = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     with contextlib.ExitStack() as undo:
         store = url if isinstance(url, Store) else undo.enter_context(open_store(url, **storage_options))
@@ -154,7 +156,7 @@ class _Indexer:
 
     def _nothing(self) -> UsageError:
         first = next(iter(self._tally.skipped), None)
-        why = f"{first.path}: {first.reason}" if first else "the shards hold no samples"
+        why = f"{first.path}: {first.reason.removeprefix(f'{first.path}: ')}" if first else "the shards hold no samples"
         return UsageError(f"there is nothing to index: {why}", hint="give tar shards with members called <key>.<ext>")
 
     def _rows_of(self, shard: ShardAt, pool: ProbePool) -> list[Sample]:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from dataio.shards.ingest.remote import as_regex
 from dataio.shards.report import Skipped
 from dataio.store.contract import Location, ObjectInfo, Store
 from dataio.store.mounts import MAX_MOUNTS, url_of
@@ -134,7 +135,7 @@ def _choices(inner: str) -> Iterator[str] | None:
 def _expanded(text: str) -> list[str]:
     _refuse_commands(text)
     if text.count("{") > 100:  # each is a level of recursion
-        raise UsageError(f"{text[:80]!r}… holds more than 100 braces")
+        raise UsageError(f"{text[:80]!r}… holds more than 100 braces", hint="use a wildcard, or several patterns")
     urls = list(itertools.islice(braces(text), MAX_SHARDS + 1))
     if len(urls) > MAX_SHARDS:
         raise CapacityError(f"{text!r} means more than {MAX_SHARDS} shards", hint="index it in parts")
@@ -167,7 +168,7 @@ def _located(url: str) -> Wanted:
 
 def _local_path(url: str, rest: str | None) -> str:
     if not url or "\0" in url:
-        raise UsageError("a pattern needs a path or a URL")
+        raise UsageError("a pattern needs a path or a URL", hint="such as s3://bucket/set/{000..999}.tar")
     if rest is None:
         return os.path.abspath(url)
     host, _, path = rest.partition("/")
@@ -263,7 +264,7 @@ def _take(text: str, items: Sequence[Wanted], looks: Mapping[str, _Look]) -> Non
     count, names = 0, dict[str, list[str]]()
     for item in items:
         if item.is_glob or not item.name:
-            pattern = re.compile(_as_regex(item.name), re.DOTALL) if item.name else _ANY
+            pattern = re.compile(as_regex(item.name), re.DOTALL) if item.name else _ANY
             literal = _WILDCARD.split(item.name, maxsplit=1)[0]
             count += looks[item.root].matching(literal, pattern)
         else:
@@ -275,25 +276,6 @@ def _take(text: str, items: Sequence[Wanted], looks: Mapping[str, _Look]) -> Non
 
 def _common(a: str, b: str) -> str:
     return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
-
-
-def _as_regex(glob: str) -> str:
-    out, at = [], 0
-    while at < len(glob):
-        if glob.startswith("**/", at):
-            out.append("(?:.*/)?")
-            at += 3
-        elif glob.startswith("**", at):
-            out.append(".*")
-            at += 2
-        elif glob[at] == "[" and (end := glob.find("]", at + 2)) > 0:
-            inner = re.escape(glob[at + 1 : end].lstrip("!")).replace(r"\-", "-")
-            out.append(f"[{'^/' if glob[at + 1] == '!' else ''}{inner}]")
-            at = end + 1
-        else:
-            out.append({"*": "[^/]*", "?": "[^/]"}.get(glob[at]) or re.escape(glob[at]))
-            at += 1
-    return "".join(out)
 
 
 def _found(looks: Mapping[str, _Look]) -> Found:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ import xxhash
 
 from dataio.core import limits
 from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
+from dataio.core.scratch import scratch_folder
 from dataio.shards import tar
 from dataio.shards.contract import Member, Sample
 from dataio.shards.in_place.tally import ShardAt, Tally
@@ -57,7 +57,7 @@ class _Raw:
     fault: str = ""
 
     def group(self) -> Group:
-        return Group(self.key, tuple((ext, path) for path, (ext, _) in self.files.items()), self.bytes)
+        return Group(self.key, tuple((ext, str(path)) for path, (ext, _) in self.files.items()), self.bytes)
 
 
 class Pass:
@@ -75,7 +75,7 @@ class Pass:
         shard = self._shard
         with (
             ReadAhead(shard.store, shard.inner, shard.size) as ahead,
-            tempfile.TemporaryDirectory(prefix="millrace-index-") as folder,
+            scratch_folder("millrace-index-") as folder,
         ):
             _refuse_compressed(ahead.read_at(0, min(8, shard.size)), shard.url)
             raws = self._raws(ahead, Path(folder))

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dataio.core.errors import CorruptionError
+from dataio.shards.index import kernels as pc
 
 I64 = npt.NDArray[np.int64]
 
@@ -104,7 +104,7 @@ def _sizes(rows: _Rows, shards: Mapping[str, int]) -> tuple[I64, I64]:
     which = pc.index_in(rows["shard"], used)
     sizes = pa.array([shards.get(key) for key in used.to_pylist()], pa.int64())
     if sizes.null_count:
-        rows.refuse(pc.is_null(sizes.take(which)), "shard", "is not a shard of this dataset version")
+        rows.refuse(pc.is_null(pc.take(sizes, which)), "shard", "is not a shard of this dataset version")
     numbers = np.asarray(which.to_numpy(), np.int64)
     return numbers, sizes.to_numpy()[numbers] if len(numbers) else numbers
 
@@ -133,5 +133,5 @@ def _check_key_frames(rows: _Rows) -> None:
     lists = rows["key_frames"]
     rows.refuse(pc.less(pc.list_value_length(lists), 1), "key_frames", "is empty")
     owners = pc.list_parent_indices(lists)
-    number, frames = pc.list_flatten(lists).field("index").to_numpy(), rows["frames"].take(owners).to_numpy()
+    number, frames = pc.list_flatten(lists).field("index").to_numpy(), pc.take(rows["frames"], owners).to_numpy()
     rows.refuse((number < 0) | (number > frames), "key_frames", "lies outside the video", owners.to_numpy())

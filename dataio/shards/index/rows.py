@@ -18,13 +18,13 @@ from typing import Any
 
 import blake3
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
 from dataio.shards.index import checks as index_checks
+from dataio.shards.index import kernels as pc
 
 GROUP_ROWS = 1024
 GROUP_BYTES = limits.MIB
@@ -159,8 +159,10 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _fields(text: str | None, key: str) -> dict[str, Any]:
+    if not text:
+        return {}
     try:
-        fields = json.loads(text or "{}", parse_constant=_refuse_constant)
+        fields = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"sample {key!r}: its fields in the index are not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -230,7 +232,7 @@ def group_rows(table: Any) -> int:
     """Rows of a row group: what is short counts as 512 bytes a row, what is long by its length."""
     long = [pc.list_value_length(table["key_frames"]), pc.list_value_length(table["members"])]
     long += [pc.binary_length(table[name]) for name in ("text", "fields")]
-    sums = [int(pc.sum(lengths).as_py() or 0) for lengths in long]
+    sums = [int(pc.sum_(lengths).as_py() or 0) for lengths in long]
     rows = int(table.num_rows)
     total = 512 * rows + sum(size * n for size, n in zip((12, 32, 1, 1), sums, strict=True))
     return max(MIN_GROUP_ROWS, min(GROUP_ROWS, GROUP_BYTES * rows // max(1, total)))

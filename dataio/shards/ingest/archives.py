@@ -6,32 +6,40 @@ Failure behaviour: `CorruptionError` or `UnsupportedError` for an archive that i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from dataio.core.errors import CorruptionError, UnsupportedError
 from dataio.shards import tar
+from dataio.shards.ingest.remote import Remote, is_url
 from dataio.shards.media.facts import Span
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz"}
 
 
-def samples(path: Path) -> Iterator[tuple[str, tuple[Span, ...]]]:
-    """Key and members of every sample of the tar: a run of neighbouring members of one key."""
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        program = _COMPRESSED.get(os.pread(file.fileno(), 2, 0))
-        if program:
-            raise UnsupportedError(f"{path} is compressed by {program}", hint="decompress it first; media already is")
+@contextlib.contextmanager
+def opened(path: str, remote: Remote) -> Iterator[tar.ReadAt]:
+    """How to read the archive at a path or a URL."""
+    if is_url(path):
+        yield remote.reader(path)
+        return
+    with open(path, "rb", buffering=0) as file:
 
         def read_at(offset: int, length: int) -> bytes:
             data = os.pread(file.fileno(), length, offset)
             if len(data) != length:
-                raise CorruptionError(f"{path}: ends before offset {offset + length}, its size was {size}")
+                raise CorruptionError(f"{path}: ends before offset {offset + length}")
             return data
 
-        for key, run in itertools.groupby(tar.scan(read_at, size, str(path)), key=lambda entry: entry.key):
-            spans = tuple(Span(e.ext, str(path), e.offset, e.length) for e in run)
-            yield key.removeprefix("./"), spans
+        yield read_at
+
+
+def samples(path: str, size: int, read_at: tar.ReadAt) -> Iterator[tuple[str, tuple[Span, ...]]]:
+    """Key and members of every sample of the tar: a run of neighbouring members of one key."""
+    program = _COMPRESSED.get(read_at(0, min(2, size)))
+    if program:
+        raise UnsupportedError(f"{path} is compressed by {program}", hint="decompress it first; media already is")
+    for key, run in itertools.groupby(tar.scan(read_at, size, path), key=lambda entry: entry.key):
+        yield key.removeprefix("./"), tuple(Span(e.ext, path, e.offset, e.length) for e in run)

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 
 from dataio.core import limits
 from dataio.core.errors import UsageError
-from dataio.shards.cli import _byte_bar, _parser, _positive, _print_json, _print_report
+from dataio.core.options import count
+from dataio.shards.cli import _add_making, _byte_bar, _parser, _print_json, _print_report
 
 if TYPE_CHECKING:
     from dataio.shards.media.facts import Recipe
     from dataio.shards.report import PackReport, Progress
 
 _HELP = """\
-SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar.
+SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar, local or s3://bucket/….
 Files of the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt or clip.vtt (text), and so on.
 DST is a folder or s3://bucket/prefix; S3 credentials and endpoint come from the usual AWS variables and profiles.
 A pack that was interrupted goes on where it was when the same command is given again."""
@@ -37,7 +38,7 @@ def pack(argv: list[str]) -> int:
     """`millrace pack SRC... DST`"""
     args = _arguments().parse_args(argv)
     if args.append and args.name:
-        raise UsageError("--name is for a new dataset, not for --append")
+        raise UsageError("--name is for a new dataset, not for --append", hint="leave one of them out")
     from dataio.shards.ingest.manifests import Columns
     from dataio.shards.ingest.pack import append
     from dataio.shards.ingest.pack import pack as pack_files
@@ -72,17 +73,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("destination", metavar="DST", help="where the dataset goes")
     parser.add_argument("--shard-size", metavar="SIZE", default="256MiB", help="size of a shard (default: 256MiB)")
     parser.add_argument("--append", action="store_true", help="add to the dataset that DST holds, as its next version")
-    parser.add_argument("--strict", action="store_true", help="stop at the first file that cannot be packed")
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where to work (default: local)")
-    parser.add_argument("--workers", metavar="N", type=_positive, help="media processes (default: one a core)")
-    parser.add_argument("--name", help="name of the dataset (default: the last part of DST)")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    _add_making(parser, "file that cannot be packed", "media processes")
     media = parser.add_argument_group("media", "files with pictures can be changed on the way")
     media.add_argument("--transcode", choices=("h264",), help="re-encode the pictures, upright and with square pixels")
-    media.add_argument(
-        "--gop", metavar="N", type=_positive, default=32, help="a key frame every N frames (default: 32)"
-    )
-    media.add_argument("--height", metavar="ROWS", type=_positive, help="scale down to so many rows")
+    media.add_argument("--gop", metavar="N", type=count, default=32, help="a key frame every N frames (default: 32)")
+    media.add_argument("--height", metavar="ROWS", type=count, help="scale down to so many rows")
     media.add_argument("--remux", choices=("mp4", "mov", "mkv", "webm"), help="copy the streams into this container")
     media.add_argument("--faststart", action="store_true", help="put the index of MP4 files in front")
     media.add_argument(

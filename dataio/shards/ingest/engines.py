@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from dataio.core.errors import UnsupportedError, UsageError
 from dataio.shards.ingest.journal import Journal
 from dataio.shards.ingest.packing import pack_units
-from dataio.shards.ingest.plan import Settings, Unit
+from dataio.shards.ingest.plan import Settings, Step, Unit
 from dataio.shards.ingest.pool import ProbePool
+from dataio.shards.ingest.remote import Remote
 from dataio.shards.report import WorkerReport
 from dataio.store.contract import Store
 
-Step = Callable[[int, int, int], None]
-"""Called with groups, bytes and skipped ones that are further done."""
-Engine = Callable[[Store, Journal, Sequence[Unit], Settings, int | None, str, Step], Sequence[WorkerReport]]
+Engine = Callable[[Store, Journal, Sequence[Unit], Settings, int | None, str, Step, Remote], Sequence[WorkerReport]]
 
 
 def local(
@@ -31,10 +30,11 @@ def local(
     workers: int | None,
     scratch: str,
     step: Step,
+    remote: Remote,
 ) -> Sequence[WorkerReport]:
     """Pack here, with `workers` processes reading media."""
     started = time.monotonic()
-    with ProbePool(workers) as pool:
+    with ProbePool(workers, remote=remote) as pool:
         for _ in pack_units(store, journal, todo, settings, pool, scratch, step):
             pass
     groups = [group for unit in todo for group in unit.groups]

@@ -22,9 +22,11 @@ from typing import Any
 
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UsageError
+from dataio.shards.ingest.remote import is_url, joined
 
 EXTENSIONS = frozenset(["csv", "tsv", "jsonl", "ndjson", "parquet"])
 _BATCH = 1024
+_CORRECT = "correct it there; every row counts"
 _FIELDS_BYTES = 1 * limits.MIB
 
 
@@ -45,26 +47,27 @@ class Row:
     """One sample as its manifest has it. `where` names the row; `fields` is a JSON object, or None without other columns."""
 
     where: str
-    path: Path
+    path: str
     key: str | None
     caption: str | None
     fields: str | None
 
 
-def rows(manifest: Path, columns: Columns = USUAL) -> Iterator[Row]:
-    """The rows of a manifest, whose format its suffix says."""
+def rows(manifest: Path, columns: Columns = USUAL, url: str | None = None) -> Iterator[Row]:
+    """The rows of a manifest, whose format its suffix says. `manifest` may be a copy of what lies at `url`."""
+    name = url or str(manifest)
     suffix = manifest.suffix[1:].lower()
     read = {"csv": _csv, "tsv": _csv, "parquet": _parquet}.get(suffix, _json_lines)
     try:
-        for where, row in read(manifest):
-            yield _row(manifest, where, row, columns)
+        for where, row in read(manifest, name):
+            yield _row(name, where, row, columns)
     except OSError as error:
-        raise NotFoundError(f"{manifest} cannot be read: {error.strerror or error}") from error
+        raise NotFoundError(f"{name} cannot be read: {error.strerror or error}", hint="check path and mode") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{manifest} is not UTF-8", hint="save it as UTF-8") from error
+        raise UsageError(f"{name} is not UTF-8", hint="save it as UTF-8") from error
 
 
-def _row(manifest: Path, where: str, row: dict[str, Any], columns: Columns) -> Row:
+def _row(manifest: str, where: str, row: dict[str, Any], columns: Columns) -> Row:
     needed = [columns.path, *(c for c, usual in ((columns.key, "key"), (columns.caption, "caption")) if c != usual)]
     for column in needed:
         if column not in row:
@@ -75,15 +78,29 @@ def _row(manifest: Path, where: str, row: dict[str, Any], columns: Columns) -> R
     path = row.pop(columns.path)
     key, caption = row.pop(columns.key, None), row.pop(columns.caption, None)
     if not isinstance(path, str) or not path:
-        raise UsageError(f"{where}: the column {columns.path!r} holds no path, but {path!r}")
-    if "://" in path or "\0" in path:
-        raise UsageError(f"{where}: {path!r} is not a local path", hint="pack reads files; mount or copy them first")
+        raise UsageError(f"{where}: the column {columns.path!r} holds no path, but {path!r}", hint=_CORRECT)
+    if "\0" in path:
+        raise UsageError(f"{where}: {path!r} is no path", hint=_CORRECT)
     if isinstance(key, int) and not isinstance(key, bool):
         key = str(key)
     for column, value in ((columns.key, key), (columns.caption, caption)):
         if value is not None and not isinstance(value, str):
-            raise UsageError(f"{where}: the column {column!r} holds no text, but {value!r}")
-    return Row(where, manifest.parent / path, key or None, caption or None, _fields(where, row))
+            raise UsageError(f"{where}: the column {column!r} holds no text, but {value!r}", hint=_CORRECT)
+    return Row(where, _resolved(manifest, where, path), key or None, caption or None, _fields(where, row))
+
+
+def _resolved(manifest: str, where: str, path: str) -> str:
+    """The row's path or URL; what is relative is so to the manifest."""
+    if is_url(path):
+        try:
+            return joined(*path.rsplit("/", 1))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error.message}", hint=error.hint) from error
+    if not is_url(manifest):
+        return str(Path(manifest).parent / path)
+    if path.startswith("/"):
+        raise UsageError(f"{where}: {path!r} is a path of one machine, in a manifest for all", hint="give URLs")
+    return joined(manifest.rpartition("/")[0], path)
 
 
 def _fields(where: str, row: dict[str, Any]) -> str | None:
@@ -94,7 +111,7 @@ def _fields(where: str, row: dict[str, Any]) -> str | None:
         if len(text.encode()) > _FIELDS_BYTES:
             raise ValueError(f"its fields are larger than {limits.format_bytes(_FIELDS_BYTES)}")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(f"{where}: {error}", hint=_CORRECT) from error
     return text
 
 
@@ -109,7 +126,7 @@ def _plain(value: Any) -> Any:
 # --- the formats
 
 
-def _csv(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(_FIELDS_BYTES)
     delimiter = "\t" if manifest.suffix.lower() == ".tsv" else ","
     with manifest.open(encoding="utf-8-sig", newline="") as file:
@@ -117,16 +134,16 @@ def _csv(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             names = next(reader, None)
             if not names or len(set(names)) != len(names):
-                raise UsageError(f"{manifest}: its first line must name the columns, each once")
+                raise UsageError(f"{name}: its first line must name the columns, each once", hint=_CORRECT)
             for cells in reader:
-                where = f"{manifest}, line {reader.line_num}"
+                where = f"{name}, line {reader.line_num}"
                 if not cells:
                     continue
                 if len(cells) != len(names):
-                    raise UsageError(f"{where}: {len(cells)} cells in a table of {len(names)} columns")
+                    raise UsageError(f"{where}: {len(cells)} cells in a table of {len(names)} columns", hint=_CORRECT)
                 yield where, {name: _cell(cell) for name, cell in zip(names, cells, strict=True)}
         except csv.Error as error:
-            raise UsageError(f"{manifest}, line {reader.line_num}: {error}") from error
+            raise UsageError(f"{name}, line {reader.line_num}: {error}", hint=_CORRECT) from error
 
 
 def _cell(cell: str) -> Any:
@@ -141,22 +158,22 @@ def _cell(cell: str) -> Any:
     return cell
 
 
-def _json_lines(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_lines(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     with manifest.open("rb") as file:
         number = 0
         while line := file.readline(_FIELDS_BYTES + 1):
             number += 1
-            where = f"{manifest}, line {number}"
+            where = f"{name}, line {number}"
             if len(line) > _FIELDS_BYTES:
-                raise UsageError(f"{where}: longer than {limits.format_bytes(_FIELDS_BYTES)}")
+                raise UsageError(f"{where}: longer than {limits.format_bytes(_FIELDS_BYTES)}", hint=_CORRECT)
             if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_no_constant)
             except (ValueError, RecursionError) as error:
-                raise UsageError(f"{where}: not JSON: {error}") from error
+                raise UsageError(f"{where}: not JSON: {error}", hint=_CORRECT) from error
             if not isinstance(row, dict):
-                raise UsageError(f"{where}: a row must be a JSON object")
+                raise UsageError(f"{where}: a row must be a JSON object", hint=_CORRECT)
             yield where, row
 
 
@@ -164,7 +181,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _parquet(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -173,7 +190,7 @@ def _parquet(manifest: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with pq.ParquetFile(os.fspath(manifest), pre_buffer=False) as file:
             for batch in file.iter_batches(_BATCH, use_threads=False):
                 for row in batch.to_pylist():
-                    yield f"{manifest}, row {number}", row
+                    yield f"{name}, row {number}", row
                     number += 1
     except pa.ArrowException as error:
-        raise UsageError(f"{manifest}: not a readable Parquet file: {error}") from error
+        raise UsageError(f"{name}: not a readable Parquet file: {error}", hint="write it anew") from error

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,12 +29,14 @@ import msgspec
 
 from dataio.core import crashpoints, limits
 from dataio.core.errors import ConflictError, UsageError
+from dataio.core.scratch import scratch_folder
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
 from dataio.shards.ingest import engines, plan
 from dataio.shards.ingest.journal import Journal
 from dataio.shards.ingest.manifests import USUAL, Columns
 from dataio.shards.ingest.packing import error_of
+from dataio.shards.ingest.remote import Remote
 from dataio.shards.ingest.sources import Gathered, Group, gather
 from dataio.shards.media.facts import TEXT_BYTES, Recipe
 from dataio.shards.media.recipes import check_recipe
@@ -73,11 +74,13 @@ def pack(
     progress: Callable[[Progress], None] | None = None,
     workers: int | None = None,
     name: str | None = None,
+    source_options: Mapping[str, Any] | None = None,
     **storage_options: Any,
 ) -> Dataset:
     """Write media files into tar shards with an index at `url`, as version 1 of a dataset, and open it.
 
-    `sources` are files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet) and WebDataset tars;
+    `sources` are files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet) and WebDataset tars, local or at URLs
+    (`s3://bucket/folder`), whose stores get `source_options`;
     `dataio.shards.ingest.sources` says what becomes a sample and what its key is. A shard is closed before the sample
     that would make it larger than `shard_bytes`, and at the end of a unit of the plan (`dataio.shards.ingest.plan`).
     `captions` gives texts by key to samples without a `.txt` file, and are stored as one; `columns` names the columns of
@@ -88,8 +91,9 @@ def pack(
     Raises `NotFoundError` (a source, or the bucket), `UsageError` (equal keys, nothing to pack), `ConflictError` (another dataset
     is there already), and with `strict` the error of the first file that cannot be packed.
     """
-    job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers)
-    return _opened(url, storage_options, lambda store: job.pack(store, sources, name))
+    job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
+    with job.remote:
+        return _opened(url, storage_options, lambda store: job.pack(store, sources, name))
 
 
 def append(
@@ -105,6 +109,7 @@ def append(
     progress: Callable[[Progress], None] | None = None,
     workers: int | None = None,
     message: str = "",
+    source_options: Mapping[str, Any] | None = None,
     **storage_options: Any,
 ) -> Dataset:
     """Add media files to the dataset at `url`, as its next version, and open that; `pack` explains the arguments.
@@ -112,8 +117,9 @@ def append(
     What the dataset holds stays as it is; the new samples come after it. Appenders that race all succeed, one after the other.
     A key that the dataset already has is a `ConflictError`: remove the old sample first. `NotFoundError` without a dataset.
     """
-    job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers)
-    return _opened(url, storage_options, lambda store: job.append(store, sources, message))
+    job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
+    with job.remote:
+        return _opened(url, storage_options, lambda store: job.append(store, sources, message))
 
 
 def _opened(
@@ -147,18 +153,19 @@ class _Job:
         engine: str,
         progress: Callable[[Progress], None] | None,
         workers: int | None,
+        source_options: Mapping[str, Any] | None,
     ) -> None:
         if shard_bytes < 1:
-            raise UsageError(f"shard_bytes must be positive, not {shard_bytes}")
+            raise UsageError(f"shard_bytes must be positive, not {shard_bytes}", hint="such as 256 << 20")
         self._recipe = check_recipe(recipe)
         self._settings = plan.Settings(shard_bytes=shard_bytes, recipe=recipe, strict=strict)
         self._captions, self._columns, self._progress, self._workers = captions, columns, progress, workers
-        self._engine = engines.named(engine)
+        self._engine, self.remote = engines.named(engine), Remote(source_options)
         self._started = time.monotonic()
 
     def pack(self, store: Store, sources: Sources, name: str | None) -> tuple[PackReport, int]:
         """Make version 1."""
-        gathered = self._gather(sources)
+        gathered = self._gather(sources, store)
         tally = _Tally(gathered, self._settings.strict, self._progress)
         journal = Journal(store, plan.digest(gathered.groups, self._settings, append=False))
         work = _Work(store, journal, plan.units(gathered.groups, self._settings), self._settings)
@@ -172,7 +179,7 @@ class _Job:
             raise tally.nothing()
         versions.claim(store, name)
         journal.begin(0)
-        workers = work.run(self._engine, self._workers, tally)
+        workers = work.run(self._engine, self._workers, tally, self.remote)
         shards, parts = work.index(0, tally.nothing)
         document = versions.new_document(name, shards, parts, version=1, parent=None, message="packed")
         _at_index()
@@ -183,7 +190,7 @@ class _Job:
     def append(self, store: Store, sources: Sources, message: str) -> tuple[PackReport, int]:
         """Make the next version."""
         newest, _ = versions.load(store)
-        gathered = self._gather(sources)
+        gathered = self._gather(sources, store)
         tally = _Tally(gathered, self._settings.strict, self._progress)
         if not gathered.groups:
             raise tally.nothing()
@@ -195,7 +202,7 @@ class _Job:
         if self._recipe.split is None:
             _refuse_known(store, newest, {group.key for group in gathered.groups})
         work.settings = msgspec.structs.replace(self._settings, salt=journal.begin(newest.version))
-        workers = work.run(self._engine, self._workers, tally)
+        workers = work.run(self._engine, self._workers, tally, self.remote)
         shards, parts = work.index(len(newest.index), tally.nothing)
         _at_index()
 
@@ -216,8 +223,13 @@ class _Job:
         _at_version()
         return self._finish(work, tally, workers, document)
 
-    def _gather(self, sources: Sources) -> Gathered:
-        gathered = gather([sources] if isinstance(sources, str | os.PathLike) else sources, self._columns)
+    def _gather(self, sources: Sources, store: Store) -> Gathered:
+        gathered = gather(
+            [sources] if isinstance(sources, str | os.PathLike) else sources,
+            self._columns,
+            self.remote,
+            store.location.url,
+        )
         known = {group.key for group in gathered.groups}
         for key, text in self._captions.items():
             if key not in known:
@@ -225,7 +237,9 @@ class _Job:
                     f"there is a caption for {key!r}, and no such sample", hint="captions go by sample key"
                 )
             if len(text.encode()) > TEXT_BYTES:
-                raise UsageError(f"the caption of {key!r} is larger than {limits.format_bytes(TEXT_BYTES)}")
+                raise UsageError(
+                    f"the caption of {key!r} is larger than {limits.format_bytes(TEXT_BYTES)}", hint="shorten it"
+                )
         if not self._captions:
             return gathered
         return dataclasses.replace(gathered, groups=tuple(self._captioned(group) for group in gathered.groups))
@@ -258,7 +272,7 @@ class _Work:
         shards = [shard.key for packed in self.journal.records(len(self.units)) for shard in packed.shards]
         return document if shards and there.issuperset(shards) else None
 
-    def run(self, engine: engines.Engine, workers: int | None, tally: _Tally) -> Sequence[WorkerReport]:
+    def run(self, engine: engines.Engine, workers: int | None, tally: _Tally, remote: Remote) -> Sequence[WorkerReport]:
         """Pack the units that have no record."""
         todo = []
         done = self.journal.done()
@@ -271,8 +285,8 @@ class _Work:
                 tally.step(packed.groups, packed.bytes, len(packed.skipped))
         if not todo:
             return ()
-        with tempfile.TemporaryDirectory(prefix="millrace-pack-", ignore_cleanup_errors=True) as scratch:
-            return engine(self.store, self.journal, todo, self.settings, workers, scratch, tally.step)
+        with scratch_folder("millrace-pack-") as scratch:
+            return engine(self.store, self.journal, todo, self.settings, workers, scratch, tally.step, remote)
 
     def index(self, first: int, nothing: Callable[[], UsageError]) -> tuple[Any, Any]:
         """Store the index parts of all units, in order; all shards, all parts."""
@@ -344,7 +358,8 @@ class _Tally:
 def _nothing(skipped: Sequence[Skipped]) -> UsageError:
     why = "no media files were found"
     if skipped:
-        why = f"all {len(skipped)} candidates were skipped; {skipped[0].path}: {skipped[0].reason}"
+        all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""
+        why = f"{all_of_them}{skipped[0].path}: {skipped[0].reason}"
     return UsageError(f"there is nothing to pack: {why}", hint="give media files, or folders of them")
 
 

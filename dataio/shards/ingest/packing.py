@@ -3,7 +3,8 @@
 Invariants: a shard is named by its unit and a digest of what it holds, and is closed before the sample that would make it larger
 than asked. A shard that is already stored under its name is not sent again. The index rows describe the bytes that were stored: a
 file that changes between being described and being sent stops the packing.
-Failure behaviour: what cannot be prepared is in the unit's `skipped`; with `strict`, it is raised. Recorded units stay recorded.
+Failure behaviour: what cannot be prepared is in the unit's `skipped`; with `strict`, it is raised. A full scratch folder is a
+`CapacityError` and costs no sample. Recorded units stay recorded.
 """
 
 from __future__ import annotations
@@ -122,6 +123,11 @@ class _Writer:
         folder = scratch_of(group, self._settings.recipe, self._scratch)
         if isinstance(outcome, Failure):
             shutil.rmtree(folder, ignore_errors=True)
+            if outcome.ours:
+                raise CapacityError(
+                    f"files made on the way have no room in {self._scratch}: {outcome.reason}",
+                    hint="free space, or name another folder with TMPDIR; the same command goes on from here",
+                )
             self._skip(Skipped(outcome.path, outcome.code, outcome.reason))
             return
         for clip in outcome.clips:

@@ -9,8 +9,7 @@ Failure behaviour: none; whoever packs a unit finds that files changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import blake3
 import msgspec
@@ -21,6 +20,9 @@ from dataio.shards.media.facts import Recipe
 
 FORMAT = 1
 UNIT_GROUPS = 20_000
+
+Step = Callable[[int, int, int], None]
+"""Called with groups, bytes and skipped ones that are further done."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,18 +83,6 @@ def _versions() -> list[str]:
     return [version("millrace"), version("av")]
 
 
-def _encode_other(value: object) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(type(value))
-
-
-def _decode_other(kind: type, value: object) -> Path:
-    if kind is Path:
-        return Path(str(value))
-    raise NotImplementedError(kind)
-
-
-encode_group = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
-encode_unit = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
-decode_unit = msgspec.msgpack.Decoder(Unit, dec_hook=_decode_other).decode
+encode_group = msgspec.msgpack.Encoder().encode
+encode_unit = msgspec.msgpack.Encoder().encode
+decode_unit = msgspec.msgpack.Decoder(Unit).decode

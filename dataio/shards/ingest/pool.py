@@ -1,5 +1,6 @@
 """Reading and converting media in worker processes: a file on which libav hangs or crashes costs that file and nothing else.
 
+Files that lie in stores are copied into the scratch folder of their group first, as many groups at once as are in flight.
 Invariants: at most `_AHEAD` samples per worker are in flight, and answers come in the order asked; time limits and the lives of
 the workers are `dataio.shards.workers.process`'s.
 Failure behaviour: a hang is a `Failure` with code "deadline", a crash one with code "corruption". A worker that cannot even start
@@ -11,15 +12,17 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 import blake3
+import msgspec
 
 from dataio.core import limits
-from dataio.core.errors import CorruptionError, DeadlineError
+from dataio.core.errors import CapacityError, CorruptionError, DeadlineError
+from dataio.shards.ingest.remote import Remote, is_url
 from dataio.shards.ingest.sources import Group
-from dataio.shards.media.facts import Answer, Failure, Outcome, Recipe, Task, decode_outcome, encode_task
+from dataio.shards.media.facts import Answer, Failure, Outcome, Recipe, Span, Task, decode_outcome, encode_task
 from dataio.shards.workers.probe_worker import HELLO
 from dataio.shards.workers.process import WorkerPool, run_module
 
@@ -45,9 +48,11 @@ class ProbePool:
         workers: int | None = None,
         seconds: Callable[[Group], float] | None = None,
         command: Sequence[str] = _COMMAND,
+        remote: Remote | None = None,
     ) -> None:
-        self._seconds = seconds
+        self._seconds, self._remote = seconds, remote
         self._pool = WorkerPool(command, HELLO, workers, answer_bytes=_ANSWER_BYTES)
+        self._copying = ThreadPoolExecutor(_AHEAD * self._pool.workers, thread_name_prefix="copy")
 
     def describe(self, groups: Iterable[Group]) -> Iterator[tuple[Group, Answer]]:
         """Every group as it is, with its facts, in order."""
@@ -72,15 +77,51 @@ class ProbePool:
                 fields=group.fields,
             )
             limit = self._seconds(group) if self._seconds else seconds_for(group, recipe)
-            flying.append((group, task, self._pool.submit(encode_task(task), limit, decode_outcome)))
+            if group.is_remote:
+                flying.append((group, task, self._copying.submit(self._copied, task, group.sizes, limit)))
+            else:
+                flying.append((group, task, self._pool.submit(encode_task(task), limit, decode_outcome)))
             if len(flying) >= _AHEAD * self._pool.workers:
                 yield _landed(flying)
         while flying:
             yield _landed(flying)
 
+    def _copied(self, task: Task, sizes: Sequence[int], seconds: float) -> Outcome:
+        """The outcome of a task whose files were copied into its folder first."""
+        assert self._remote is not None
+        try:
+            os.makedirs(task.scratch, exist_ok=True)
+            there = [
+                self._beside(span, size, os.path.join(task.scratch, f"in-{number}"))
+                for number, (span, size) in enumerate(zip(task.files, sizes, strict=True))
+            ]
+        except OSError as error:
+            return Failure(task.files[0].path, CapacityError.code, error.strerror or str(error), ours=True)
+        local = msgspec.structs.replace(task, files=tuple(there))
+        outcome: Outcome = self._pool.ask(encode_task(local), seconds, decode_outcome)
+        if not isinstance(outcome, Failure):
+            return outcome
+        names = {copy.path: span.named for copy, span in zip(there, task.files, strict=True)}
+        return msgspec.structs.replace(outcome, path=names.get(outcome.path, outcome.path))
+
+    def _beside(self, span: Span, size: int, name: str) -> Span:
+        """A local file of what the span names; a local span is itself."""
+        if not is_url(span.path):
+            return span
+        assert self._remote is not None
+        path = f"{name}.{span.ext.replace('/', '_')}"
+        if span.length < 0:
+            self._remote.copy_whole(span.path, size, path)
+        else:
+            self._remote.copy(span.path, span.offset, size, path)
+        return Span(span.ext, path)
+
     def close(self) -> None:
-        """Kill the workers, whatever they are doing."""
+        """Kill the workers, whatever they are doing, and give up what is being copied."""
+        if self._remote is not None:
+            self._remote.stop()
         self._pool.close()
+        self._copying.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +132,7 @@ class ProbePool:
 
 def scratch_of(group: Group, recipe: Recipe, scratch: str) -> str:
     """The folder for files made for `group`; empty where none are."""
-    needed = recipe.changes or group.spans or group.caption is not None or group.fields is not None
+    needed = recipe.changes or group.spans or group.is_remote or group.caption is not None or group.fields is not None
     return os.path.join(scratch, blake3.blake3(group.key.encode()).hexdigest()[:24]) if needed else ""
 
 

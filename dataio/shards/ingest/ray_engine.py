@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -27,16 +26,15 @@ import ray.exceptions
 
 from dataio.core import errors
 from dataio.core.errors import MillraceError, TransientError, UnsupportedError
+from dataio.core.scratch import scratch_folder
 from dataio.shards.ingest.journal import Journal
 from dataio.shards.ingest.packing import pack_units
-from dataio.shards.ingest.plan import Settings, Unit, decode_unit, encode_unit
+from dataio.shards.ingest.plan import Settings, Step, Unit, decode_unit, encode_unit
 from dataio.shards.ingest.pool import ProbePool
+from dataio.shards.ingest.remote import Remote
 from dataio.shards.report import WorkerReport
 from dataio.store.contract import Store
 from dataio.store.open import open_store
-
-if TYPE_CHECKING:
-    from dataio.shards.ingest.engines import Step
 
 _AHEAD = 2
 _RESTARTS = 3
@@ -62,14 +60,14 @@ class _Packer:
         self._store = open_store(url, **options)
         self._journal = Journal(self._store, plan)
         self._settings = msgspec.msgpack.decode(settings, type=Settings)
-        self._pool = ProbePool(1)
+        self._pool = ProbePool(1, remote=Remote())
         self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def pack(self, unit: bytes) -> bytes:
         """Pack one unit and record it."""
         started = time.monotonic()
         try:
-            with tempfile.TemporaryDirectory(prefix="millrace-pack-", ignore_cleanup_errors=True) as scratch:
+            with scratch_folder("millrace-pack-") as scratch:
                 work = pack_units(
                     self._store, self._journal, [decode_unit(unit)], self._settings, self._pool, scratch, _nobody
                 )
@@ -102,12 +100,13 @@ def run(
     workers: int | None,
     scratch: str,
     step: Step,
+    remote: Remote,
 ) -> Sequence[WorkerReport]:
     """Pack on the cluster that `RAY_ADDRESS` names or that the caller has joined; without one, on this machine."""
     location = store.location
-    if not location.shareable:
+    if not location.shareable or remote.options:
         raise UnsupportedError(
-            "a store that was opened with secrets in its options cannot be opened on other machines",
+            "a store that was opened with secrets in its options, or sources with options, cannot be opened on other machines",
             hint="give credentials by environment variables or profiles on every machine",
         )
     with _cluster(workers):

@@ -1,6 +1,7 @@
 """From what the user names to the samples that it means: files of the same stem in a folder are one sample.
 
-Purpose: files, folders (recursively), globs, manifests and WebDataset tars become groups of files, each with its key.
+Purpose: files, folders (recursively), globs, manifests and WebDataset tars, local or in stores, become groups of files, each with
+its key. Paths and URLs are plain strings here.
 
 Invariants:
 
@@ -12,37 +13,43 @@ Invariants:
 * A manifest (a `.csv`, `.tsv`, `.jsonl`, `.ndjson` or `.parquet` that is named or matched by a glob) gives one sample a row: its
   media file, and the `.json`, `.txt` and `.vtt` of the same stem. Its key is the row's, else the path relative to the manifest.
 * A `.tar` gives the samples that it holds, under the keys that they have there.
+* What lies at or below `apart`, the dataset that is being made, is no input.
 * A sample needs at least one media file. In a folder, other files of the same stem are its members, and files that belong
   to no media are passed over and reported as `ignored`; hidden files and symbolic links to folders are not looked at.
 
 Failure behaviour: `NotFoundError` for a source that does not exist or a glob without match, `UsageError` for equal keys, with
 both paths, and for a manifest that cannot be understood. What cannot be a member (not a regular file, a broken link, a name that
-is not UTF-8, a row whose file is missing, a damaged tar) is reported as `Skipped`.
+is not UTF-8, a row whose file is missing, a damaged tar, a folder that may not be read) is reported as `Skipped`. What a store
+raises passes through.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import itertools
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
+from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from dataio.shards.ingest import archives
-from dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, rows
+from dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
+from dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
 from dataio.shards.media.container import SAMPLE_EXTENSIONS
 from dataio.shards.media.facts import Span
 from dataio.shards.report import Skipped
+from dataio.store.contract import check_key
 
 SIDECARS = ("json", "txt", "vtt")
 """Of a manifest's media file, the files of the same stem that are taken along."""
-_WILDCARD = re.compile(r"[*?\[]")
 _EXTENSION = re.compile(r"[\w+-]+")
+_COMPRESSED = re.compile(r"(?i).*\.(?:tgz|tbz2?|txz|tzst|tar\.\w+)")
 _NOT_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
 
 
@@ -55,7 +62,7 @@ class Group:
     """
 
     key: str
-    files: tuple[tuple[str, Path], ...]
+    files: tuple[tuple[str, str], ...]
     bytes: int
     stamp: int = 0
     sizes: tuple[int, ...] = ()
@@ -66,7 +73,12 @@ class Group:
     def members(self) -> tuple[Span, ...]:
         """The files as a worker is told."""
         spans = self.spans or ((0, -1),) * len(self.files)
-        return tuple(Span(ext, str(path), *span) for (ext, path), span in zip(self.files, spans, strict=True))
+        return tuple(Span(ext, path, *span) for (ext, path), span in zip(self.files, spans, strict=True))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether any of it lies in a store."""
+        return any(is_url(path) for _, path in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +92,46 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    root: Path
-    path: Path
+    root: str
+    path: str
     named: bool = False  # by the user, rather than found in a folder
     matched: bool = False  # by a glob
+    info: Info | None = None  # where it is known already
+
+    @property
+    def stem(self) -> tuple[str, str]:
+        """Folder and stem."""
+        folder, name = os.path.split(self.path if is_url(self.path) else os.path.abspath(self.path))
+        return folder, Path(name).stem
 
 
-def gather(sources: Iterable[str | os.PathLike[str]], columns: Columns = USUAL) -> Gathered:
-    """Group the files of all sources into samples. `columns` are those of manifests."""
+def gather(
+    sources: Iterable[str | os.PathLike[str]],
+    columns: Columns = USUAL,
+    remote: Remote | None = None,
+    apart: str | None = None,
+) -> Gathered:
+    """Group the files of all sources into samples. `columns` are those of manifests, `apart` is a URL."""
+    if remote is None:
+        with Remote() as own:
+            return gather(sources, columns, own, apart)
     found: dict[str, _Found] = {}
+    collected = _Collected(remote)
+    left_out = functools.partial(_is_below, _local(apart or "").rstrip("/"))
     for source in sources:
-        for item in _expand(os.fspath(source)):
-            found.setdefault(os.path.abspath(item.path), item)
-    collected = _Collected()
-    sets: dict[tuple[str, str], list[tuple[_Found, os.stat_result]]] = {}
-    for absolute, item in found.items():
-        info = _stat(item.path, collected.skipped)
+        for item in _expand(_local(os.fspath(source)), remote, collected.skipped):
+            absolute = item.path if is_url(item.path) else os.path.abspath(item.path)
+            if item.named or not left_out(absolute):
+                found.setdefault(absolute, item)
+    sets: dict[tuple[str, str], list[tuple[_Found, Info]]] = {}
+    for item in found.values():
+        info = item.info or _stat(item.path, collected.skipped)
         if info is None:
             continue
         if _ext(item.path) in EXTENSIONS and (item.named or item.matched):
-            collected.add_manifest(item.path, columns)
+            collected.add_manifest(item.path, info, columns)
         else:
-            sets.setdefault((os.path.dirname(absolute), item.path.stem), []).append((item, info))
+            sets.setdefault(item.stem, []).append((item, info))
     for files in sets.values():
         collected.add_set(files)
     groups = sorted(collected.groups, key=lambda group: group.key)
@@ -110,15 +140,20 @@ def gather(sources: Iterable[str | os.PathLike[str]], columns: Columns = USUAL) 
     return Gathered(tuple(groups), tuple(skipped), tuple(sorted(collected.ignored)))
 
 
+def _is_below(folder: str, path: str) -> bool:
+    return bool(folder) and (path == folder or path.startswith(f"{folder}/"))
+
+
 class _Collected:
     """The groups found so far, and what was left."""
 
-    def __init__(self) -> None:
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
         self.groups: list[Group] = []
         self.skipped: list[Skipped] = []
         self.ignored: list[str] = []
 
-    def add_set(self, files: list[tuple[_Found, os.stat_result]]) -> None:
+    def add_set(self, files: list[tuple[_Found, Info]]) -> None:
         """Files of one stem in one folder."""
         has_media = any(_ext(item.path) in SAMPLE_EXTENSIONS for item, _ in files)
         members = [m for m in files if has_media and _EXTENSION.fullmatch(_ext(m[0].path))]
@@ -129,114 +164,174 @@ class _Collected:
                 self._add_tar(item.path, info)
             elif item.named:
                 reason = f"neither a media file nor of the same stem as one (media are {_media()})"
-                self.skipped.append(Skipped(str(item.path), UnsupportedError.code, reason))
+                if _COMPRESSED.fullmatch(item.path):
+                    reason = "a compressed tar: decompress it first, media is compressed already"
+                self.skipped.append(Skipped(item.path, UnsupportedError.code, reason))
             else:
-                self.ignored.append(str(item.path))
+                self.ignored.append(item.path)
 
-    def _add_tar(self, path: Path, info: os.stat_result) -> None:
+    def _add_tar(self, path: str, info: Info) -> None:
         groups = []
         try:
-            for key, spans in archives.samples(path):
-                group = _archived(key, sorted(spans, key=lambda span: span.ext), info.st_mtime_ns)
-                if len({span.ext for span in spans}) < len(spans):
-                    self._skip_in(path, key, "two of its members have the same name")
-                elif not any(span.ext in SAMPLE_EXTENSIONS for span in spans):
-                    self._skip_in(path, key, f"it has no media file (media are {_media()})")
-                else:
-                    groups.append(group)
+            with archives.opened(path, self._remote) as read_at:
+                for key, spans in archives.samples(path, info.size, read_at):
+                    group = _archived(key, sorted(spans, key=lambda span: span.ext), info.stamp)
+                    if len({span.ext for span in spans}) < len(spans):
+                        self._skip_in(path, key, "two of its members have the same name")
+                    elif not any(span.ext in SAMPLE_EXTENSIONS for span in spans):
+                        self._skip_in(path, key, f"it has no media file (media are {_media()})")
+                    else:
+                        groups.append(group)
         except (CorruptionError, UnsupportedError) as error:
-            self.skipped.append(Skipped(str(path), error.code, error.message))
+            self.skipped.append(Skipped(path, error.code, error.message.removeprefix(f"{path}: ")))
         except OSError as error:
-            self.skipped.append(Skipped(str(path), CorruptionError.code, f"cannot be read: {error.strerror or error}"))
+            self.skipped.append(Skipped(path, CorruptionError.code, f"cannot be read: {error.strerror or error}"))
         else:
             self.groups += groups
 
-    def _skip_in(self, path: Path, key: str, reason: str) -> None:
+    def _skip_in(self, path: str, key: str, reason: str) -> None:
         self.skipped.append(Skipped(f"{path}: sample {key!r}", UnsupportedError.code, reason))
 
-    def add_manifest(self, manifest: Path, columns: Columns) -> None:
+    def add_manifest(self, manifest: str, info: Info, columns: Columns) -> None:
         """One sample a row."""
-        for row in rows(manifest, columns):
-            if _ext(row.path) not in SAMPLE_EXTENSIONS:
-                raise UsageError(f"{row.where}: {row.path} is not a media file", hint=f"media are {_media()}")
-            skipped: list[Skipped] = []
-            info = _stat(row.path, skipped)
-            if info is None:
-                self.skipped += [Skipped(f"{row.where}: {s.path}", s.code, s.reason) for s in skipped]
-                continue
-            beside = [row.path.with_suffix(f".{ext}") for ext in SIDECARS]
-            members = [(_Found(manifest.parent, path), path.stat()) for path in beside if path.is_file()]
-            group = _group([(_Found(manifest.parent, row.path), info), *members])
-            key = _clean(row.key) if row.key else group.key
-            if not key or set(key.split("/")) & {"", ".", ".."}:
-                raise UsageError(
-                    f"{row.where}: {row.key or key!r} cannot be a key", hint="keys are relative, without '..'"
-                )
-            self.groups.append(dataclasses.replace(group, key=key, caption=row.caption, fields=row.fields))
+        if is_url(manifest):
+            with self._remote.copied(manifest, info.size) as copy:
+                listed = list(rows(copy, columns, manifest))
+        else:
+            listed = list(rows(Path(manifest), columns))
+        beside = {path for row in listed if is_url(row.path) for path in (row.path, *_beside(row.path))}
+        there = self._remote.look(beside)
+        for row in listed:
+            self._add_row(os.path.dirname(manifest), row, there)
+
+    def _add_row(self, folder: str, row: Row, there: Mapping[str, Info]) -> None:
+        """`there` are the objects that a row may name, and what lies beside them."""
+        if _ext(row.path) not in SAMPLE_EXTENSIONS:
+            raise UsageError(f"{row.where}: {row.path} is not a media file", hint=f"media are {_media()}")
+        skipped: list[Skipped] = []
+        info = _look(row.path, skipped, there)
+        if info is None:
+            self.skipped += [Skipped(f"{row.where}: {s.path}", s.code, s.reason) for s in skipped]
+            return
+        found = [(path, _look(path, [], there)) for path in _beside(row.path)]
+        members = [(_Found(folder, path), info) for path, info in ((row.path, info), *found) if info is not None]
+        group = _group(members)
+        key = _clean(row.key) if row.key else group.key
+        if not key or set(key.split("/")) & {"", ".", ".."}:
+            raise UsageError(f"{row.where}: {row.key or key!r} cannot be a key", hint="keys are relative, without '..'")
+        self.groups.append(dataclasses.replace(group, key=key, caption=row.caption, fields=row.fields))
 
 
 def _archived(key: str, spans: list[Span], stamp: int) -> Group:
-    files = tuple((span.ext, Path(span.path)) for span in spans)
+    files = tuple((span.ext, span.path) for span in spans)
     places = tuple((span.offset, span.length) for span in spans)
     sizes = tuple(span.length for span in spans)
     return Group(key, files, sum(sizes), stamp, sizes, places)
 
 
-def _expand(source: str) -> Iterator[_Found]:
+def _local(source: str) -> str:
+    """`source` as a path, if it is a file URL."""
+    if not source.lower().startswith("file://"):
+        return source
+    host, _, path = source[7:].partition("/")
+    if host not in ("", "localhost"):
+        raise UsageError(f"{source!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
+    return "/" + urllib.parse.unquote(path)
+
+
+def _expand(source: str, remote: Remote, skipped: list[Skipped]) -> Iterator[_Found]:
     path = Path(source)
-    if path.is_dir():
-        yield from _walk(path, path)
+    if is_url(source):
+        yield from _remote(source, remote, skipped)
+    elif path.is_dir():
+        yield from _walk(str(path), str(path), skipped)
     elif os.path.lexists(source):
-        yield _Found(path.parent, path, True)
-    elif _WILDCARD.search(source):
-        root = Path(_WILDCARD.split(source, maxsplit=1)[0].rpartition("/")[0] or ("/" if source[0] == "/" else "."))
-        matches = [Path(match) for match in sorted(glob.glob(source, recursive=True))]
+        yield _Found(str(path.parent), str(path), True)
+    elif WILDCARD.search(source):
+        root = WILDCARD.split(source, maxsplit=1)[0].rpartition("/")[0] or ("/" if source[0] == "/" else ".")
+        matches = sorted(glob.glob(source, recursive=True))
         if not matches:
             raise NotFoundError(f"nothing matches {source!r}", hint="check the pattern; ** goes through folders")
-        for match in matches:
-            yield from _walk(root, match) if match.is_dir() else [_Found(root, match, matched=True)]
+        for match in map(str, map(Path, matches)):
+            if os.path.isdir(match):
+                yield from _walk(root, match, skipped)
+            else:
+                yield _Found(root, match, matched=True)
     else:
         raise NotFoundError(f"there is no file or folder {source!r}", hint="check the path")
 
 
-def _walk(root: Path, folder: Path) -> Iterator[_Found]:
-    for at, folders, files in os.walk(folder):
+def _walk(root: str, folder: str, skipped: list[Skipped]) -> Iterator[_Found]:
+    def tell(error: OSError) -> None:
+        reason = f"the folder cannot be read: {error.strerror or error}"
+        skipped.append(Skipped(str(error.filename), AccessDeniedError.code, reason))
+
+    for at, folders, files in os.walk(folder, onerror=tell):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (_Found(root, Path(at, name)) for name in sorted(files) if not name.startswith("."))
+        yield from (_Found(root, os.path.join(at, name)) for name in sorted(files) if not name.startswith("."))
 
 
-def _stat(path: Path, skipped: list[Skipped]) -> os.stat_result | None:
+def _remote(source: str, remote: Remote, skipped: list[Skipped]) -> Iterator[_Found]:
+    matches = remote.find(source)
+    for url, info in matches.objects.items():
+        parts = url[len(matches.root) + 1 :].split("/")
+        if not parts[-1] or (any(part.startswith(".") for part in parts) and not matches.named):
+            continue  # a mark of a folder, or hidden
+        try:
+            check_key(url.partition("://")[2])
+        except UsageError:
+            skipped.append(
+                Skipped(url, UnsupportedError.code, "its key has an empty part, or characters that none may have")
+            )
+        else:
+            yield _Found(matches.root, url, matches.named, matches.globbed, info)
+
+
+def _beside(path: str) -> list[str]:
+    """Of a manifest's media file, what is taken along if it is there."""
+    return [f"{os.path.splitext(path)[0]}.{ext}" for ext in SIDECARS]
+
+
+def _look(path: str, skipped: list[Skipped], there: Mapping[str, Info]) -> Info | None:
+    if not is_url(path):
+        return _stat(path, skipped)
+    if path not in there:
+        skipped.append(Skipped(path, NotFoundError.code, "there is no such object"))
+    return there.get(path)
+
+
+def _stat(path: str, skipped: list[Skipped]) -> Info | None:
     try:
-        os.fspath(path).encode()
-        info = path.stat()
+        path.encode()
+        info = os.stat(path)
     except UnicodeEncodeError:
-        skipped.append(Skipped(repr(str(path)), UnsupportedError.code, "the file's name is not UTF-8"))
+        skipped.append(Skipped(repr(path), UnsupportedError.code, "the file's name is not UTF-8"))
     except OSError as error:
-        skipped.append(Skipped(str(path), CorruptionError.code, f"cannot be read: {error.strerror or error}"))
+        skipped.append(Skipped(path, CorruptionError.code, f"cannot be read: {error.strerror or error}"))
     else:
         if stat.S_ISREG(info.st_mode):
-            return info
-        skipped.append(Skipped(str(path), UnsupportedError.code, "not a regular file"))
+            return Info(info.st_size, info.st_mtime_ns)
+        skipped.append(Skipped(path, UnsupportedError.code, "not a regular file"))
     return None
 
 
-def _ext(path: Path) -> str:
-    return path.suffix[1:].lower()
+def _ext(path: str) -> str:
+    return os.path.splitext(path)[1][1:].lower()
 
 
 def _media() -> str:
     return ", ".join(sorted(SAMPLE_EXTENSIONS))
 
 
-def _group(members: list[tuple[_Found, os.stat_result]]) -> Group:
-    files: dict[str, Path] = {}
+def _group(members: list[tuple[_Found, Info]]) -> Group:
+    files: dict[str, str] = {}
     for item, _ in members:
         twin = files.setdefault(_ext(item.path), item.path)
         if twin != item.path:
             raise UsageError(f"{twin} and {item.path} would be the same member of a sample", hint="rename one of them")
-    first = min((item for item, _ in members), key=lambda item: str(item.path))
-    stamp = max(info.st_mtime_ns for _, info in members)
-    sizes = {_ext(item.path): info.st_size for item, info in members}
+    first = min((item for item, _ in members), key=lambda item: item.path)
+    stamp = max(info.stamp for _, info in members)
+    sizes = {_ext(item.path): info.size for item, info in members}
     return Group(
         _key(first),
         tuple(sorted(files.items())),
@@ -247,6 +342,10 @@ def _group(members: list[tuple[_Found, os.stat_result]]) -> Group:
 
 
 def _key(item: _Found) -> str:
+    if is_url(item.path):
+        below = item.path.startswith(f"{item.root}/")
+        inside = item.path[len(item.root) + 1 :] if below else item.path.partition("://")[2]
+        return _clean(os.path.splitext(inside)[0])
     relative = Path(os.path.relpath(item.path, item.root)).with_suffix("")
     if relative.parts[0] == "..":  # a manifest may name files anywhere
         relative = Path(*Path(os.path.abspath(item.path)).with_suffix("").parts[1:])

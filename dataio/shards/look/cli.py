@@ -7,12 +7,23 @@ Failure behaviour: errors are raised for `dataio.cli` to report.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dataio.core import limits
-from dataio.shards.cli import _add_dataset, _add_where, _narrowed, _parser, _positive, _printable
+from dataio.core.options import count
+from dataio.shards.cli import (
+    _add_dataset,
+    _add_json,
+    _add_where,
+    _add_workers,
+    _narrowed,
+    _parser,
+    _print_json,
+    _printable,
+)
 
 
 def export(argv: list[str]) -> int:
@@ -27,13 +38,17 @@ def export(argv: list[str]) -> int:
     )
     parser.add_argument("--ext", help="only this member, such as mp4 (default: all)")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
+    _add_json(parser, "one JSON object a line: member and path")
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
     from dataio.shards.look.export import export as export_members
 
     with Dataset(args.dataset, args.version) as dataset:
         for name, path in export_members(dataset, args.keys, args.folder, ext=args.ext, force=args.force):
-            print(_printable(f"{name} -> {path}"))
+            if args.json:
+                print(json.dumps({"member": name, "path": str(path)}))
+            else:
+                print(_printable(f"{name} -> {path}"))
     return 0
 
 
@@ -47,31 +62,46 @@ def preview(argv: list[str]) -> int:
     parser = _parser("preview", _PREVIEW)
     _add_dataset(parser)
     _add_where(parser)
-    parser.add_argument("--limit", metavar="N", type=_positive, default=48, help="samples with pictures (default: 48)")
-    parser.add_argument("--frames", metavar="N", type=_positive, default=4, help="pictures of a sample (default: 4)")
-    parser.add_argument("--workers", metavar="N", type=_positive, help="decoding processes (default: one a core)")
+    parser.add_argument("--limit", metavar="N", type=count, default=48, help="samples with pictures (default: 48)")
+    parser.add_argument("--frames", metavar="N", type=count, default=4, help="pictures of a sample (default: 4)")
+    _add_workers(parser, "decoding processes")
     parser.add_argument("-o", "--output", metavar="PAGE", required=True, help="the file to write, such as page.html")
+    _add_json(parser, "one JSON object: the page, its size, and what it is of")
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
+    from dataio.shards.look.export import written_whole
     from dataio.shards.look.preview import preview as make
 
-    with Dataset(args.dataset, args.version) as opened, _progress() as progress:
-        page = make(
-            _narrowed(opened, args.where),
-            limit=args.limit,
-            frames=args.frames,
-            workers=args.workers,
-            progress=progress,
-        )
     path = Path(args.output)
-    path.write_text(page, encoding="utf-8")
-    print(_printable(f"{path}: {limits.format_bytes(path.stat().st_size)}"))
+    with Dataset(args.dataset, args.version) as opened, _progress(quiet=args.json) as progress:
+        dataset = _narrowed(opened, args.where)
+        with written_whole(path) as file:  # opened before the work, which may take long
+            page = make(
+                dataset,
+                limit=args.limit,
+                frames=args.frames,
+                workers=args.workers,
+                progress=progress,
+            )
+            file.write(page.encode())
+        found = {
+            "page": str(path),
+            "bytes": path.stat().st_size,
+            "url": dataset.url,
+            "version": dataset.version,
+            "samples": len(dataset),
+            "shown": min(args.limit, len(dataset)),
+        }
+    if args.json:
+        _print_json(found)
+    else:
+        print(_printable(f"{path}: {limits.format_bytes(path.stat().st_size)}"))
     return 0
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    if not sys.stderr.isatty():
+def _progress(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    if quiet or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console

@@ -13,10 +13,11 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
-from dataio.core.errors import AccessDeniedError, CapacityError, ConflictError
+from dataio.core.errors import AccessDeniedError, CapacityError, ConflictError, MillraceError, NotFoundError
 from dataio.shards import members
 from dataio.shards.contract import Member, Sample
 from dataio.shards.dataset import Dataset
@@ -41,7 +42,7 @@ def export(
     try:
         target.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise ConflictError(f"{target} is there and is no folder") from error
+        raise ConflictError(f"{target} is there and is no folder", hint="name another folder") from error
     except OSError as error:
         raise _os_error(target, error) from error
     for key in keys:
@@ -72,12 +73,19 @@ def _escaped(c: str) -> str:
 def _write(dataset: Dataset, sample: Sample, member: Member, path: Path, force: bool) -> None:
     if not force and os.path.lexists(path):
         raise _exists(path)
+    with written_whole(path, replace=force) as file:
+        for piece in members.chunks(dataset.store, sample, member):
+            file.write(piece)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
+    """A file to write, which gets its name at the end; nothing is left when it does not come to that."""
     temporary = path.with_name(f".millrace-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            for piece in members.chunks(dataset.store, sample, member):
-                file.write(piece)
-        if force:
+            yield file
+        if replace:
             os.replace(temporary, path)
         else:
             os.link(temporary, path)
@@ -86,7 +94,7 @@ def _write(dataset: Dataset, sample: Sample, member: Member, path: Path, force: 
     except OSError as error:
         raise _os_error(path, error) from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             temporary.unlink()
 
 
@@ -94,6 +102,10 @@ def _exists(path: Path) -> ConflictError:
     return ConflictError(f"{path} exists already", hint="--force replaces it; or export into another folder")
 
 
-def _os_error(path: Path, error: OSError) -> AccessDeniedError | CapacityError:
-    kind = AccessDeniedError if isinstance(error, PermissionError | NotADirectoryError) else CapacityError
-    return kind(f"{path} cannot be written: {error.strerror or error}")
+def _os_error(path: Path, error: OSError) -> MillraceError:
+    why = f"{path} cannot be written: {error.strerror or error}"
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(why, hint="make the folder first, or name another")
+    if isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError):
+        return AccessDeniedError(why, hint="name a place where you may write")
+    return CapacityError(why, hint="free space, or name another place")

@@ -42,7 +42,10 @@ def preview(
     `limit` samples are shown, with `frames` pictures each. `workers` are decoding processes (default: one a core).
     """
     if not 1 <= limit <= MOST_SAMPLES or not 1 <= frames <= MOST_FRAMES:
-        raise UsageError(f"a page shows 1 to {MOST_SAMPLES} samples with 1 to {MOST_FRAMES} pictures each")
+        raise UsageError(
+            f"a page shows 1 to {MOST_SAMPLES} samples with 1 to {MOST_FRAMES} pictures each",
+            hint="choose samples with --where",
+        )
     count = min(limit, len(dataset))
     samples = dataset.samples([i * len(dataset) // count for i in range(count)]) if count else []
     return page(dataset, _shown(dataset, samples, frames, workers, progress), frames)

@@ -55,11 +55,12 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """Why a sample cannot be packed; `code` is that of a Millrace error."""
+    """Why a sample cannot be packed; `code` is that of a Millrace error. `ours`: not for what is in its files."""
 
     path: str
     code: str
     reason: str
+    ours: bool = False
 
 
 Request = list[tuple[str, str]]
@@ -73,6 +74,11 @@ class Span(msgspec.Struct, frozen=True):
     path: str
     offset: int = 0
     length: int = -1
+
+    @property
+    def named(self) -> str:
+        """As people are told."""
+        return self.path if self.length < 0 else f"{self.path}: member .{self.ext} at offset {self.offset}"
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,11 +2,13 @@
 
 Invariants: the same files, recipe and library versions give the same samples. New files go into the task's scratch folder only,
 which the packer made and removes.
-Failure behaviour: `Failure` names the file and the reason; one bad file refuses the whole group.
+Failure behaviour: `Failure` names the file and the reason; one bad file refuses the whole group. Where the scratch folder is full
+it says that this is no fault of the file (`ours`).
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -18,6 +20,7 @@ from dataio.shards.media.facts import Clip, Failure, Outcome, Prepared, Request,
 from dataio.shards.media.sample_json import Sample, with_fields
 
 _READ = 4 * limits.MIB
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def prepare(task: Task) -> Outcome:
@@ -37,22 +40,20 @@ def prepare(task: Task) -> Outcome:
 
             made = convert(files, task)
     except MillraceError as error:
-        return Failure(_name(at), error.code, error.message)
+        return Failure(at.named, error.code, error.message)
     except OSError as error:
-        return Failure(_name(at), CorruptionError.code, f"cannot be read or converted: {error.strerror or error}")
+        if error.errno in _NO_ROOM:
+            return Failure(at.named, CapacityError.code, error.strerror or str(error), ours=True)
+        return Failure(at.named, CorruptionError.code, f"cannot be read or converted: {error.strerror or error}")
     except MemoryError:
-        return Failure(_name(at), CapacityError.code, "converting it takes too much memory")
+        return Failure(at.named, CapacityError.code, "converting it takes too much memory")
     clips = []
     for sample in made:
         answer = describe.describe(sample.files)
         if isinstance(answer, Failure):
-            return Failure(_name(spans.get(answer.path, at)), answer.code, answer.reason)
+            return Failure(spans.get(answer.path, at).named, answer.code, answer.reason)
         clips.append(Clip(suffix=sample.suffix, described=answer))
     return Prepared(tuple(clips))
-
-
-def _name(span: Span) -> str:
-    return span.path if span.length < 0 else f"{span.path}: member .{span.ext} at offset {span.offset}"
 
 
 def _unpacked(span: Span, scratch: str) -> str:

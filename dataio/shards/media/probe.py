@@ -70,6 +70,8 @@ class _Packet:
     duration: int
     key: bool
     shown: bool
+    picture: bool
+    """Whether it is a whole JPEG, so that it is a frame wherever it stands."""
 
 
 def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
@@ -219,9 +221,15 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
         if packet.size:
             codec = video.codec_context.codec.canonical_name
             shown = not packet.is_discard and is_shown(codec, memoryview(packet))
-            packets.append(_Packet(packet.pts, packet.duration or 0, packet.is_keyframe, shown))
+            picture = codec == "mjpeg" and _is_jpeg(memoryview(packet))
+            packets.append(_Packet(packet.pts, packet.duration or 0, packet.is_keyframe, shown, picture))
             _check_frames(len(packets))
     return packets, first, sound
+
+
+def _is_jpeg(data: memoryview) -> bool:
+    """From its first marker to its last; a few bytes of padding may follow."""
+    return bytes(data[:2]) == b"\xff\xd8" and b"\xff\xd9" in bytes(data[-16:])
 
 
 def _prepare(stream: Any) -> None:
@@ -253,7 +261,8 @@ def _video_info(
 ) -> VideoInfo:
     if first is None:
         raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
-    counted = None if "avi" in container.format.name else _count_packets(stream, packets)
+    believed = "avi" not in container.format.name or all(packet.picture for packet in packets)  # AVI has empty packets
+    counted = _count_packets(stream, packets) if believed else None
     frames, keys, start, end = counted or _count_by_decoding(source, stream.index)
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
     if end <= start:  # the last frame's own duration is unknown

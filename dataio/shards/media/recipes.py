@@ -28,5 +28,5 @@ def check_recipe(recipe: Recipe) -> Recipe:
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
-            raise UsageError(what)
+            raise UsageError(what, hint="`millrace pack --help` lists what goes together")
     return recipe

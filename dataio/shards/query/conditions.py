@@ -1,4 +1,4 @@
-"""Running conditions over an index, and the few other questions that need all keys.
+"""Running conditions over an index.
 
 Purpose: a condition is answered by DuckDB from Arrow columns that were read through the store and checked; DuckDB itself
 reads nothing.
@@ -60,19 +60,6 @@ def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[list[tuple[R
         rows = np.flatnonzero(pc.is_in(table["key"], wanted).to_numpy()).astype(np.uint32)
         found.append((_physical(opened, number, rows), pc.sum(hits["bytes"], min_count=0).as_py()))
     return found, missing
-
-
-def repeated_keys(tables: Iterable[Any]) -> list[str]:
-    """Up to three keys that `tables` with a column `key` hold more than once."""
-    connection = connect()
-    try:
-        schema = pa.schema([index.SCHEMA.field("key")])
-        batches = (batch for table in tables for batch in table.select(["key"]).to_batches())
-        connection.register("part", pa.RecordBatchReader.from_batches(schema, batches))
-        found = connection.execute("SELECT key FROM part GROUP BY key HAVING count(*) > 1 ORDER BY key LIMIT 3")
-        return [row[0] for row in found.fetchall()]
-    finally:
-        connection.close()
 
 
 def _physical(opened: OpenIndex, part: int, rows: Rows) -> Rows:

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
+from dataio.shards.index import kernels as pc
 from dataio.shards.index import rows as index
 from dataio.shards.query import kept
 from dataio.shards.query.kept import Rows
@@ -64,7 +64,7 @@ class OpenIndex:
         """The rows of these samples, in this order. Numbers are in range."""
         found: list[Mapping[str, Any]] = [{}] * len(numbers)
         for (part, group), wanted in self._places(numbers).items():
-            table = self.group(part, group).take(pa.array([row for _, row in wanted], pa.int64()))
+            table = pc.rows(self.group(part, group), pa.array([row for _, row in wanted], pa.int64()))
             for (place, _), row in zip(wanted, table.to_pylist(), strict=True):
                 found[place] = row
         return found
@@ -98,7 +98,7 @@ class OpenIndex:
     def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
         """These columns of the samples in one part."""
         table, rows = self._reader(part).read(columns), self.kept(part)
-        return table if rows is None else table.take(pa.array(rows))
+        return table if rows is None else pc.rows(table, pa.array(rows))
 
     def kept(self, part: int) -> Rows | None:
         """Which rows of a part are samples; None for all."""
@@ -124,7 +124,7 @@ class OpenIndex:
 
     def _repeats_a_key(self) -> bool:
         if len(self) > _FEW:
-            from dataio.shards.query.conditions import repeated_keys
+            from dataio.shards.query.repeats import repeated_keys
 
             return bool(repeated_keys(self.tables(["key"])))
         keys = [self.part_table(part, ["key"])["key"] for part in range(len(self._document.index))]
@@ -138,10 +138,11 @@ class OpenIndex:
         if not table.num_rows:
             return last
         used = pc.unique(table["shard"])
-        shard = pa.array([places[key] for key in used.to_pylist()], pa.int64()).take(
-            pc.index_in(table["shard"].combine_chunks(), used)
+        shard = pc.take(
+            pa.array([places[key] for key in used.to_pylist()], pa.int64()),
+            pc.index_in(table["shard"].combine_chunks(), used),
         )
-        offset = pc.struct_field(pc.list_element(table["members"].combine_chunks(), 0), "offset")
+        offset = pc.struct_field(pc.list_element(table["members"].combine_chunks(), 0), ["offset"])
         s, o = shard.to_numpy(), offset.to_numpy()
         rising = (s[1:] > s[:-1]) | ((s[1:] == s[:-1]) & (o[1:] > o[:-1]))
         if not rising.all() or (last is not None and last >= (s[0], o[0])):

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UsageError
@@ -154,6 +153,8 @@ def _prefixed(table: Any, prefix: str) -> Any:
     """The table with `prefix` before the names of shards, but for those that lie in a mount of the part's own dataset."""
     if not prefix or "shard" not in table.column_names:
         return table
+    import pyarrow.compute as pc  # only merged datasets wait for it
+
     shard = table["shard"]
     whole = pc.if_else(pc.starts_with(shard, PREFIX), shard, pc.binary_join_element_wise(prefix, shard, ""))
     return table.set_column(table.column_names.index("shard"), index.SCHEMA.field("shard"), whole)

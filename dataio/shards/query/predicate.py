@@ -20,6 +20,7 @@ import duckdb
 from dataio.core.errors import UsageError
 
 TEXT_BYTES = 16 << 10
+_EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see millrace filter --help)"
 
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     name: ((name,), name)
@@ -85,7 +86,9 @@ def connect() -> Any:
 def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
     """The condition `text` over `COLUMNS` and the promoted `fields` (name → type), or `UsageError`."""
     if len(text.encode(errors="replace")) > TEXT_BYTES:
-        raise UsageError(f"the condition is longer than {TEXT_BYTES} bytes")
+        raise UsageError(
+            f"the condition is longer than {TEXT_BYTES} bytes", hint="shorten it, or narrow in several steps"
+        )
     if not text.strip():
         raise UsageError("the condition is empty", hint="for example: duration > 2 and height >= 720")
     references = list(_references(_tree(connection, text), text))
@@ -116,15 +119,19 @@ def quote(text: str) -> str:
     return repr(text if len(text) <= 200 else text[:200] + "…")
 
 
+def _unreadable(text: str, why: str) -> UsageError:
+    return UsageError(f"the condition {quote(text)} cannot be read: {why}", hint=_EXAMPLE)
+
+
 def _tree(connection: Any, text: str) -> Mapping[str, Any]:
     """The parsed condition; nothing else may be in the statement around it."""
     wrapped = f"SELECT 1 FROM part WHERE (\n{text}\n)"
     try:
         found = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [wrapped]).fetchall()[0][0])
     except (duckdb.Error, ValueError, RecursionError, UnicodeError) as error:
-        raise UsageError(f"the condition {quote(text)} cannot be read: {_first_line(error)}") from error
+        raise _unreadable(text, _first_line(error)) from error
     if found.get("error"):
-        raise UsageError(f"the condition {quote(text)} cannot be read: {found.get('error_message')}")
+        raise _unreadable(text, str(found.get("error_message")))
     node = found["statements"][0]["node"]
     plain = (
         len(found["statements"]) == 1
@@ -134,7 +141,7 @@ def _tree(connection: Any, text: str) -> Mapping[str, Any]:
         and node["from_table"].get("table_name") == "part"
     )
     if not plain or not node["where_clause"]:
-        raise UsageError(f"the condition {quote(text)} is more than one boolean expression")
+        raise UsageError(f"the condition {quote(text)} is more than one boolean expression", hint=_EXAMPLE)
     where: Mapping[str, Any] = node["where_clause"]
     return where
 

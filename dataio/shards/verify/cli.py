@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from dataio.core import limits
-from dataio.shards.cli import _add_dataset, _byte_bar, _count, _parser, _positive, _print_json, _printable
+from dataio.shards.cli import (
+    _add_dataset,
+    _add_json,
+    _add_workers,
+    _byte_bar,
+    _count,
+    _parser,
+    _print_json,
+    _printable,
+)
 
 if TYPE_CHECKING:
     from dataio.shards.verify.findings import ObjectReport, VerifyProgress, VerifyReport
@@ -37,8 +46,8 @@ def verify(argv: list[str]) -> int:
         "--decode", metavar="SHARE|N", default="0", help="decode that many samples, such as 1%% or 100 (default: none)"
     )
     parser.add_argument("--repair", metavar="FROM-URL", help="put damage right from this copy of the dataset")
-    parser.add_argument("--workers", metavar="N", type=_positive, help="shards read at once (default: one a core)")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    _add_workers(parser, "shards read at once")
+    _add_json(parser, "the report as one JSON object")
     args = parser.parse_args(argv)
     from dataio.shards.verify.run import verify as verify_dataset
 

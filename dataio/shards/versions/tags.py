@@ -39,8 +39,7 @@ class Tag(msgspec.Struct, frozen=True, kw_only=True):
 
 def create(store: Store, name: str, version: int, digest: str) -> None:
     """Give a version a name. Giving it again is no error."""
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} cannot be a tag", hint="letters, digits, '.', '_' and '-', not a digit first")
+    check_name(name)
     tag = Tag(
         format=versions.FORMAT,
         name=name,
@@ -53,10 +52,27 @@ def create(store: Store, name: str, version: int, digest: str) -> None:
         return
     there = read(store, name)
     if (there.version, there.document) != (version, digest):
-        raise ConflictError(
-            f"{store.location.url}: the tag {name!r} names version {there.version} since {there.created}",
-            hint="tags do not move; choose another name",
-        )
+        raise _taken(store, there)
+
+
+def check_free(store: Store, name: str) -> None:
+    """The error that `create` would raise for a version that is yet to be made."""
+    check_name(name)
+    if name in names(store):
+        raise _taken(store, read(store, name))
+
+
+def check_name(name: str) -> None:
+    """`UsageError` for what cannot be a tag."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot be a tag", hint="letters, digits, '.', '_' and '-', not a digit first")
+
+
+def _taken(store: Store, there: Tag) -> ConflictError:
+    return ConflictError(
+        f"{store.location.url}: the tag {there.name!r} names version {there.version} since {there.created}",
+        hint="tags do not move; choose another name",
+    )
 
 
 def read(store: Store, name: str) -> Tag:

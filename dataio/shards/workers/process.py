@@ -28,7 +28,7 @@ import msgspec
 
 import dataio
 from dataio.core import limits
-from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
+from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError, UsageError
 from dataio.shards.workers.probe_worker import write_frame
 
 _START_SECONDS = 120.0
@@ -42,7 +42,12 @@ class WorkerPool:
     def __init__(
         self, command: Sequence[str], hello: bytes, workers: int | None = None, *, answer_bytes: int = ANSWER_BYTES
     ) -> None:
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers if workers is not None else os.cpu_count() or 1
+        if not isinstance(self.workers, int) or not 1 <= self.workers <= limits.WORKERS:
+            raise UsageError(
+                f"{workers!r} worker processes cannot be started",
+                hint=f"from 1 to {limits.WORKERS}, or None: one a core",
+            )
         self._command, self._hello, self._answer_bytes = command, hello, answer_bytes
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         self._all: set[_Worker] = set()

@@ -165,7 +165,8 @@ function showCache(status) {
     ["From cache", rate(rates.cache_bytes_per_second)],
     ["Fetched", rate(rates.fetched_bytes_per_second)],
     ["Cache hits", percent(rates.hit_ratio)],
-    ["Queue", number(cache.waiting), `waiting, ${bytes(cache.in_flight_bytes)} on the way`],
+    ["Queue", number(cache.waiting), "waiting"],
+    ["On the way", bytes(cache.in_flight_bytes)],
   ].map(([term, value, small]) => el("div", {}, el("dt", {}, term), el("dd", {}, `${value} `, el("small", {}, small || "")))));
 }
 

@@ -141,9 +141,7 @@ class Channel:
 
     def send(self, message: Message) -> None:
         data = msgspec.msgpack.encode(message)
-        if len(data) > MESSAGE_BYTES:
-            raise ProtocolError(f"a message of {len(data)} bytes; the most is {MESSAGE_BYTES}")
-        self._sock.sendall(_LENGTH.pack(len(data)) + data)
+        self._sock.sendall(_LENGTH.pack(_bounded(len(data))) + data)
 
     def request(self) -> Request | None:
         """What the peer asks; None when it has hung up between two messages."""
@@ -189,11 +187,9 @@ class Channel:
         head = bytearray(_LENGTH.size)
         if not self._fill(memoryview(head), may_end=True):
             return None
-        length = _LENGTH.unpack(head)[0]
-        if length > MESSAGE_BYTES:
-            raise ProtocolError(f"a message of {length} bytes; the most is {MESSAGE_BYTES}")
+        data = self.whole(_bounded(_LENGTH.unpack(head)[0]))
         try:
-            return decoder.decode(self.whole(length))
+            return decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"what came is not a message: {error}") from None
 
@@ -207,3 +203,10 @@ class Channel:
                 raise ConnectionError("the connection ended in the middle of a message")
             done += got
         return True
+
+
+def _bounded(length: int) -> int:
+    """The length of a message, if it may be that long."""
+    if length > MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {length} bytes; the most is {MESSAGE_BYTES}")
+    return length

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import sys
 import time
-import warnings
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from checkpoint.dcp import RepositoryReader, RepositoryWriter
+from tests.ranks import in_group
 
 
 class Loader:
@@ -66,6 +64,7 @@ def failing(work: Any) -> str:
     return "no failure"
 
 
+@in_group
 def main(directory: str) -> None:
     rank = dist.get_rank()
     first = state(1, 100 + rank)
@@ -100,12 +99,3 @@ def main(directory: str) -> None:
     say("missing", why=failing(lambda: dcp.load(first, storage_reader=missing)))
     dcp.save(first, storage_writer=writer(5))
     say("again", why=failing(lambda: dcp.save(first, storage_writer=writer(5))))
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    warnings.simplefilter("ignore")  # DCP's own
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(*sys.argv[1:])
-    dist.destroy_process_group()

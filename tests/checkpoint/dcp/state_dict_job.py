@@ -6,10 +6,7 @@ KIND is fsdp, tp or 2d. Model and optimizer go through `get_state_dict`, our sto
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import sys
-import warnings
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from checkpoint import Checkpointer
 from checkpoint.dcp import RepositoryReader, RepositoryWriter
+from tests.ranks import in_group
 
 
 def mesh_of(kind: str) -> DeviceMesh:
@@ -60,6 +58,7 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
+@in_group
 def main(directory: str, *kinds: str) -> None:
     for kind in kinds:
         mesh = mesh_of(kind)
@@ -94,12 +93,3 @@ def moved(directory: str, way: str, step: int, first: Any, second: Any, options:
             checkpointer.save(step, state).result(60)
             checkpointer.restore(into, step)
     set_state_dict(*second, model_state_dict=into["model"], optim_state_dict=into["optim"], options=options)
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    warnings.simplefilter("ignore")  # DCP's own
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(*sys.argv[1:])
-    dist.destroy_process_group()

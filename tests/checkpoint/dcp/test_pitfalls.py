@@ -44,7 +44,7 @@ from dataio.core.limits import KIB, MIB
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped, flip
-from tests.checkpoint.sharding.launch import launch
+from tests.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

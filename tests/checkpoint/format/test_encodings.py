@@ -153,7 +153,7 @@ def narrow_step(tmp_path: Path) -> str:
     """A step with planes; the key of its only pack."""
     with open_store(tmp_path) as store:
         with Checkpointer(Narrow(store), run="exp", sidecar=None, compression="auto") as checkpointer:
-            checkpointer._upload_hint = 1e4  # so slow that even a busy processor is faster
+            checkpointer._saver.upload_hint = 1e4  # so slow that even a busy processor is faster
             generator = torch.Generator().manual_seed(0)
             result = checkpointer.save(1, {"w": torch.randn(300_000, generator=generator)}).result(60)
             assert "planes4+zstd" in result.encodings
@@ -177,10 +177,11 @@ def test_a_reader_of_the_first_version_refuses_planes_by_name(tmp_path: Path, mo
 def test_damage_of_an_encoded_chunk_is_found_and_named(tmp_path: Path) -> None:
     key = narrow_step(tmp_path)
     flip(tmp_path / key, 5000)
-    with Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer:
-        with pytest.raises(CorruptionError, match="tensor 'w'"):
-            checkpointer.restore({"w": torch.zeros(300_000)})
-        checkpointer._saves.clear()
+    with (
+        Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer,
+        pytest.raises(CorruptionError, match="tensor 'w'"),
+    ):
+        checkpointer.restore({"w": torch.zeros(300_000)})
     with open_store(tmp_path) as store:
         assert not checking.check(store).clean
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import io
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
 
 from checkpoint.frameworks.megatron import RepositoryLoad, RepositorySave  # noqa: E402
+from tests.ranks import in_group  # noqa: E402
 
 ROWS, COLUMNS = 600, 512
 
@@ -68,6 +67,7 @@ def same(found: dict[str, Any], given: dict[str, Any]) -> bool:
     )
 
 
+@in_group
 def main(folder: str, repo: str, what: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     if what == "save":
@@ -88,11 +88,3 @@ def main(folder: str, repo: str, what: str) -> None:
     if world == 2:
         said["rng"] = same(found["rng"], objects(rank))
     print(json.dumps(said), flush=True)
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(*sys.argv[1:])
-    dist.destroy_process_group()

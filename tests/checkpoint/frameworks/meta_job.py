@@ -4,9 +4,7 @@ Without a resharder: that library gathers what one needs to know through CUDA (0
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import sys
 import warnings
 
 import torch
@@ -17,8 +15,10 @@ warnings.simplefilter("ignore")  # the framework's own
 from torch_checkpointing import CheckpointManager  # noqa: E402
 
 from checkpoint.frameworks.torch_checkpointing import RepositoryManager  # noqa: E402
+from tests.ranks import in_group  # noqa: E402
 
 
+@in_group
 def main(repo: str) -> None:
     rank = dist.get_rank()
     manager = RepositoryManager(repo, run="exp", config=CheckpointManager.Config.with_sync_save())
@@ -30,11 +30,3 @@ def main(repo: str) -> None:
     other = manager.save("step_8", {"model": {"w": weights}, "loader": {"at": 200 + rank}})
     print(json.dumps(said | {"second": other}), flush=True)
     manager.close()
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(*sys.argv[1:])
-    dist.destroy_process_group()

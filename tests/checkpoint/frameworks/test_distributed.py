@@ -12,7 +12,7 @@ import torch
 from checkpoint import Checkpointer, read
 from dataio.core.errors import NotFoundError, UsageError
 from tests.checkpoint.making import flip
-from tests.checkpoint.sharding.launch import launch
+from tests.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import sys
 import warnings
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 warnings.simplefilter("ignore")  # the frameworks' own
 
 from checkpoint.frameworks.torchtitan import RepositoryCheckpointManager  # noqa: E402
+from tests.ranks import in_group  # noqa: E402
 
 
 class Optimizers:
@@ -103,6 +102,7 @@ class Run:
         }
 
 
+@in_group
 def main(folder: str, repo: str, mode: str) -> None:
     first = Run(1, folder, repo, mode)
     assert not first.manager.load()  # nothing is there yet
@@ -117,11 +117,3 @@ def main(folder: str, repo: str, mode: str) -> None:
     second.train(8, last=False)
     print(json.dumps({"resumed": second.seen()}), flush=True)
     second.manager.close()
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(*sys.argv[1:])
-    dist.destroy_process_group()

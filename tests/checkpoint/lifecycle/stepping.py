@@ -128,7 +128,8 @@ class Actor:
         self.done, self.error, self.result = False, None, None  # type: ignore[var-annotated]
         self._threads: set[int] = set()
         self._work = work
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="actor", daemon=True)
+        _living.append(self)
         self._thread.start()
         self._came.acquire()
 
@@ -140,6 +141,7 @@ class Actor:
         except BaseException as error:
             self.error = error  # type: ignore[assignment]
         self.done = True
+        _living.remove(self)
         self._came.release()
 
     def pause(self) -> None:
@@ -161,10 +163,25 @@ class Actor:
             self._dead = True
             self.step()
 
+    def end(self) -> None:
+        """Killed if it is not done, and its thread gone."""
+        self.kill()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
     def finish(self) -> None:
         """All the way."""
         while not self.done:
             self.step()
+
+
+_living: list[Actor] = []
+
+
+def end_all() -> None:
+    """Nobody does anything any more, also where a search ended with somebody in the middle."""
+    for actor in list(_living):
+        actor.end()
 
 
 class _Current(threading.local):

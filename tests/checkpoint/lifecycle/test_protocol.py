@@ -105,7 +105,7 @@ def play(choices: Sequence[int]) -> World:
 CHOICES = st.lists(st.integers(0, 7), max_size=160)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(CHOICES)
 def test_no_order_of_moves_loses_a_pack_of_a_step(choices: list[int]) -> None:
     play(choices)
@@ -124,7 +124,7 @@ def schedules(seed: int, count: int) -> list[list[int]]:
 
 
 def test_bursts_of_moves_lose_nothing_either() -> None:
-    errors = [play(moves).actors[SAVER].error for moves in schedules(1, 150)]
+    errors = [play(moves).actors[SAVER].error for moves in schedules(1, 80)]
     assert None in errors  # savers that commit
     assert any(isinstance(error, TransientError) for error in errors)  # and savers that wake up fenced
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from checkpoint.format import manifest, names
-from checkpoint.format.documents import Base, Condemned, Policy, StepOfRun, Timeline, decode, encode, me
+from checkpoint.format.documents import Base, Condemned, Policy, StepName, StepOfRun, Timeline, decode, encode, me
 from checkpoint.lifecycle import collect, tags
 from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import check
+from checkpoint.repository import check, timeline
 from checkpoint.repository import steps as repository
 from checkpoint.repository.lease import LeaseKeeper
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
@@ -105,6 +105,57 @@ def test_a_missing_object_of_any_kind_is_found() -> None:
         store = MemoryStore()
         store.objects = {name: value for name, value in sound.objects.items() if name != key}
         restores(store, bases, f"{key} is missing")
+
+
+def test_a_lost_newest_timeline_is_found_by_whoever_looks_for_the_latest_or_starts() -> None:
+    store, bases = repository_with_everything()  # its timeline 2 has no step, so nothing is lost with it
+    after = save(store, make(store, STATES[1], step=4, number=2, bases=(bases[2],)))
+    tags.tag(store, "newest", RUN, 4)
+    document = store.objects.pop(names.timeline(RUN, 2))
+    for look in (lambda: repository.find(store, RUN, "latest"), lambda: repository.find(store, RUN, 3)):
+        with pytest.raises(CorruptionError, match=r"000002.json is missing, and there are steps of that timeline"):
+            look()
+    with pytest.raises(CorruptionError, match="bring it back"):
+        timeline.open_timeline(
+            store, RUN, StepName(1, 3)
+        )  # would take the number again, with the lost one's steps in it
+    before = dict(store.objects)
+    with pytest.raises(CorruptionError):
+        collect.retain(store, RUN, Keep(last=1))
+    assert store.objects == before
+    assert repository.find(store, RUN, "tag:newest") == after
+    assert (names.timeline(RUN, 2), (f"{RUN}/2/4",)) in [(p.object, p.hits) for p in check.check(store).problems]
+    store.objects[names.timeline(RUN, 2)] = document
+    assert repository.find(store, RUN, "latest") == after
+    assert check.check(store).clean
+
+
+def test_a_lost_timeline_in_the_middle_is_reported_where_no_branch_needs_it() -> None:
+    store = MemoryStore()
+    for number in (1, 2, 3):
+        save(store, make(store, STATES[1], step=number, number=begin(store)))  # each starts anew
+    del store.objects[names.timeline(RUN, 2)]
+    assert repository.find(store, RUN, "latest") is not None
+    assert [(p.object, p.hits) for p in check.check(store).problems] == [(names.timeline(RUN, 2), (f"{RUN}/2/2",))]
+    assert timeline.open_timeline(store, RUN, None) == 4
+
+
+def test_a_timeline_that_is_opened_while_somebody_looks_is_not_taken_for_a_lost_one() -> None:
+    store = MemoryStore()
+    save(store, make(store, STATES[1], step=1, number=begin(store)))
+    made = []
+
+    def opened_meanwhile(operation: str, key: str) -> None:
+        if (operation, key) == ("list", names.timeline_steps(RUN, 2)) and not made:
+            made.append(2)
+            assert begin(store, Base(1, 1, "")) == 2
+            save(store, make(store, STATES[2], step=2, number=2))
+
+    store.before = opened_meanwhile
+    found = repository.find(store, RUN, "latest")
+    assert made
+    assert found is not None
+    assert found.step == 2
 
 
 def test_objects_that_changed_places_are_found() -> None:

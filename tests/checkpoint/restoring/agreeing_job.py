@@ -5,10 +5,7 @@ Rank 1 sees DAMAGED, a copy whose manifests are cut short; the others see WHOLE.
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import sys
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -19,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from checkpoint import Checkpointer
 from checkpoint.dcp import RepositoryReader
 from dataio.core.errors import MillraceError
+from tests.ranks import in_group
 
 
 def told(case: str, work: Callable[[], object]) -> None:
@@ -47,6 +45,7 @@ def load(url: str, step: int | str = "latest") -> None:
     assert into["w"].sum() == 1000
 
 
+@in_group
 def main(whole: str, damaged: str) -> None:
     odd = dist.get_rank() == 1
     mine = damaged if odd else whole
@@ -56,12 +55,3 @@ def main(whole: str, damaged: str) -> None:
     told("dcp, no store", lambda: load("gopher://nowhere" if odd else whole))
     told("whole", lambda: restore(whole))  # the ranks are still in step
     told("dcp, whole", lambda: load(whole))
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    warnings.simplefilter("ignore")  # DCP's own
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(*sys.argv[1:])
-    dist.destroy_process_group()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpointer
-from tests.checkpoint.sharding.launch import launch
+from tests.ranks import launch
 
 
 def test_what_one_rank_alone_cannot_read_is_an_error_on_all_that_names_it(tmp_path: Path) -> None:

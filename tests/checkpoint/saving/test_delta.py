@@ -108,7 +108,7 @@ class Run:
         with Checkpointer(self.url, run="exp", sidecar=None, compression="delta", **self.options) as checkpointer:
             checkpointer.restore({"noise": self.noise.clone()}, strict=False)  # goes on from there
             for step in steps:
-                checkpointer._upload_hint = self.upload
+                checkpointer._saver.upload_hint = self.upload
                 found.append(checkpointer.save(step, self.state()).result(60))
                 self.train(rate)
         return found

@@ -6,10 +6,8 @@ is there, trains, saves the next step, and prints what was saved. KIND is single
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import json
-import sys
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from checkpoint import RNG, Checkpointer
+from tests.ranks import in_group
 
 DIM, HEADS, HIDDEN, WORDS = (
     48,
@@ -169,7 +168,8 @@ def say(**line: Any) -> None:
 def turn(url: str, run: str, kind: str, how: str) -> None:
     rank = dist.get_rank()
     trainer = Trainer(kind, how, seed=len(run) + dist.get_world_size())
-    with Checkpointer(url, run=run, sidecar=None, wait_seconds=60) as checkpointer:
+    same = ("model", "optimizer") if how == "dicts" else ()  # of plain dicts nothing else says so
+    with Checkpointer(url, run=run, sidecar=None, wait_seconds=60, replicated=same) as checkpointer:
         step = trainer.restore(checkpointer)
         random = torch.get_rng_state().sum().item()
         say(run=run, rank=rank, restored=step, state=trainer.summary(), position=trainer.loader.position,
@@ -182,15 +182,8 @@ def turn(url: str, run: str, kind: str, how: str) -> None:
             lr=trainer.optimizer.param_groups[0]["lr"], random=random, bytes=result.bytes_state)  # fmt: skip
 
 
+@in_group
 def main(url: str, *turns: str) -> None:
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     for each in turns:
         run, kind, *how = each.split(":")
         turn(url, run, kind, *(how or ["objects"]))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

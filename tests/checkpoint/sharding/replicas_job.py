@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
-import sys
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from checkpoint import Checkpointer
 from dataio.core import metrics
 from dataio.core.errors import MillraceError
+from tests.ranks import in_group
 
 
 class Lines(logging.Handler):
@@ -41,6 +40,7 @@ def save(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> dict[s
         return {"error": type(error).__name__, "message": str(error)}
 
 
+@in_group
 def main(directory: str) -> None:
     lines = Lines()
     logging.getLogger("millrace").addHandler(lines)
@@ -60,11 +60,3 @@ def main(directory: str) -> None:
     with Checkpointer(directory, run="trust", sidecar=None, wait_seconds=60, replicas="trust") as checkpointer:
         found["trusted"] = save(checkpointer, 1, saved)
     print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(*sys.argv[1:])
-    dist.destroy_process_group()

@@ -5,10 +5,8 @@ Each prints what it read from the store and what it got.
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from checkpoint import Checkpointer
+from checkpoint.restoring import nearby
 from dataio.core.errors import MillraceError
 from dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
+from tests.ranks import in_group
 
 
 class Counting(Wrapped):
@@ -64,6 +64,7 @@ def restore(directory: str, run: str, sharded: bool) -> None:
     say(run=run, read=store.read, digests=[digest(p) for p in params])
 
 
+@in_group
 def main(directory: str, damaged: str) -> None:
     saved = state(1, False)
     with Checkpointer(directory, run="exp", sidecar=None, wait_seconds=60) as checkpointer:
@@ -72,14 +73,10 @@ def main(directory: str, damaged: str) -> None:
         bytes=sum(p.nbytes for p in saved["model"].parameters()),
         digests=[digest(p) for p in saved["model"].parameters()],
     )
-    restore(directory, "exp", False)
-    restore(directory, "exp", True)
-    restore(damaged, "exp", False)
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(*sys.argv[1:])
-    dist.destroy_process_group()
+    own = set(nearby._OWN)
+    for file_systems in (own, set()):  # a disk of the node; then one that the ranks share, as NFS
+        nearby._OWN.clear()
+        nearby._OWN.update(file_systems)
+        restore(directory, "exp", False)
+        restore(directory, "exp", True)
+        restore(damaged, "exp", False)

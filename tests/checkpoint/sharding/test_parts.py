@@ -17,11 +17,20 @@ from checkpoint.staging.arena import Staging
 from checkpoint.staging.copying import Copying
 from checkpoint.staging.slices import SlicedState
 from checkpoint.state.flatten import Leaf, Seen
-from checkpoint.state.prepare import Prepared, Row, divide
+from checkpoint.state.prepare import Planner, Row, Taken, divide
 from dataio.core.errors import MismatchError
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, manifest_of, save
+
+
+class Alone:
+    """A job of one rank."""
+
+    rank = 0
+
+    def gather(self, table: bytes) -> list[bytes]:
+        return [table]
 
 
 def test_a_step_that_lacks_a_part_of_a_tensor_is_not_committed(tmp_path: Path) -> None:
@@ -89,12 +98,11 @@ def test_most_chunks_are_found_again_by_another_number_of_ranks(dim: int, tmp_pa
 @pytest.mark.parametrize("mode", ["eager", "lazy", "slices"])
 def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: Path) -> None:
     weight = torch.randn(1024, 3000).bfloat16()[:, 500:2500]
-    leaf = Leaf("w", Seen(weight, "bfloat16", Box((1024, 3000), (0, 500), (1024, 2000)), True), True)
+    leaf = Leaf("w", Seen(weight, "bfloat16", Box((1024, 3000), (0, 500), (1024, 2000)), True), False)
     other = Leaf("v", Seen(torch.randn(3), "float32", Box((3,), (0,), (3,))), False)
-    prepared = Prepared(b"", [other, leaf], b"")
-    specs, tensors = prepared.specs(), prepared.tensors()
+    prepared = Planner().prepare(Taken(b"", [other, leaf]), Alone())
+    specs, tensors, place = prepared.specs, prepared.tensors, prepared.layout
     assert len(specs) == len(tensors) > 4
-    place = layout.lay_out(specs)
     staging = Staging()
     arena = staging.take(place, 10)
     if mode == "slices":

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from checkpoint.format import dtypes
 from checkpoint.format.chunk import whole
+from checkpoint.format.layout import Layout
 from checkpoint.state import replicas
 from checkpoint.state.flatten import Leaf, Seen
 from checkpoint.state.kinds import TorchKinds
 from checkpoint.state.prepare import Prepared, Replica
 from checkpoint.state.replicas import BLOCK_BYTES, BLOCKS, Divergence, diverged, sample
-from tests.checkpoint.sharding.launch import launch
+from tests.ranks import launch
 
 
 class Together:
@@ -54,13 +55,17 @@ def held(name: str, tensor: torch.Tensor) -> Leaf:
     return Leaf(name, Seen(tensor, str(tensor.dtype)[6:], whole(tuple(tensor.shape))), True)
 
 
+def holding(tree: bytes, replicated: tuple[Replica, ...], here: dict[str, Leaf]) -> Prepared:
+    return Prepared(tree, (), [], Layout((), 0, 0), b"", replicated, here)
+
+
 def found(world: int, holders: dict[str, tuple[int, ...]], wrong: dict[str, int]) -> tuple[list[object], int]:
     """What each rank finds; `wrong`: the rank on which a tensor is another one."""
     together, replicated = Together(world), tuple(Replica(n, n, h) for n, h in holders.items())
 
     def one(rank: int) -> object:
         here = {n: held(n, torch.full((5,), float(wrong.get(n) == rank))) for n, h in holders.items() if rank in h}
-        return diverged(Prepared(b"", [], b"", replicated, here), Rank(together, rank), 7)
+        return diverged(holding(b"", replicated, here), Rank(together, rank), 7)
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(one, range(world))), together.gathers
@@ -90,8 +95,7 @@ def test_a_rank_that_cannot_hash_does_not_leave_the_others_waiting(monkeypatch: 
     monkeypatch.setattr(replicas, "_hashes", hashes)
     with ThreadPoolExecutor(2) as pool:
         futures = [
-            pool.submit(diverged, Prepared(t, [], b"", replicated), Rank(together, r), 1)
-            for r, t in enumerate((b"", b"x"))
+            pool.submit(diverged, holding(t, replicated, {}), Rank(together, r), 1) for r, t in enumerate((b"", b"x"))
         ]
         with pytest.raises(RuntimeError, match="no memory"):
             futures[0].result(30)

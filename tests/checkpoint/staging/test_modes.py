@@ -181,8 +181,8 @@ def test_a_state_larger_than_the_memory_for_it_is_saved_in_slices(mode: str, tmp
         for step in (1, 2):
             handle = checkpointer.save(step, state)
             handle.copied(60)
-            assert checkpointer._staging._arena is not None
-            assert checkpointer._staging._arena.size == 64 * MIB
+            assert checkpointer._saver.staging._arena is not None
+            assert checkpointer._saver.staging._arena.size == 64 * MIB
             state["a"].add_(1)
             result = handle.result(60)
             assert result.sliced
@@ -220,11 +220,11 @@ def test_a_warm_arena_is_the_one_that_the_first_save_uses(tmp_path: Path) -> Non
     with Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer:
         checkpointer.warm_up(training.state)
         handle = checkpointer.save(1, training.state)
-        first = checkpointer._staging._arena
+        first = checkpointer._saver.staging._arena
         handle.result(60)
         checkpointer.warm_up(training.state)
         checkpointer.save(2, training.state).result(60)
-        assert checkpointer._staging._arena is first
+        assert checkpointer._saver.staging._arena is first
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:

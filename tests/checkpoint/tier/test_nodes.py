@@ -20,8 +20,8 @@ import pytest
 from dataio.sidecar.client import Sidecar
 from dataio.testing.proxy import Fault, FaultProxy
 from dataio.testing.s3server import S3Server, start_seaweedfs
-from tests.checkpoint.test_sidecar import wait_for
 from tests.dataio.sidecar.tier.conftest import make_certificates
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 STEP_BYTES = 1_400_000 * 4

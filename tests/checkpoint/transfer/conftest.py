@@ -16,7 +16,7 @@ import pytest
 
 from checkpoint.format.documents import Base
 from dataio.sidecar.client import Sidecar
-from tests.checkpoint.test_sidecar import wait_for
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 

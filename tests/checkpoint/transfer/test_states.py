@@ -19,9 +19,9 @@ from dataio.sidecar.client import Sidecar
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, save
-from tests.checkpoint.test_sidecar import wait_for
 from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
+from tests.waiting import wait_for
 
 STATES = {
     "connecting": "trainer.plan-built",

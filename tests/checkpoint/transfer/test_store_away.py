@@ -17,10 +17,10 @@ from dataio.store.open import open_store
 from dataio.testing import s3server
 from dataio.testing.s3server import S3Server, start_seaweedfs
 from tests.checkpoint.making import begin, latest, load, make, save
-from tests.checkpoint.test_sidecar import wait_for
 from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
 from tests.conftest import use_s3_server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.s3
 

@@ -444,5 +444,6 @@ def test_any_sequence_of_changes_leaves_what_sets_say() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_many_sequences_of_changes_leave_what_sets_say() -> None:
-    run_state_machine_as_test(Versions, settings=settings(max_examples=150, stateful_step_count=15, deadline=None))
+@pytest.mark.parametrize("part", range(5))
+def test_many_sequences_of_changes_leave_what_sets_say(part: int) -> None:
+    run_state_machine_as_test(Versions, settings=settings(max_examples=30, stateful_step_count=15, deadline=None))

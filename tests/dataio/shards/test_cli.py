@@ -216,3 +216,25 @@ def test_cat_of_what_is_not_there_says_what_is(dataset: Path) -> None:
     missing = millrace("ls", dataset, "--version", "7")
     assert missing.returncode == 2
     assert b"it has 1" in missing.stderr
+
+
+def test_what_cannot_be_is_said_with_the_next_step(dataset: Path, clips: Path, tmp_path: Path) -> None:
+    for args, code, said in (
+        (("pack", clips, tmp_path / "x", "--workers", "100000000"), 2, b"is not a whole number from 1 to 1024"),
+        (("info", dataset, "--where", "duration >"), 2, b"next: write one SQL expression, such as"),
+        (("preview", dataset, "-o", tmp_path / "none" / "p.html"), 2, b"next: make the folder first"),
+        (("quarantine", tmp_path / "none"), 2, b"there is no dataset at"),
+    ):
+        done = millrace(*args)
+        assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
+def test_preview_and_export_speak_json(dataset: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    found = json.loads(millrace("preview", dataset, "-o", page, "--limit", "1", "--json").stdout)
+    assert found == found | {"page": str(page), "bytes": page.stat().st_size, "shown": 1}
+    lines = [
+        json.loads(line) for line in millrace("export", dataset, "a", tmp_path / "out", "--json").stdout.splitlines()
+    ]
+    assert {line["member"] for line in lines} == {"a.mp4", "a.txt"}
+    assert all(Path(line["path"]).is_file() for line in lines)

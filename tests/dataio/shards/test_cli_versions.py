@@ -97,3 +97,10 @@ def test_mistakes_are_one_clear_line(
     root: str, capsys: pytest.CaptureFixture[str], args: list[str], words: str
 ) -> None:
     assert words in " ".join(run(capsys, *(arg.format(root) for arg in args), code=2))
+
+
+def test_a_tag_that_cannot_be_given_leaves_no_version_behind(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "tag", root, "taken")
+    run(capsys, "filter", root, "duration > 0", "--tag", "9x", code=2)
+    run(capsys, "filter", root, "duration > 0", "--tag", "taken", code=5)
+    assert len(run(capsys, "log", root)) == 1

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,9 @@ from dataio.core.limits import MIB
 from dataio.sidecar.client import Sidecar
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+from tests.waiting import wait_for as wait_for
 
 HERE = Path(__file__).parent
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until, f"waited {seconds} s in vain"
-        time.sleep(0.01)
-    return found
 
 
 @dataclass

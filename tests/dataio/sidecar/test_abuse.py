@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import AccessDeniedError, ConflictError, UsageError
+from dataio.core.errors import AccessDeniedError, ConflictError, MillraceError, UsageError
 from dataio.sidecar import messages as m
 from dataio.sidecar import paths, wire
 from dataio.sidecar.client import Sidecar, open_reader
@@ -162,6 +162,14 @@ def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_served(quiet:
     assert "does not read" in quiet.log.read_text()
 
 
+def test_options_that_cannot_be_put_in_order_fail_the_one_open(quiet: RunningDaemon) -> None:
+    odd = m.Where("file:///data", {"a": {1: 2, "b": 3}})
+    with quiet.connect() as sidecar:
+        with pytest.raises(MillraceError, match="TypeError"):
+            sidecar.call(lambda id: m.Open(id, odd, "k", [(0, 1)], 20.0), timeout=20)
+        assert sidecar.status()
+
+
 FOREIGNER = """
 import os, sys
 from dataio.sidecar.client import Sidecar
@@ -174,6 +182,9 @@ assert Sidecar.find(sys.argv[1]) is None
 def test_another_user_is_refused_even_where_the_socket_is_open_to_all(quiet: RunningDaemon) -> None:
     for path, mode in ((quiet.folder, 0o755), (quiet.socket.parent, 0o755), (quiet.socket, 0o666)):
         path.chmod(mode)
+    for path in quiet.folder.parents:  # those that the tests made for themselves are closed as well
+        if not path.stat().st_mode & 0o001:
+            path.chmod(0o711)
     subprocess.run([sys.executable, "-c", FOREIGNER, str(quiet.socket)], check=True, timeout=60)
     assert "of user 65534" in quiet.log.read_text()
 

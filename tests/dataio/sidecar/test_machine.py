@@ -74,6 +74,28 @@ def test_a_file_that_the_client_has_is_not_sent_again() -> None:
     assert session.opened(3, again) == [Send(m.Opened(3, 5, 100, [(0, 10)]), again)]
 
 
+def test_what_is_there_is_answered_at_once_and_held_as_if_it_had_been_begun() -> None:
+    session, lease = ready(), Lease(5)
+    assert session.at_once(opening(1))
+    assert session.opened_at_once(opening(1), lease) == [Send(m.Opened(1, 5, 100, [(0, 10)]), lease)]
+    assert session.opened_at_once(opening(2, have=5), Lease(5)) == [Send(m.Opened(2, 5, 100, [(0, 10)]))]
+    assert (session.held, session.opens) == (1, 0)
+    assert session.received(m.Closed([5]), ()) == []
+    assert session.held == 0
+
+
+def test_an_open_that_is_not_in_order_is_not_answered_at_once() -> None:
+    assert not Session(7).at_once(opening(1)), "nobody said hello"
+    session = ready()
+    session.received(opening(1), ())
+    assert not session.at_once(opening(1)), "its id is in use"
+    for n in range(2, machine.OPENS + 1):
+        session.received(opening(n), ())
+    assert not session.at_once(opening(machine.OPENS + 1)), "too many are in progress"
+    session.over()
+    assert not session.at_once(opening(99))
+
+
 def test_a_file_is_held_until_it_is_closed_as_often_as_it_was_sent() -> None:
     session = ready()
     for id in (1, 2):

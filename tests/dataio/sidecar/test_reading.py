@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from dataio.cache.reader import PrivateReader
+from dataio.cache.local import DirectReader
 from dataio.core.errors import NotFoundError
 from dataio.core.limits import MIB
 from dataio.sidecar import messages as m
@@ -193,7 +193,7 @@ def test_without_a_daemon_the_process_reads_by_itself_and_says_so_once(
 
 def test_without_a_name_no_daemon_is_asked(store: Store) -> None:
     reader = open_reader(store, None)
-    assert isinstance(reader, PrivateReader)
+    assert isinstance(reader, DirectReader)
     assert Sidecar.find(None) is None
     reader.close()
 

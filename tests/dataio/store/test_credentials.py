@@ -99,6 +99,21 @@ def test_changed_variables_take_effect_in_an_open_store(
         assert store.get("k") == b"1"
 
 
+def test_changed_variables_take_effect_for_threads_that_ask_by_themselves(
+    url: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(url) as store, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        store.put("k", b"1")
+        for _ in range(2):
+            buffer = bytearray(1)
+            pool.submit(store.get_into, "k", 0, memoryview(buffer)).result(60)
+            assert (buffer, pool.submit(store.stat, "k").result(60).size) == (b"1", 1)
+            server.change_keys(new := _new_keys())
+            with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID"):
+                pool.submit(store.get_into, "k", 0, memoryview(buffer)).result(60)
+            _set(monkeypatch, new)
+
+
 def test_keys_given_as_options_are_never_replaced_by_others(
     url: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

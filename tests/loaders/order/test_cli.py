@@ -11,6 +11,7 @@ import pytest
 
 from dataio import index
 from dataio.cli import main
+from dataio.shards.dataset import Dataset
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,27 @@ def test_several_datasets_are_measured_as_a_mixture_too(
     assert found["mixture"]["away"] < found["mixture"]["drawn_away"]
     assert main(["order", url, str(other), "--weights", "1,2,3"]) == 2
     assert main(["order", url, url]) == 2
+
+
+def test_mixtures_in_buckets_are_measured_bucket_by_bucket(
+    made_dataset: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = ["--bucket", "48x64", "--bucket", "64x48x8", "--frames", "4", "--batch", "2"]
+    assert main(["order", made_dataset.url, *shapes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["buckets"]
+    assert sum(one["share"] for one in found) == pytest.approx(1)
+    assert all(one["balance"]["away"] == 0 for one in found)  # one source
+    assert main(["order", made_dataset.url, *shapes]) == 0
+    assert "48x64 " in capsys.readouterr().out
+    assert main(["order", made_dataset.url, *shapes, "--budget", "3"]) == 2
+    assert "pays for no batch" in capsys.readouterr().err
+
+
+def test_datasets_without_videos_go_into_no_bucket(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["order", url, "--bucket", "48x64"]) == 2
+    assert "holds no video to put into buckets" in capsys.readouterr().err
+
+
+def test_weights_of_one_dataset_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["order", url, "--weights", "1"]) == 2
+    assert "one dataset is none" in capsys.readouterr().err

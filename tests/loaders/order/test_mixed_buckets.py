@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dataio.core.errors import UsageError
 from loaders.order.mixed_buckets import MixedBuckets, Turns, apportion
 from loaders.order.mixture import RESOLUTION, Segment, Weights
+from loaders.order.quality import bucket_balances
 from loaders.order.schedule import Population
 
 Change = tuple[int, dict[str, float]]
@@ -156,3 +157,14 @@ def test_a_batch_outside_the_epoch_is_refused() -> None:
     schedule = mixed({"a": [40, 60]})
     with pytest.raises(UsageError, match="outside"):
         schedule.share(0, schedule.batches)
+
+
+def test_every_bucket_of_a_mixture_is_measured_beside_drawing() -> None:
+    sources = {"a": [Population(900), Population(100)], "b": [Population(100), Population(300)]}
+    mixed = MixedBuckets.of(sources, [12, 6], [1, 2], seed=3)
+    found = bucket_balances(mixed, batches=64)
+    assert [one.bucket for one in found] == [0, 1]
+    assert sum(one.share for one in found) == pytest.approx(1)
+    for one, (a, b) in zip(found, [(900, 100), (100, 300)], strict=True):
+        assert one.balance.shares == pytest.approx({"a": a / (a + b), "b": b / (a + b)}, abs=1e-3)
+        assert one.balance.away < one.balance.drawn_away

@@ -91,7 +91,7 @@ def test_fields_are_added_to_those_of_the_json_beside_the_file(sounds: Path, tmp
         ("m.csv", "path,caption\na.wav\n", r"m\.csv, line 2: 1 cells in a table of 2 columns"),
         ("m.csv", "path,path\na.wav,b.wav\n", "its first line must name the columns, each once"),
         ("m.csv", "", "its first line must name the columns"),
-        ("m.csv", "path\ns3://bucket/a.wav\n", r"line 2: 's3://bucket/a\.wav' is not a local path"),
+        ("m.csv", "path\nmemory:///a.wav\n", "line 2: 'memory:///' names no bucket"),
         ("m.csv", "path\na.txt\n", r"line 2: .*a\.txt is not a media file"),
         ("m.jsonl", '{"path": "a.wav"}\n{"path": 3}\n', "line 2: the column 'path' holds no path, but 3"),
         ("m.jsonl", "\n[1]\n", "line 2: a row must be a JSON object"),

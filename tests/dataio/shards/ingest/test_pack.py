@@ -178,7 +178,9 @@ probe_worker.main()
     monkeypatch.setattr(
         engines,
         "ProbePool",
-        lambda workers: ProbePool(workers, lambda g: 0.5 if g.key == "video/2" else 60.0, [sys.executable, "-c", stub]),
+        lambda workers, **_: ProbePool(
+            workers, lambda g: 0.5 if g.key == "video/2" else 60.0, [sys.executable, "-c", stub]
+        ),
     )
     with pack(clips, tmp_path / "ds") as dataset:
         assert list(dataset.keys) == ["sound/tone", "video/0", "video/1", "video/3"]
@@ -193,7 +195,7 @@ def test_nothing_usable_is_an_error_with_the_first_reason(tmp_path: Path) -> Non
         pack(tmp_path / "in", tmp_path / "ds")
     assert not (tmp_path / "ds" / "dataset.json").exists()
     (tmp_path / "in" / "a.mp4").touch()
-    with pytest.raises(UsageError, match=r"all 1 candidates were skipped; .*a\.mp4: the file is empty"):
+    with pytest.raises(UsageError, match=r"nothing to pack: .*a\.mp4: the file is empty"):
         pack(tmp_path / "in", tmp_path / "ds")
 
 

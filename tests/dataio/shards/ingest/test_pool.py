@@ -68,7 +68,7 @@ def groups(make_clip, folder: Path, *names: str) -> list[Group]:
     found = []
     for name in names:
         (folder / f"{name}.mp4").write_bytes(clip.read_bytes())
-        found.append(Group(name, (("mp4", folder / f"{name}.mp4"),), 1000))
+        found.append(Group(name, (("mp4", str(folder / f"{name}.mp4")),), 1000))
     return found
 
 
@@ -145,7 +145,7 @@ def test_a_hanging_worker_dies_with_its_killed_parent(tmp_path: Path, make_clip,
         from dataio.shards.ingest.pool import ProbePool
         from dataio.shards.ingest.sources import Group
         with ProbePool(1, lambda _: 600.0, [sys.executable, "-c", sys.argv[2]]) as pool:
-            list(pool.describe([Group("hang", (("mp4", Path(sys.argv[1])),), 1)]))
+            list(pool.describe([Group("hang", (("mp4", sys.argv[1]),), 1)]))
     """)
     process = subprocess.Popen([sys.executable, "-c", parent, str(hang.files[0][1]), STUB], env=os.environ)
     try:
@@ -161,6 +161,6 @@ def test_a_hanging_worker_dies_with_its_killed_parent(tmp_path: Path, make_clip,
 
 
 def test_large_files_get_more_time(tmp_path: Path) -> None:
-    small, large = (Group("a", (("mp4", tmp_path / "a.mp4"),), size) for size in (0, 4 << 30))
+    small, large = (Group("a", (("mp4", str(tmp_path / "a.mp4")),), size) for size in (0, 4 << 30))
     assert seconds_for(small) == 60
     assert seconds_for(large) == 60 + 1024

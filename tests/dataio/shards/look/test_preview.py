@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 
@@ -18,10 +17,7 @@ from dataio.core.errors import UsageError
 from dataio.shards.look.preview import preview
 from dataio.shards.workers.media_jobs import Pictures, PicturesJob
 from dataio.shards.workers.pictures import run
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", *QUIET)
+from tests.browser import Browser, needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -138,20 +134,14 @@ def test_the_command_writes_the_page(dataset: Dataset, tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text().count('class="sample"') == 2
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package: chromium)")
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_real_browser_draws_bars_and_pictures_within_the_width(tmp_path: Path, text: str, width: int) -> None:
     (tmp_path / "index.html").write_text(text)
-    shot = tmp_path / "shot.png"
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2600"]
-    subprocess.run(
-        [*command, f"--screenshot={shot}", (tmp_path / "index.html").as_uri()],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    with av.open(str(shot)) as image:
-        picture = next(image.decode(video=0)).to_ndarray(format="rgb24")
+    with Browser(tmp_path / "profile") as browser:
+        browser.look((tmp_path / "index.html").as_uri(), width, 2600, "light")
+        browser.wait_until("document.readyState === 'complete'")
+        picture = browser.screenshot(tmp_path / "shot.png")
     bars = np.all(picture == np.array((0x0B, 0x53, 0x94)), axis=-1)
     assert bars.sum() > 500, "no bars"
     colourful = (picture.max(axis=-1).astype(int) - picture.min(axis=-1)) > 150

@@ -12,6 +12,7 @@ import pytest
 
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from dataio.shards.contract import KeyFrame, VideoInfo
+from dataio.shards.media import probe as probing
 from dataio.shards.media.probe import probe
 
 CLIPS = (
@@ -134,6 +135,30 @@ def remux(source: Path, target: Path, change, options: dict[str, str] | None = N
                 changed.stream = stream
                 new.mux(changed)
     return target
+
+
+def test_pictures_of_an_avi_are_counted_without_decoding_only_if_all_are_whole(
+    tmp_path: Path, make_clip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+    monkeypatch.setattr(
+        probing,
+        "_count_by_decoding",
+        lambda *a, inner=probing._count_by_decoding: decoded.append(inner(*a)) or decoded[0],
+    )
+    whole = make_clip(tmp_path / "whole.avi", "mjpeg", frames=20)
+    assert probe(whole).video.frames == 20
+    assert not decoded
+
+    def cut(i, packet):
+        if i != 7:
+            return [packet]
+        shorter = av.Packet(bytes(packet)[: packet.size // 2])
+        shorter.pts, shorter.dts, shorter.time_base = packet.pts, packet.dts, packet.time_base
+        return [shorter]
+
+    damaged = remux(whole, tmp_path / "damaged.avi", cut)
+    assert probe(damaged).video.frames == decoded[0][0]
 
 
 def test_frames_before_the_start_of_an_edit_list_do_not_count(tmp_path: Path, make_clip) -> None:

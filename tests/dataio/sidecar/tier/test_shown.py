@@ -22,7 +22,7 @@ from dataio.sidecar.client import Sidecar
 from dataio.sidecar.tier.config import Address
 from dataio.store.tier.retention import Limits
 from dataio.store.tier.shelf import Shelf
-from tests.browser import CHROMIUM, WHY_NOT, Browser
+from tests.browser import Browser, needs_browser
 from tests.dataio.sidecar.conftest import wait_for
 from tests.dataio.store.tier.making import record
 
@@ -117,7 +117,7 @@ def test_a_step_without_another_copy_is_forgotten_only_when_told(
     assert "no such step" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+@needs_browser
 def test_the_page_shows_the_tier_at_both_widths_in_both_schemes(shown: Shown, tmp_path: Path) -> None:
     import msgspec
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dataio.core.errors import NotFoundError, TransientError
-from dataio.sidecar.transfer.jobs import TRIES
+from dataio.sidecar.transfer.runner import TRIES
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 from tests.dataio.sidecar.transfer.test_held import keeper_pid
 from tests.dataio.sidecar.transfer.test_staging import arena, plan

@@ -1,0 +1,101 @@
+"""One restore by the ranks of a job: which step, opened on each rank, put into the state.
+
+Invariant: all ranks restore the same step, or all raise: every rank takes part in every exchange, also one that has failed. There
+are five when only tensors are filled in place: that all may begin; which step; that it is open and fits everywhere; who needs
+what; that all is done.
+Failure behaviour: as in `checkpoint.restoring`, and errors of the store on any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from checkpoint.collector import held_off
+from checkpoint.format import names
+from checkpoint.gds.file import Direct
+from checkpoint.gds.store import GdsStore
+from checkpoint.lineage import Lineage
+from checkpoint.ranks import Ranks
+from checkpoint.restoring import restore
+from checkpoint.restoring.apply import Fitted, apply, fitted
+from checkpoint.state.selection import Selection
+from checkpoint.tier import reading
+from checkpoint.tier.reading import Found, NodeTier, node_tier
+from dataio.core.log import get_logger
+from dataio.sidecar.connection import SidecarName
+from dataio.store.contract import Store
+
+_log = get_logger(__name__)
+
+
+class Restorer:
+    """Restores for one checkpointer, from its store or the node's tier of it."""
+
+    def __init__(
+        self, store: Store, ranks: Ranks, lineage: Lineage, sidecar: SidecarName, direct: Direct | None
+    ) -> None:
+        self._store, self._ranks, self._lineage = store, ranks, lineage
+        self._sidecar, self._direct = sidecar, direct
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        run: str,
+        step: int | str,
+        begin: Callable[[], object],
+        select: Callable[[], Selection],
+    ) -> Found | None:
+        """The step that was restored, None where the run has none; called by all ranks.
+
+        `begin` and `select` are called first, and what they raise on one rank fails all.
+        """
+        number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
+        with contextlib.ExitStack() as stack:
+            with self._ranks.agreed(number):
+                begin()
+                selection = select()
+                tier = stack.enter_context(node_tier(self._sidecar))
+                tier.send(self._store, names.check_run(run))
+            # now all that only the nodes' tiers had is in the store
+            found = self._find(run, step, number, tier)
+            if found is None:
+                return None
+            with self._ranks.agreed(), held_off():
+                near = self._near(tier)
+                work = self._open(stack, state, run, found, near, selection)
+            apply(work, self._ranks, near)
+            reading.told(near, found.base.step)
+        if work.todo.skipped:
+            _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
+        return found
+
+    def _find(self, run: str, step: int | str, number: int, tier: NodeTier) -> Found | None:
+        found, error = None, None
+        try:
+            if self._ranks.rank == 0:
+                found = self._lineage.find(run, step, tier)
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)
+        return msgspec.msgpack.decode(message, type=Found | None)
+
+    def _near(self, tier: NodeTier) -> Store:
+        near = tier.near(self._store)
+        return GdsStore(near, self._direct) if self._direct is not None and near is self._store else near
+
+    def _open(
+        self,
+        stack: contextlib.ExitStack,
+        state: dict[str, Any],
+        run: str,
+        found: Found,
+        near: Store,
+        selection: Selection,
+    ) -> Fitted:
+        """The step as this rank sees it, compared with the state."""
+        opening = reading.away(near, run, found.base) if found.away else restore.reading(near, run, found.base)
+        return fitted(state, stack.enter_context(opening), self._ranks.rank, selection)

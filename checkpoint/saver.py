@@ -1,0 +1,328 @@
+"""One save, from a state to its commit: agreed on by the ranks, copied, and carried in a thread.
+
+Invariant: `start` returns after one copy of the state in memory, or with the copy on its way where it is lazy. A rank that fails
+once the ranks have agreed seals the attempt as aborted, so that no other waits for it longer than it takes to look again.
+Failure behaviour: errors before the copy is made are raised by `start`; later ones are logged and kept by the handle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from checkpoint.collector import held_off
+from checkpoint.format import names
+from checkpoint.format.layout import Layout, TensorSpec
+from checkpoint.gds.file import Direct
+from checkpoint.gds.saving import DeviceSlices
+from checkpoint.handle import Handle, SaveResult
+from checkpoint.lifecycle.automatic import Retention
+from checkpoint.lineage import Lineage, Ticket
+from checkpoint.peers import Peers, card
+from checkpoint.ranks import Ranks
+from checkpoint.repository import commit
+from checkpoint.repository.commit import Attempt, FinalError
+from checkpoint.repository.lease import DEFAULT_LIFE
+from checkpoint.saves import Saves
+from checkpoint.saving import plan
+from checkpoint.saving.carriers import Cargo, Carriers
+from checkpoint.staging import governed
+from checkpoint.staging.arena import Arena, Staging
+from checkpoint.staging.copying import Copying
+from checkpoint.staging.slices import SlicedState
+from checkpoint.state import replicas as comparing
+from checkpoint.state.kinds import TorchKinds
+from checkpoint.state.prepare import Planner, Prepared, Taken, expected, take_apart
+from checkpoint.tier.saving import KeptAloneError
+from dataio.core import metrics
+from dataio.core.errors import ConflictError, MillraceError, MismatchError, TransientError
+from dataio.core.log import get_logger, warn_once
+from dataio.core.trace import span
+from dataio.sidecar.client import SaveMeter
+from dataio.store.contract import Store
+
+_log = get_logger(__name__)
+_KINDS = TorchKinds()
+_TELLING, _SLOW = 64 << 20, 300e6
+"""A save of so many bytes, slower than so many a second, tells the next one that compression may pay from its first byte on."""
+
+_ABORT_SECONDS = 30.0
+"""How long closing waits for the other ranks to be told of a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """As of `Checkpointer`."""
+
+    compression: str
+    replicas: str
+    lazy: bool
+    wait: float
+    staging_bytes: int | None
+    everywhere: Callable[[str], bool]
+
+
+class Saver:
+    """For one checkpointer and one thread at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        ranks: Ranks,
+        lineage: Lineage,
+        saves: Saves,
+        carriers: Carriers,
+        meter: SaveMeter,
+        direct: Direct | None,
+        retention: Retention | None,
+        options: Options,
+    ) -> None:
+        self._store, self._run, self._ranks, self._lineage = store, run, ranks, lineage
+        self._saves, self._carriers, self._meter, self._direct = saves, carriers, meter, direct
+        self._retention, self._options, self.wait = retention, options, options.wait
+        self.staging = Staging(options.staging_bytes)
+        self._gates, self._planner = governed.Gates(), Planner()
+        self._peers: Peers | None = None
+        self._aborting: threading.Thread | None = None
+        self.upload_hint = 0.0
+
+    def start(self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object]) -> Handle:
+        """Copy the state and begin to carry it. `check` is called first; what it raises on one rank fails all."""
+        began = time.perf_counter()
+        ticket, taken = self._agree(step, state, check)
+        try:
+            handle, copying = self._start(step, ticket, state, taken, urgent)
+        except BaseException as error:
+            self._abort_behind(self._attempt(step, ticket), error)
+            raise
+        self._saves.add(handle)
+        self._gates.watch(governed.optimizers_in(state) if self._options.lazy else (), copying)
+        if not self._options.lazy:
+            self._gates.pass_all()  # a state in slices is copied as fast as it is written
+            copying.waited = 0.0  # that was part of the stall
+        handle.stall = time.perf_counter() - began
+        metrics.checkpoint_stall_seconds.observe(handle.stall)
+        self._meter.held(handle.stall)
+        return handle
+
+    def warm_up(self, state: dict[str, Any]) -> None:
+        """Allocate the memory that saves of `state` need, in a thread; talks to no other rank."""
+        self.staging.warm_up(expected(self._taken(state), self._ranks.rank, self._ranks.world_size))
+
+    def close(self) -> None:
+        """Let go of memory and hooks."""
+        if self._aborting is not None:
+            self._aborting.join(_ABORT_SECONDS)
+        self._gates.close()
+        self.staging.close()
+
+    def _taken(self, state: dict[str, Any]) -> Taken:
+        return take_apart(state, _KINDS, self._options.everywhere)
+
+    # with the other ranks
+
+    def _agree(self, step: int, state: dict[str, Any], check: Callable[[], object]) -> tuple[Ticket, Taken]:
+        """The same attempt on all ranks, with the state taken apart on each."""
+        taken, message, error = None, b"", None
+        try:
+            check()
+            with held_off():
+                taken = self._planner.known(self._taken(state))
+            if self._ranks.rank == 0:
+                message = msgspec.msgpack.encode(self._lineage.draw())
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
+        ticket = msgspec.msgpack.decode(self._ranks.agree(number, message, error), type=Ticket)
+        assert taken is not None
+        self._lineage.timeline = ticket.timeline
+        if self._peers is None and self._ranks.world_size > 1:
+            self._peers = Peers(self._ranks.all(card()))
+        return ticket, taken
+
+    def _compare_replicas(self, step: int, prepared: Prepared) -> tuple[str, ...]:
+        """Names of replicas that differ between ranks, told where they do and on rank 0."""
+        if self._options.replicas == "trust" or self._ranks.world_size == 1:
+            return ()
+        found = comparing.diverged(prepared, self._ranks, step)
+        if found and self._options.replicas == "error":
+            raise MismatchError(
+                f"step {step} is not saved: tensors that should be the same on several ranks differ: "
+                f"{', '.join(map(str, found[:8]))}",
+                hint='look at those ranks; replicas="warn" saves what the writing rank has',
+            )
+        if found and any(self._ranks.rank in (0, *each.ranks) for each in found):
+            metrics.checkpoint_replicas_diverged.inc(len(found))
+            _log.warning(
+                "step %d: tensors that should be the same on several ranks differ: %s",
+                step,
+                ", ".join(map(str, found[:8])),
+            )
+        return tuple(each.name for each in found)
+
+    # the copy
+
+    def _start(
+        self, step: int, ticket: Ticket, state: dict[str, Any], taken: Taken, urgent: bool
+    ) -> tuple[Handle, Copying | SlicedState]:
+        prepared = self._planner.prepare(taken, self._ranks)
+        handle = Handle(step, ticket.attempt)
+        handle.diverged = self._compare_replicas(step, prepared)
+        # an urgent save gets memory of its own rather than wait for an earlier save's
+        staging = Staging(self.staging.limit) if urgent and self.staging.busy else self.staging
+        specs, layout = prepared.specs, prepared.layout
+        arena = staging.take(layout, self.wait)
+        try:
+            with span("stage.d2h", step=step, bytes=layout.total):
+                copying = self._copy(staging, arena, state, prepared.tensors, specs, layout)
+            handle.follow(copying)
+            put = self._plan(step, ticket, prepared)
+            cargo = self._cargo(put, staging, arena, copying, handle, urgent)
+            threading.Thread(target=self._carry, args=(cargo, handle, copying), name=f"millrace-save-{step}").start()
+        except BaseException:
+            staging.give_back()
+            raise
+        finally:
+            if staging is not self.staging:
+                staging.close()  # its memory goes when its carrier lets go of it
+        return handle, copying
+
+    def _plan(self, step: int, ticket: Ticket, prepared: Prepared) -> plan.PutPlan:
+        location = self._store.location
+        return plan.PutPlan(
+            location=plan.PlanLocation(location.url, dict(location.options)),
+            run=self._run,
+            timeline=ticket.timeline,
+            step=step,
+            attempt=ticket.attempt,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            bases=ticket.bases,
+            tensors=plan.plan_tensors(prepared.specs, prepared.layout),
+            small_bytes=prepared.layout.small_bytes,
+            tree=prepared.tree,
+            replicas=prepared.replicas,
+            compression=self._options.compression,
+            upload_hint=self.upload_hint,
+            lease_seconds=DEFAULT_LIFE,
+            commit_timeout=self.wait,
+        )
+
+    def _copy(
+        self,
+        staging: Staging,
+        arena: Arena,
+        state: object,
+        tensors: Sequence[torch.Tensor],
+        specs: Sequence[TensorSpec],
+        layout: Layout,
+    ) -> Copying | SlicedState:
+        if not staging.fits(layout):
+            warn_once(_log, "the state is larger than staging_bytes: it is copied in slices, as fast as it is written")
+            return self._slices(arena, tensors, specs, layout)
+        late = governed.late(state, tensors) if self._options.lazy else frozenset()
+        return Copying(staging.pool, arena, tensors, specs, layout, late)
+
+    def _slices(
+        self, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
+    ) -> SlicedState:
+        if self._direct is None or not any(tensor.device.type == self._direct.device for tensor in tensors):
+            return SlicedState(arena, tensors, specs, layout)
+        return DeviceSlices(self._direct, arena, tensors, specs, layout)
+
+    def _cargo(
+        self,
+        put: plan.PutPlan,
+        staging: Staging,
+        arena: Arena,
+        copying: Copying | SlicedState,
+        handle: Handle,
+        urgent: bool,
+    ) -> Cargo:
+        sliced = isinstance(copying, SlicedState)
+        return Cargo(
+            put,
+            -1 if sliced else arena.fd,
+            (lambda: copying) if isinstance(copying, SlicedState) else arena.view,
+            staging.give_back,
+            staging.abandon,
+            handle.set_staged,
+            urgent,
+            copying.store if isinstance(copying, DeviceSlices) else _as_it_is,
+            self._peers.gone if self._peers is not None else commit.nobody,
+        )
+
+    # in a thread
+
+    def _carry(self, cargo: Cargo, handle: Handle, copying: Copying | SlicedState) -> None:
+        """From the copy to committed."""
+        try:
+            self._join(cargo, copying)
+            with span("commit", step=handle.step):
+                result = self._carriers.carry(cargo)
+        except BaseException as error:
+            self._failed(cargo.plan, handle, error)
+            return
+        finally:
+            if isinstance(copying, SlicedState):
+                copying.cancel()
+        waits = {"stall": handle.stall, "waited": handle.waited, "sliced": isinstance(copying, SlicedState)}
+        saved = msgspec.convert(result | waits | {"carrier": handle.carrier, "diverged": handle.diverged}, SaveResult)
+        metrics.checkpoint_saves.labels("committed").inc()
+        metrics.checkpoint_waited_seconds.observe(saved.waited)
+        self._meter.waited(saved.waited)
+        self._meter.committed(handle.step, msgspec.convert(result["committed"], float))
+        for kind in ("state", "written", "deduplicated"):
+            metrics.checkpoint_bytes.labels(kind).inc(getattr(saved, f"bytes_{kind}"))
+        if saved.bytes_written >= _TELLING and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW:
+            self.upload_hint = saved.bytes_written / saved.seconds
+        self._lineage.let_go()
+        handle.set_result(saved)
+        if self._retention is not None:
+            self._retention.committed()
+
+    def _join(self, cargo: Cargo, copying: Copying | SlicedState) -> None:
+        try:
+            copying.join()
+        except BaseException:
+            cargo.give_back()
+            raise
+
+    def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
+        metrics.checkpoint_saves.labels("failed").inc()
+        detail = None if isinstance(error, MillraceError) else error
+        _log.error("step %d was not saved; training goes on without it: %s", handle.step, error, exc_info=detail)
+        if handle.carrier != "sidecar" or not isinstance(error, TransientError):  # else the daemon may go on with it
+            self._abort(Attempt(put.run, put.timeline, put.step, put.attempt, put.world_size), error)
+        handle.set_error(error)  # last: whoever hears of it may close the store
+
+    # when this rank has failed
+
+    def _attempt(self, step: int, ticket: Ticket) -> Attempt:
+        return Attempt(self._run, ticket.timeline, step, ticket.attempt, self._ranks.world_size)
+
+    def _abort_behind(self, attempt: Attempt, error: BaseException) -> None:
+        if self._ranks.world_size > 1:
+            name = f"millrace-abort-{attempt.step}"
+            self._aborting = threading.Thread(target=self._abort, args=(attempt, error), name=name)
+            self._aborting.start()
+
+    def _abort(self, attempt: Attempt, error: BaseException) -> None:
+        """Tell the ranks that wait for this one's part that it will not come, unless it still may."""
+        if self._ranks.world_size == 1 or isinstance(error, ConflictError | FinalError | KeptAloneError):
+            return
+        with contextlib.suppress(Exception):  # the error that this rank has raised is the one to be seen
+            reason = f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}"
+            commit.abort(self._store, attempt, reason)
+
+
+def _as_it_is(store: Store) -> Store:
+    return store

@@ -1,0 +1,189 @@
+"""The bytes of a staged arena into packs: hashed, known ones left out, new ones compressed where that pays; and their manifest.
+
+Invariant: pieces are taken from the arena in order, each once; a chunk is stored once in an attempt, and what a base has
+already is referred to there. Memory ahead of the store is `_AHEAD` chunks.
+Failure behaviour: errors of the store; packs that were complete before are known to the progress file, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from checkpoint.format import layout, pack
+from checkpoint.format import manifest as manifests
+from checkpoint.format.chunk import digest
+from checkpoint.format.manifest import Chunk, PackName
+from checkpoint.repository import dedup
+from checkpoint.repository.ahead import in_order
+from checkpoint.saving import choose
+from checkpoint.saving.bases import Bases
+from checkpoint.saving.events import Event, Progress
+from checkpoint.saving.plan import PutPlan
+from checkpoint.saving.progress import FreeNumbers, ProgressFile, add_stored
+from dataio.core.clock import Clock
+from dataio.core.crashpoints import declare
+from dataio.core.limits import MIB
+from dataio.store.contract import Store
+
+_THREADS = 2
+_AHEAD = 8
+"""Chunks hashed ahead of the upload."""
+
+_in_pack = declare("ckpt.in-pack", "a pack is half sent: invisible, and no such object")
+_first_pack = declare("ckpt.first-pack", "one pack is there: invisible, garbage once the lease is over")
+
+
+class ArenaBytes(Protocol):
+    """A staged arena: a memoryview of all of it, or what lends each piece when it is asked for it, in order."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: slice, /) -> memoryview: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Everything that a plan's manifest is to say of packs and chunks: `digests` by piece, `known` what was there before."""
+
+    tables: Tables
+    digests: list[bytes]
+    known: dedup.Known
+
+
+@dataclass(slots=True)
+class Tables:
+    """The manifest's tables while they grow, and what became of the bytes."""
+
+    packs: dict[PackName, int] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
+    number: dict[bytes, int] = field(default_factory=dict)
+    leans: dict[bytes, dedup.Stored] = field(default_factory=dict)
+    """Of each new chunk that is a difference, its base."""
+    links: list[tuple[int, int]] = field(default_factory=list)
+    written: int = 0
+    deduplicated: int = 0
+
+    def add(self, name: PackName, entry: pack.Entry | Chunk) -> None:
+        self.number[entry.digest] = len(self.chunks)
+        at = self.packs.setdefault(name, len(self.packs))
+        self.chunks.append(Chunk(entry.digest, at, entry.offset, entry.stored, entry.raw, entry.codec))
+        if (base := self.leans.get(entry.digest)) is not None:
+            if base.chunk.digest not in self.number:
+                self.add(base.pack, base.chunk)
+            self.links.append((self.number[entry.digest], self.number[base.chunk.digest]))
+
+
+def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], store: Store, book: ProgressFile) -> Stored:
+    """Hash every piece of the arena, store those that are new; the digests are by piece."""
+    specs = [tensor.spec() for tensor in plan.tensors]
+    place = layout.lay_out(specs)
+    pieces, spans = layout.cut_all(specs, place)
+    taken = choose.Upload(plan.upload_hint)
+    known = dedup.load(store, plan.run, plan.bases)
+    bases = Bases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
+    choice = choose.Choice(plan.compression, specs, place, spans, taken, _THREADS, bases)
+    tables, digests = Tables(), list[bytes]()
+    there = book.stored(store, plan)
+    add_stored(known, there, book, plan)
+    numbers = FreeNumbers(there)
+    total = sum(piece.length for piece in pieces)
+
+    def new_chunks() -> Iterator[pack.NewChunk]:
+        done = said = 0
+        for chunk, base in _hashed(pool, arena, pieces, known, choice):
+            digests.append(chunk.digest)
+            if base is not None and chunk.digest not in tables.number:
+                tables.leans[chunk.digest] = base
+            yield from _if_new(chunk, known, tables)
+            done += chunk.raw
+            if done == total or done - said >= max(total // 100, 4 * MIB):
+                said = done
+                emit(Progress(done, total))
+
+    def packed(nth: int, entry: pack.Entry) -> None:
+        tables.add(book.name(plan, numbers[nth]), entry)
+        tables.written += entry.stored
+        book.packing(key_of(nth), entry)
+        _in_pack()
+
+    def key_of(nth: int) -> str:
+        return book.key(plan, numbers[nth])
+
+    with ThreadPoolExecutor(
+        _THREADS, thread_name_prefix="millrace-hash"
+    ) as pool:  # ends with this call, however it ends
+        for _ in pack.write_all(store, key_of, new_chunks(), packed, taken.took):
+            _first_pack()
+    return Stored(tables, digests, known)
+
+
+def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterator[pack.NewChunk]:
+    if chunk.digest in tables.number:
+        tables.deduplicated += chunk.raw
+    elif (stored := known.chunks.get(chunk.digest)) is not None:
+        if stored.base is not None:
+            tables.leans[chunk.digest] = stored.base
+        tables.add(stored.pack, stored.chunk)
+        tables.deduplicated += chunk.raw if chunk.digest not in known.own else 0
+        tables.written += known.own.get(chunk.digest, 0)
+    else:
+        yield chunk
+
+
+def _hashed(
+    pool: Executor, arena: ArenaBytes, pieces: Sequence[layout.Piece], known: dedup.Known, choice: choose.Choice
+) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None]]:
+    """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with what a
+    difference leans on."""
+
+    def work(numbered: tuple[int, layout.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None]:
+        number, piece = numbered
+        payload = arena[piece.at : piece.at + piece.length]
+        name = digest(payload)
+        if name in known.chunks:
+            return pack.NewChunk(name, payload, piece.length), None
+        made = choice.pack(number, payload)
+        return pack.NewChunk(name, made.stored, piece.length, made.kind), made.base
+
+    return in_order(pool, work, enumerate(pieces), _AHEAD)
+
+
+def manifest_of(plan: PutPlan, stored: Stored, clock: Clock) -> manifests.Manifest:
+    """The rank's manifest."""
+    tables, digests = stored.tables, stored.digests
+    specs = [tensor.spec() for tensor in plan.tensors]
+    _, spans = layout.cut_all(specs, layout.lay_out(specs))
+    tensors = tuple(
+        manifests.Tensor(
+            spec.name,
+            spec.dtype,
+            spec.box.shape,
+            spec.box.offset,
+            spec.box.local,
+            spec.replicated,
+            tuple(manifests.Span(tables.number[digests[s.piece]], s.start, s.length) for s in own),
+        )
+        for spec, own in zip(specs, spans, strict=True)
+    )
+    return manifests.Manifest(
+        version=manifests.version_for(chunk.codec for chunk in tables.chunks),
+        run=plan.run,
+        timeline=plan.timeline,
+        step=plan.step,
+        attempt=plan.attempt,
+        rank=plan.rank,
+        world_size=plan.world_size,
+        created=clock.time(),
+        bases=tuple(stored.known.bases),
+        packs=tuple(tables.packs),
+        chunks=tuple(tables.chunks),
+        tensors=tensors,
+        tree=plan.tree,
+        replicas=plan.replicas,
+        bytes_state=plan.bytes_state,
+        bytes_written=tables.written,
+        bytes_deduplicated=tables.deduplicated,
+        links=tuple(tables.links),
+    )

@@ -1,0 +1,235 @@
+"""Reads shards that are files of this machine, without a cache: the kernel has one.
+
+Purpose: what a process reads of a local file stays in the page cache; a cache of our own in the same process would copy it once
+more, and show it through mappings that count as this process's memory. So exactly the wanted bytes are read, straight into
+the memory where they are wanted, and what was announced is named to the kernel.
+Invariants: every read is a `preadv` and never a mapping, so that a file that becomes shorter is an error and no SIGBUS. At most
+`FILES` descriptors are open, and a file is believed to be the object of its name for `BELIEVED_SECONDS`, like an object's size in
+the cache. A thread's memory is used again when nothing refers to what it held; a view stays valid and unchanged
+for as long as it is referenced. At most `ADVISED_BYTES` of an announcement are named to the kernel.
+Failure behaviour: what cannot be read whole (truncated, a bad disk) is asked of the store, whose errors pass
+through; objects that are no files of this machine are read by the `other` reader, which is made when the first one comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dataio.cache.blocks import Descriptor
+from dataio.cache.contract import ShardReader
+from dataio.core import limits, metrics
+from dataio.core.clock import SYSTEM_CLOCK, Clock
+from dataio.core.errors import CapacityError, MillraceError
+from dataio.store.contract import Store
+from dataio.store.direct import mostly_cached
+
+FILES = 128
+BELIEVED_SECONDS = 30.0
+ADVISED_BYTES = 256 * limits.MIB
+KEPT_BYTES = 64 * limits.MIB
+"""What a thread needs more than this for is not kept for its next read."""
+GAP_BYTES = 4096
+"""Bytes between two members (a tar header) that are read along, rather than asking the kernel once more."""
+PIECES = 512
+"""The most that one system call fills."""
+SURE = 16
+"""So many announced ranges in the page cache, one after the other, and only every `SURE`-th is looked at."""
+_GRAIN = 1 << 16
+_TOLD_BYTES = 64 * limits.MIB
+_GAP = memoryview(bytearray(GAP_BYTES))  # whatever lies between members, from any thread
+_READ = metrics.store_bytes.labels("posix", "read")
+
+Pieces = Sequence[tuple[int, memoryview]]
+Range = tuple[str, int, int]
+
+
+class _File:
+    """An open object; without a descriptor one that is no file of this machine."""
+
+    __slots__ = ("descriptor", "since")
+
+    def __init__(self, descriptor: Descriptor | None, since: float) -> None:
+        self.descriptor, self.since = descriptor, since
+
+
+class _Memory(threading.local):
+    """This thread's memory for reads, lent to one at a time."""
+
+    def __init__(self) -> None:
+        self._block = np.empty(0, np.uint8)
+        self._lent: weakref.ref[np.ndarray] | None = None
+
+    def lend(self, size: int) -> memoryview:
+        """`size` writable bytes, which nothing else refers to for as long as anything refers to them."""
+        if size > KEPT_BYTES:
+            return np.empty(size, np.uint8).data
+        if size > len(self._block) or (self._lent is not None and self._lent() is not None):
+            self._block = np.empty(max(size + size // 8, _GRAIN), np.uint8)
+        loan = self._block[:size]
+        self._lent = weakref.ref(loan)
+        return loan.data
+
+
+class DirectReader:
+    """A `ShardReader` of `store`'s files; what is none is left to `other`. Closing it closes that, and not the store."""
+
+    def __init__(self, store: Store, other: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
+        self._store, self._make, self._clock = store, other, clock
+        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._other: ShardReader | None = None
+        self._memory = _Memory()
+        self._announced: Range | None = None  # the last of all that were looked at
+        self._cached = 0  # announced ranges, one after the other, that were there already
+        self._read = 0
+
+    def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """A read-only view for every (offset, length) of the object `key`."""
+        descriptor = self._opened(key)
+        if descriptor is None:
+            return self._elsewhere().read(key, ranges)
+        memory, at, views = self._memory.lend(sum([length for _, length in ranges])), 0, list[memoryview]()
+        for _, length in ranges:
+            views.append(memory[at : at + length])
+            at += length
+        self._fill(key, descriptor, [(offset, view) for (offset, _), view in zip(ranges, views, strict=True)])
+        return [view.toreadonly() for view in views]
+
+    def read_into(self, key: str, pieces: Pieces) -> None:
+        """Fill every (offset, buffer) from the object `key`."""
+        descriptor = self._opened(key)
+        if descriptor is None:
+            self._elsewhere().read_into(key, pieces)
+        else:
+            self._fill(key, descriptor, pieces)
+
+    def announce(self, upcoming: Sequence[Range]) -> None:
+        """Have the kernel read what it has not read yet. Lists that go on where the last one was cost what is new in them."""
+        first = _behind(upcoming, self._announced)
+        for number, (key, offset, length) in enumerate(upcoming[first:], first):
+            self._cached += 1
+            if self._cached <= SURE or not self._cached % SURE:
+                if number > first and sum([one[2] for one in upcoming[: number + 1]]) > ADVISED_BYTES:
+                    return
+                self._advise(key, offset, length)
+            self._announced = (key, offset, length)
+        if self._other is not None:
+            elsewhere = {key for key in {one[0] for one in upcoming} if not self._is_here(key)}
+            self._other.announce([one for one in upcoming if one[0] in elsewhere])
+
+    def close(self) -> None:
+        """Let go of all descriptors; views stay valid."""
+        with self._lock:
+            gone, self._files = self._files, OrderedDict()
+            other, self._other = self._other, None
+            read, self._read = self._read, 0
+        del gone
+        _READ.inc(read)
+        if other is not None:
+            other.close()
+
+    # files
+
+    def _opened(self, key: str) -> Descriptor | None:
+        """The object's file; None where it is none of this machine."""
+        now = self._clock.monotonic()
+        with self._lock:
+            file = self._files.get(key)
+            if file is not None and now - file.since < BELIEVED_SECONDS:
+                self._files.move_to_end(key)
+                return file.descriptor
+        return self._open(key, now)
+
+    def _open(self, key: str, now: float) -> Descriptor | None:
+        try:
+            fd = self._store.open_file(key)
+        except CapacityError:  # too many open files, of which some may be ours
+            with self._lock:
+                gone, self._files = self._files, OrderedDict()
+            del gone
+            fd = self._store.open_file(key)
+        file = _File(None if fd is None else Descriptor(fd), now)
+        with self._lock:
+            before = self._files.pop(key, None)
+            self._files[key] = file
+            oldest = self._files.popitem(last=False) if len(self._files) > FILES else None
+        del before, oldest  # closed outside the lock, when the last read of them is over
+        return file.descriptor
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            gone = self._files.pop(key, None)
+        del gone
+
+    def _elsewhere(self) -> ShardReader:
+        with self._making:
+            if self._other is None:
+                self._other = self._make()
+            return self._other
+
+    # bytes
+
+    def _fill(self, key: str, descriptor: Descriptor, pieces: Pieces) -> None:
+        try:
+            size = sum([_run(descriptor.fileno(), start, run) for start, run in _runs(pieces)])
+        except (OSError, EOFError):
+            self._forget(key)
+            self._store.get_ranges_into(key, [(offset, buffer) for offset, buffer in pieces if len(buffer)])
+            return
+        with self._lock:
+            self._read += size
+            told, self._read = (self._read, 0) if self._read >= _TOLD_BYTES else (0, self._read)
+        if told:
+            _READ.inc(told)
+
+    def _advise(self, key: str, offset: int, length: int) -> None:
+        """Name a range to the kernel, unless it has it."""
+        with contextlib.suppress(MillraceError):  # a hint that cannot be followed; the read that comes will say why
+            descriptor = self._opened(key)
+            if descriptor is not None and not mostly_cached(descriptor.fileno(), offset, length):
+                self._cached = 0
+                os.posix_fadvise(descriptor.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
+
+    def _is_here(self, key: str) -> bool:
+        """Whether it is a file of this machine, or one that nobody can open."""
+        with contextlib.suppress(MillraceError):
+            return self._opened(key) is not None
+        return True
+
+
+def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
+    """Where in the list begins what comes behind the `last` range of another one."""
+    for number in range(len(upcoming) - 1, -1, -1):
+        if upcoming[number] == last:
+            return number + 1
+    return 0
+
+
+def _runs(pieces: Pieces) -> list[tuple[int, list[memoryview]]]:
+    """Where to begin reading, and what is filled from there on: neighbours together, with what lies between them."""
+    runs, end = list[tuple[int, list[memoryview]]](), -1
+    for offset, buffer in pieces:
+        gap = offset - end
+        if runs and 0 <= gap <= GAP_BYTES and len(runs[-1][1]) < PIECES:
+            if gap:
+                runs[-1][1].append(_GAP[:gap])
+            runs[-1][1].append(buffer)
+        else:
+            runs.append((offset, [buffer]))
+        end = offset + len(buffer)
+    return runs
+
+
+def _run(fd: int, start: int, buffers: Sequence[memoryview]) -> int:
+    """Fill all of them; how many bytes that were."""
+    size = sum([len(buffer) for buffer in buffers])
+    if os.preadv(fd, buffers, start) != size:  # the file is shorter, or the kernel gave less than it was asked for
+        raise EOFError
+    return size

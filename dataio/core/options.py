@@ -1,0 +1,18 @@
+"""Types of command-line options that several commands have.
+
+Invariant: a value that comes out is in the bounds that its message names. Failure behaviour: `argparse.ArgumentTypeError`, which
+argparse turns into the command's usage, the message and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+MOST = (1 << 31) - 1
+
+
+def count(text: str, most: int = MOST) -> int:
+    """A whole number from 1 to `most`."""
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text[:20]) <= most:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {most}")
+    return int(text)

@@ -1,0 +1,215 @@
+"""Inputs that lie in stores: found, looked at, and copied beside the worker that reads them, a few at a time.
+
+Purpose: `pack` takes `s3://bucket/folder`, globs, manifests and tars (and other URLs that `open_store` opens) like local ones.
+
+Invariants: one store a bucket, opened when it is first needed, with this process's own credentials or `options`. An object is
+copied to a file in pieces of `_PIECE` bytes, so memory is bounded whatever its size. `is_url` tells a URL from a path.
+Failure behaviour: the stores' errors pass through, since a store out of reach is no fault of an input; an object that became
+shorter or vanished while it was copied is a `TransientError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from dataio.core import limits
+from dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
+from dataio.core.scratch import scratch_folder
+from dataio.store.contract import ObjectInfo, Store, check_key
+from dataio.store.open import open_store
+
+_PIECE = 4 * limits.MIB
+_AGAIN = "pack again when nothing writes to the input"
+_FEW = 16
+"""Up to this many objects are asked for one by one; more are looked up in a listing."""
+_URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
+WILDCARD = re.compile(r"[*?\[]")
+
+
+def is_url(text: str) -> bool:
+    """Whether `text` names something in a store rather than a local file."""
+    return _URL.match(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """Size in bytes and time of change in nanoseconds."""
+
+    size: int
+    stamp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """What a source means: keys are relative to `root`. `named`: it is one object; `globbed`: it has wildcards."""
+
+    root: str
+    objects: Mapping[str, Info]
+    named: bool = False
+    globbed: bool = False
+
+
+class Remote:
+    """The stores of a pack's inputs; a context manager, safe to share between threads."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.options = dict(options or {})
+        self._stores: dict[str, Store] = {}
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+
+    def find(self, source: str) -> Matches:
+        """The objects that `source` means: one, all below a folder, or those that match. `NotFoundError` for none."""
+        bucket, key = _split(source)
+        if WILDCARD.search(key):
+            return self._matching(source, bucket, key)
+        folder = f"{key.rstrip('/')}/" if key else ""
+        if key and not key.endswith("/"):
+            with contextlib.suppress(NotFoundError):
+                return Matches(
+                    posixpath.dirname(source), {source: _info(self._store(bucket).stat(check_key(key)))}, True
+                )
+        found = {f"{bucket}/{one.key}": _info(one) for one in self._store(bucket).list(folder)}
+        if not found:
+            raise NotFoundError(f"there is no object and no folder {source}", hint="check the address")
+        return Matches(f"{bucket}/{folder}".rstrip("/"), found)
+
+    def _matching(self, source: str, bucket: str, key: str) -> Matches:
+        literal = WILDCARD.split(key, maxsplit=1)[0]
+        pattern = re.compile(as_regex(key), re.DOTALL)
+        every = self._store(bucket).list(literal)
+        found = {f"{bucket}/{one.key}": _info(one) for one in every if pattern.fullmatch(one.key)}
+        if not found:
+            raise NotFoundError(f"nothing matches {source!r}", hint="check the pattern; ** goes through folders")
+        return Matches(f"{bucket}/{literal.rpartition('/')[0]}".rstrip("/"), found, globbed=True)
+
+    def look(self, urls: Iterable[str]) -> dict[str, Info]:
+        """Those of these objects that are there."""
+        by_bucket: dict[str, set[str]] = {}
+        for url in urls:
+            bucket, key = _split(url)
+            by_bucket.setdefault(bucket, set()).add(check_key(key))
+        found = {}
+        for bucket, keys in by_bucket.items():
+            for one in self._those(self._store(bucket), keys):
+                found[f"{bucket}/{one.key}"] = _info(one)
+        return found
+
+    def _those(self, store: Store, keys: set[str]) -> Iterator[ObjectInfo]:
+        if len(keys) > _FEW:
+            yield from (one for one in store.list(posixpath.commonprefix([min(keys), max(keys)])) if one.key in keys)
+            return
+        for key in sorted(keys):
+            with contextlib.suppress(NotFoundError):
+                yield store.stat(key)
+
+    def reader(self, url: str) -> Callable[[int, int], bytes]:
+        """(offset, length) → these bytes of the object."""
+        bucket, key = _split(url)
+        store = self._store(bucket)
+
+        def read_at(offset: int, length: int) -> bytes:
+            data = bytearray(length)
+            if length:
+                store.get_into(key, offset, memoryview(data))
+            return bytes(data)
+
+        return read_at
+
+    def copy_whole(self, url: str, size: int, path: str) -> None:
+        """Write the object, which had this size when it was found, to a new file."""
+        info = self.look([url]).get(url)
+        if info is None or info.size != size:
+            raise TransientError(f"{url} changed while it was being packed", hint=_AGAIN)
+        self.copy(url, 0, size, path)
+
+    def copy(self, url: str, offset: int, length: int, path: str) -> None:
+        """Write these bytes of the object to a new file."""
+        read_at = self.reader(url)
+        try:
+            with open(path, "wb", buffering=0) as file:
+                for at in range(0, length, _PIECE):
+                    if self._stopped.is_set():
+                        raise TransientError(f"copying {url} was given up", hint=_AGAIN)
+                    file.write(read_at(offset + at, min(_PIECE, length - at)))
+        except AccessDeniedError:
+            raise
+        except UsageError as error:  # shorter than it was, or gone
+            raise TransientError(f"{url} changed while it was being packed: {error.message}", hint=_AGAIN) from error
+
+    @contextlib.contextmanager
+    def copied(self, url: str, size: int) -> Iterator[Path]:
+        """A local copy of the object, of the same suffix, as long as the block lasts."""
+        with scratch_folder("millrace-pack-") as folder:
+            path = Path(folder, "copy" + posixpath.splitext(url)[1])
+            self.copy_whole(url, size, str(path))
+            yield path
+
+    def _store(self, bucket: str) -> Store:
+        with self._lock:
+            if bucket not in self._stores:
+                self._stores[bucket] = open_store(bucket, **self.options)
+            return self._stores[bucket]
+
+    def stop(self) -> None:
+        """Give up what is being copied, after the piece at hand."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Close all stores."""
+        with contextlib.ExitStack() as stack:
+            for store in self._stores.values():
+                stack.callback(store.close)
+            self._stores = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _split(url: str) -> tuple[str, str]:
+    """`s3://bucket`, and the key."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    if not bucket:
+        raise UsageError(f"{url!r} names no bucket", hint="write s3://bucket/folder")
+    return f"{scheme.lower()}://{bucket}", key
+
+
+def joined(folder: str, name: str) -> str:
+    """The URL of `name`, relative to the folder at a URL."""
+    bucket, key = _split(f"{folder}/")
+    there = posixpath.normpath(posixpath.join("/", key, name))
+    return f"{bucket}{there}"
+
+
+def as_regex(glob: str) -> str:
+    """The pattern of a glob: `*`, `?` and `[…]` within a folder, `**` across folders."""
+    out, at = [], 0
+    while at < len(glob):
+        if glob.startswith("**/", at):
+            out.append("(?:.*/)?")
+            at += 3
+        elif glob.startswith("**", at):
+            out.append(".*")
+            at += 2
+        elif glob[at] == "[" and (end := glob.find("]", at + 2)) > 0:
+            inner = re.escape(glob[at + 1 : end].lstrip("!")).replace(r"\-", "-")
+            out.append(f"[{'^/' if glob[at + 1] == '!' else ''}{inner}]")
+            at = end + 1
+        else:
+            out.append({"*": "[^/]*", "?": "[^/]"}.get(glob[at]) or re.escape(glob[at]))
+            at += 1
+    return "".join(out)
+
+
+def _info(one: ObjectInfo) -> Info:
+    return Info(one.size, int(one.modified * 1e9))

@@ -1,0 +1,60 @@
+"""Three ranks of which one fails in the middle of a save: `failing_job.py HOW URL`.
+
+HOW is kill (from outside) or anything else: then rank 1 fails while it copies, while it uploads, and then not at all. Each rank
+prints what its saves raised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import Checkpointer
+from checkpoint.staging.arena import Staging
+from dataio.core.errors import MillraceError
+from dataio.store.contract import Buffer
+from dataio.store.open import open_store
+from tests.checkpoint.making import Wrapped
+from tests.ranks import in_group
+
+WAIT_SECONDS = 900.0
+"""For other ranks: much longer than any of this may take."""
+
+
+class Breaking(Wrapped):
+    """Sends no pack while `broken`."""
+
+    broken = False
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        if self.broken:
+            raise OSError("the cable is cut")
+        return super().put_multipart(key, parts)
+
+
+def save(checkpointer: Checkpointer, step: int) -> str:
+    torch.manual_seed(step)
+    try:
+        checkpointer.save(step, {"model": torch.nn.Linear(300, 300), "own": torch.randn(50_000)}).result(WAIT_SECONDS)
+    except (MillraceError, OSError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "committed"
+
+
+@in_group
+def main(how: str, url: str) -> None:
+    odd, take = dist.get_rank() == 1, Staging.take
+    with open_store(url) as inner:
+        store = Breaking(inner)
+        with Checkpointer(store, run="exp", sidecar=None, wait_seconds=WAIT_SECONDS) as checkpointer:
+            for step, broken in enumerate(["nothing"] if how == "kill" else ["copy", "upload", "nothing"], 1):
+                store.broken = odd and broken == "upload"
+                Staging.take = _no_memory if odd and broken == "copy" else take  # type: ignore[assignment, method-assign]
+                print(json.dumps({broken: save(checkpointer, step)}), flush=True)
+
+
+def _no_memory(*_: object) -> object:
+    raise MemoryError("no memory for the arena")

@@ -1,0 +1,81 @@
+"""What is remembered of the last save's plan changes nothing: whatever comes next is saved as if nothing had been before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.state import prepare as prepared
+from checkpoint.state.kinds import TorchKinds
+from checkpoint.state.prepare import Planner, Prepared, take_apart
+
+SHAPES = [(3,), (4, 5), (20_000,), (0,), (2, 0), ()]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32]
+
+
+@dataclass
+class Alone:
+    """A job of one rank."""
+
+    rank: int = 0
+
+    def gather(self, table: bytes) -> Sequence[bytes]:
+        return [table]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape, dtype = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(DTYPES))
+    made = torch.zeros(shape, dtype=dtype)
+    return made.t() if len(shape) == 2 and draw(st.booleans()) else made
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[str, Any]:
+    found: dict[str, Any] = draw(st.dictionaries(st.sampled_from("abcdef"), tensors(), max_size=4))
+    module = torch.nn.Module()
+    for name in draw(st.sets(st.sampled_from("pqr"))):
+        as_buffer = draw(st.booleans())
+        value = torch.zeros(draw(st.sampled_from([(3,), (30_000,)])))
+        module.register_buffer(name, value) if as_buffer else setattr(module, name, torch.nn.Parameter(value))
+    found["module"] = module
+    plain = [key for key, value in found.items() if isinstance(value, torch.Tensor) and value.numel() > 1]
+    if plain and draw(st.booleans()):
+        base = found[draw(st.sampled_from(plain))]
+        found["tied"] = base if draw(st.booleans()) else base[: max(1, len(base) // 2)]
+    found["step"] = draw(st.integers(0, 9))
+    return found
+
+
+def facts(found: Prepared) -> tuple[object, ...]:
+    where = [(t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) for t in found.tensors]
+    return found.tree, found.specs, found.layout, found.replicas, found.replicated, sorted(found.shared), where
+
+
+@settings(max_examples=25)
+@given(st.lists(states(), min_size=2, max_size=4), st.lists(st.integers(0, 3), min_size=3, max_size=8))
+def test_a_plan_that_is_used_again_is_the_one_that_would_be_made(found: list[dict[str, Any]], order: list[int]) -> None:
+    planner = Planner()
+    for number in order:
+        state = found[number % len(found)]
+        again = planner.prepare(planner.known(take_apart(state, TorchKinds())), Alone())
+        fresh = Planner().prepare(take_apart(state, TorchKinds()), Alone())
+        assert facts(again) == facts(fresh)
+
+
+def test_while_nothing_changes_the_work_is_divided_once() -> None:
+    planner, state = Planner(), {"a": torch.zeros(5), "step": 1}
+    first = planner.prepare(planner.known(take_apart(state, TorchKinds())), Alone())
+    state = {"a": torch.ones(5), "step": 2}
+    second = planner.prepare(planner.known(take_apart(state, TorchKinds())), Alone())
+    assert second.layout is first.layout
+    assert second.tree != first.tree
+    assert second.tensors[0] is not first.tensors[0]
+    third = planner.prepare(planner.known(take_apart({"a": torch.ones(5).double(), "step": 2}, TorchKinds())), Alone())
+    assert third.layout is not first.layout
+    assert prepared.lay_out(third.specs) == third.layout

@@ -1,0 +1,75 @@
+"""A rank that fails alone in the middle of a save: the others know at once, and not when their time is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from checkpoint.peers import Peers, card
+from checkpoint.repository import steps as repository
+from dataio.store.open import open_store
+from tests import nursery
+from tests.ranks import free_port, launch
+
+OWN = {"copy": "MemoryError: no memory for the arena", "upload": "OSError: the cable is cut"}
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+    ranks = launch(3, "tests.checkpoint.failing_job", "raise", str(tmp_path))
+    said = {how: [line[how] for lines in ranks for line in lines if how in line] for how in OWN}
+    for how, own in OWN.items():
+        assert said[how][1] == own
+        assert f"was aborted: rank 1 failed: {own}" in said[how][0]
+        assert f"was aborted: rank 1 failed: {own}" in said[how][2]
+    assert [lines[-1] for lines in ranks] == [{"nothing": "committed"}] * 3
+    with open_store(tmp_path) as store:
+        assert [base.step for base in repository.visible(store, "exp")] == [3]
+
+
+def test_a_rank_that_is_killed_is_missed_by_those_of_its_node(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    crash = {"MILLRACE_CRASH": "ckpt.packs-written", "MILLRACE_CRASH_MARK": str(mark)}
+    running = [
+        nursery.start(
+            "tests.checkpoint.failing_job", "kill", str(tmp_path / "repo"), **place, RANK=str(rank),
+            **(crash if rank == 2 else {}),
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=170) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert mark.read_text().strip() == "ckpt.packs-written"
+    assert [process.returncode for process in running] == [0, 0, -signal.SIGKILL], said
+    for out, _ in said[:2]:
+        assert "was aborted: the process of rank 2 has ended" in json.loads(out.splitlines()[-1])["nothing"]
+    with open_store(tmp_path / "repo") as store:
+        assert not list(repository.visible(store, "exp"))
+
+
+def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from checkpoint.peers import card; print(card().hex(), flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    theirs = bytes.fromhex(child.stdout.readline())
+    elsewhere = bytes(8) + theirs[8:]
+    later = theirs[:-8] + (int.from_bytes(theirs[-8:]) + 1).to_bytes(8)  # another process that had the number
+    peers = Peers([card(), theirs, elsewhere, later])
+    assert peers.gone([0, 1, 2]) == ""
+    assert peers.gone([3]) == "the process of rank 3 has ended"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has waited for it
+    assert peers.gone([0, 1, 2, 3]) == "the process of rank 1, 3 has ended"
+    child.communicate()
+    assert peers.gone([0, 1, 2]) == "the process of rank 1 has ended"

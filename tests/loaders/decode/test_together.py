@@ -1,0 +1,110 @@
+"""Clips of one video that begin at one key frame are decoded together, to the bits of decoding each by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dataio.core.errors import CorruptionError
+from dataio.shards.contract import VideoInfo
+from dataio.shards.dataset import Dataset
+from dataio.shards.media.probe import probe
+from loaders import Clip, VideoLoader
+from loaders.clip import choose
+from loaders.decode import pyav
+from loaders.decode.contract import Decoded, Request
+from loaders.decode.geometry import Fit
+from loaders.decode.pyav import PyAVDecoder
+from tests.loaders import made
+
+NAMES = ("h264.mp4", "h264-vfr.mkv", "h265.mp4", "vp9.webm", "mpeg4.avi")
+CLIPS = [Clip(4, stride=2), Clip(3, fps=17.0), Clip(90)]
+"""By number, by time, and one that is longer than the video, whose last frame is held."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a container was opened to decode a clip."""
+    count: Counter[str] = Counter()
+    inside = pyav.open_window
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count["windows"] += 1
+        return inside(*args, **kwargs)
+
+    monkeypatch.setattr(pyav, "open_window", counted)
+    return count
+
+
+@pytest.mark.parametrize("one", [one for one in made.ALL if one.name in NAMES], ids=lambda one: one.name)
+def test_clips_decoded_together_are_those_decoded_apart(one: made.Made, opened: Counter[str]) -> None:
+    data = memoryview(made.make(one))
+    info = probe(bytes(data), ext=one.name.rsplit(".")[-1]).video
+    assert info is not None
+    for color, fit in (("bt601", None), ("bt601", Fit((24, 32))), ("fast", Fit((24, 32)))):
+        requests = [
+            Request(data, info, choose(info, clip, 0, 0, 0, number), color, fit)  # type: ignore[arg-type]
+            for clip in CLIPS
+            for number in range(6)
+        ]
+        decoder = PyAVDecoder()
+        apart = [decoder.decode([request])[0] for request in requests]
+        opened.clear()
+        together = decoder.decode(requests)
+        begins = {(request.wanted.by, request.wanted.key) for request in requests}
+        assert opened["windows"] == len(begins) < len(requests)
+        for a, b in zip(apart, together, strict=True):
+            assert isinstance(a, Decoded)
+            assert isinstance(b, Decoded)
+            assert a.pts == b.pts
+            assert torch.equal(a.frames, b.frames)
+
+
+def test_damage_further_on_costs_only_the_clips_that_reach_it(opened: Counter[str]) -> None:
+    one = made.Made("long.mkv", "libx264", "matroska", frames=60, options={"g": "60"})
+    data = made.make(one)
+    info = probe(data, ext="mkv").video
+    assert info is not None
+    garbled = bytearray(data)
+    garbled[int(len(data) * 0.8) : int(len(data) * 0.8) + 400] = bytes(400)
+    requests = [_at(memoryview(garbled), info, first) for first in (0, 4, 56)]
+    early, second, late = PyAVDecoder().decode(requests)
+    assert isinstance(late, CorruptionError)
+    assert opened["windows"] > 1
+    whole = PyAVDecoder().decode([_at(memoryview(data), info, first) for first in (0, 4)])
+    for found, right in zip((early, second), whole, strict=True):
+        assert isinstance(found, Decoded)
+        assert isinstance(right, Decoded)
+        assert torch.equal(found.frames, right.frames)
+
+
+def _at(data: memoryview, info: VideoInfo, first: int) -> Request:
+    wanted = choose(info, Clip(3), 0, 0, 0, 0)
+    return Request(data, info, type(wanted)("index", tuple(range(first, first + 3)), info.key_frames[0]))
+
+
+@pytest.mark.parametrize("start", ["random", "every"])
+def test_a_loader_decodes_what_its_clips_have_in_common_once(
+    start: Any, made_dataset: Dataset, opened: Counter[str]
+) -> None:
+    parts = {} if start == "every" else {"per_video": 5}
+
+    def clips(alike: bool) -> tuple[list[np.ndarray], int]:
+        clip = Clip(4, start=start, **parts)
+        opened.clear()
+        with VideoLoader(
+            made_dataset, 10, clip=clip, size=(24, 32), shuffle=False, drop_last=False, threads=1
+        ) as loader:
+            if not alike:
+                object.__setattr__(loader._delivery, "alike", None)
+            found = [batch["video"].numpy().copy() for batch in loader]
+        return found, opened["windows"]
+
+    (together, fewer), (apart, more) = clips(True), clips(False)
+    assert fewer < more
+    for a, b in zip(together, apart, strict=True):
+        assert (a == b).all()
