@@ -14,6 +14,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +39,7 @@ class Room(Protocol):
     @property
     def root(self) -> Path: ...
     def path_of(self, source: str, key: str) -> Path: ...
+    def locked(self) -> AbstractContextManager[None]: ...
     def make_room(self, size: int, claim: Callable[[int], None]) -> None: ...
 
 
@@ -99,6 +101,8 @@ class Writer:
         self._reservation, self._path = reservation, path
         self.source, self.key, self.size = source, key, 0
         self._digest = xxhash.xxh3_128()
+        self._behind = len(_behind(Label(source, key, 2**63, bytes(16))))  # at most; claimed with the first bytes
+        self._claimed = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     @property
@@ -109,7 +113,7 @@ class Writer:
     def write(self, data: Buffer) -> None:
         """Append; `CapacityError` when there is no room. What was written before stays readable by `written`."""
         view = memoryview(data).cast("B")
-        self._reservation.take(len(view))
+        self._take(len(view))
         done = 0
         while done < len(view):
             done += os.pwrite(self._fd, view[done:], self.size + done)
@@ -124,16 +128,21 @@ class Writer:
     def commit(self) -> Label:
         """Give it its name: from now on it is an object."""
         label = Label(self.source, self.key, self.size, self.digest)
-        encoded = msgspec.msgpack.encode(label)
-        os.pwrite(self._fd, encoded + _TAIL.pack(len(encoded), MAGIC), self.size)
+        self._take(0)
+        os.pwrite(self._fd, _behind(label), self.size)
         self._close()
-        os.replace(self._path, self._reservation.path_of(self.source, self.key))
-        self._reservation.spent(self.size)
+        self._reservation.become(self._path, self.source, self.key, self._claimed)
         return label
 
     def discard(self) -> None:
         self._close()
         self._path.unlink(missing_ok=True)
+
+    def _take(self, size: int) -> None:
+        if self._claimed == 0:
+            size += self._behind
+        self._reservation.take(size)
+        self._claimed += size
 
     def _close(self) -> None:
         if self._fd >= 0:
@@ -152,9 +161,6 @@ class Reservation:
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._claim = self._used = self._files = 0
 
-    def path_of(self, source: str, key: str) -> Path:
-        return self._room.path_of(source, key)
-
     def writer(self, source: str, key: str) -> Writer:
         self._files += 1
         return Writer(self, self._folder / str(self._files), source, key)
@@ -165,10 +171,13 @@ class Reservation:
             self._room.make_room(size, lambda granted: self._say(self._claim + granted))
         self._used += size
 
-    def spent(self, size: int) -> None:
-        """So many bytes are an object now, and counted as such."""
-        self._used -= size
-        self._say(self._claim - size)
+    def become(self, path: Path, source: str, key: str, size: int) -> None:
+        """The file is an object now, and `size` bytes of the claim with it. Under the room's lock: whoever counts sees the
+        bytes once, neither missed nor twice."""
+        with self._room.locked():
+            os.replace(path, self._room.path_of(source, key))
+            self._used -= size
+            self._say(self._claim - size)
 
     def close(self) -> None:
         """Give back the rest, and remove what was not committed."""
@@ -180,6 +189,12 @@ class Reservation:
     def _say(self, claim: int) -> None:
         os.pwrite(self._lock, _COUNT.pack(claim), 0)
         self._claim = claim
+
+
+def _behind(label: Label) -> bytes:
+    """What follows the object's bytes in its file."""
+    encoded = msgspec.msgpack.encode(label)
+    return encoded + _TAIL.pack(len(encoded), MAGIC)
 
 
 def open_at(path: Path, source: str, key: str) -> Held | None:

@@ -93,7 +93,7 @@ class Shelf:
 
     def put_record(self, record: Record) -> None:
         """Write or replace the rank's record of the attempt. What is known to be committed stays so."""
-        with self._locked():
+        with self.locked():
             path = self.root / "records" / _hash(record.source, f"{record.attempt}/{record.rank}")
             old = _read_record(path)
             if old is not None:
@@ -105,26 +105,27 @@ class Shelf:
 
     def forget(self, records: Iterable[Record]) -> None:
         """Remove these records, and the objects that no other needs: a person's word, whatever they are."""
-        with self._locked():
+        with self.locked():
             self._forget(list(records))
 
     # room
 
     def used(self) -> int:
         """Bytes of objects, and those that writers may still write."""
-        return sum(self._sizes().values()) + sum(self._claims())
+        with self.locked():
+            return self._used()
 
     def make_room(self, size: int, claim: Callable[[int], None] = lambda _: None) -> None:
         """Let steps go until `size` more bytes fit, then call `claim` with how many may be reserved: `size`, or `ROOM_BYTES`
         where they are free anyway. `CapacityError` when too little may go."""
-        with self._locked():
-            missing = self.used() + size - self.limits.bytes
+        with self.locked():
+            missing = self._used() + size - self.limits.bytes
             if missing > 0:
                 self._tidy()
-                missing = self.used() + size - self.limits.bytes
+                missing = self._used() + size - self.limits.bytes
             for step in retention.order(self.records()) if missing > 0 else ():
                 self._forget(step)
-                missing = self.used() + size - self.limits.bytes
+                missing = self._used() + size - self.limits.bytes
                 if missing <= 0:
                     break
             if missing > 0:
@@ -137,10 +138,13 @@ class Shelf:
 
     def tidy(self) -> None:
         """What the daemon does now and then: remove surplus steps, strays, and what dead writers left."""
-        with self._locked():
+        with self.locked():
             self._tidy()
 
     # inside; under the lock
+
+    def _used(self) -> int:
+        return sum(self._sizes().values()) + sum(self._claims())
 
     def _tidy(self) -> None:
         for folder in self._files("writing"):
@@ -182,7 +186,8 @@ class Shelf:
             return [Path(e.path) for e in entries if not e.name.startswith(".")]
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Between processes and threads: whoever counts or changes what is here. Not reentrant."""
         fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
