@@ -158,7 +158,7 @@ class Reservation:
         self._folder = room.root / "writing" / secrets.token_hex(8)
         self._folder.mkdir(mode=0o700)
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # at most as long as somebody looks whether we live
         self._claim = self._used = self._files = 0
 
     def writer(self, source: str, key: str) -> Writer:
