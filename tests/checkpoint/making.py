@@ -181,22 +181,6 @@ class Wrapped(Store):
         self.inner.delete_many(keys)
 
 
-class FakeClock:
-    """Time that passes only when somebody sleeps or says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now + 1_000_000
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def flip(path: Path, offset: int) -> None:
     """Flip one bit of a stored object; negative offsets count from the end."""
     data = bytearray(path.read_bytes())

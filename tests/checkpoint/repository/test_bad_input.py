@@ -16,8 +16,9 @@ from dataio.core.clock import SYSTEM_CLOCK
 from dataio.core.errors import ConflictError, DeadlineError, MismatchError, UnsupportedError
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+from dataio.testing.clock import ManualClock
 from dataio.testing.s3server import S3Server
-from tests.checkpoint.making import RUN, FakeClock, begin, latest, load, make, save, tiny_state
+from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
 from tests.conftest import forget_s3fs_instances, use_s3_server
 
 
@@ -30,7 +31,7 @@ def test_ranks_of_different_worlds_are_never_one_step(store: Store) -> None:
     number = begin(store)
     one = make(store, tiny_state(1), step=1, number=number, rank=0, world_size=3, commit_timeout=0.0)
     with pytest.raises(DeadlineError, match="no manifest of rank 1, 2"):
-        save(store, one, clock=FakeClock())
+        save(store, one, clock=ManualClock())
     for rank in (1, 2):
         other = make(
             store, {"x": b"1"}, step=1, number=number, attempt=one.plan.attempt, rank=rank, world_size=rank + 1
@@ -61,7 +62,7 @@ def test_two_processes_that_are_the_same_rank_leave_one_whole_part(store: Store)
     first = part(0, 1, timeout=0.0)
     for made in (first, part(0, 2, first.plan.attempt, timeout=0.0)):  # type: ignore[attr-defined]
         with pytest.raises(DeadlineError, match="no manifest of rank 1"):
-            save(store, made, clock=FakeClock())  # type: ignore[arg-type]
+            save(store, made, clock=ManualClock())  # type: ignore[arg-type]
     base = save(store, part(1, 3, first.plan.attempt))  # type: ignore[attr-defined, arg-type]
     assert load(store, base) == {"shared": bytes([1]) * 150 + bytes([3]) * 250, "mine": bytes([1]) * 70_000}
     assert check.check(store).clean

@@ -30,9 +30,9 @@ from dataio.core.errors import (
     UnsupportedError,
 )
 from dataio.store.contract import Buffer, Store
+from dataio.testing.clock import ManualClock
 from tests.checkpoint.making import (
     RUN,
-    FakeClock,
     Made,
     Wrapped,
     begin,
@@ -253,7 +253,7 @@ def test_ranks_with_different_modules_are_never_committed_as_one_step(store: Sto
 
 
 def test_a_rank_that_waits_in_vain_names_the_missing_one_and_keeps_its_deadline(store: Store) -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     made = two_ranks(store, begin(store), 4, commit_timeout=30.0, lease_seconds=3600.0)
     with pytest.raises(DeadlineError, match="no manifest of rank 1 within 30 s"):
         save(store, made[0], clock=clock)
@@ -282,7 +282,7 @@ def test_a_step_that_a_collector_condemned_is_no_base(store: Store) -> None:
 class SlowManifest(Wrapped):
     """Time passes while the manifest is written, and leases cannot be renewed meanwhile."""
 
-    def __init__(self, inner: Store, clock: FakeClock) -> None:
+    def __init__(self, inner: Store, clock: ManualClock) -> None:
         super().__init__(inner)
         self.clock, self.late = clock, False
 
@@ -300,7 +300,7 @@ class SlowManifest(Wrapped):
 
 
 def test_a_saver_that_could_not_renew_its_lease_stops_before_the_fate(store: Store) -> None:
-    clock, number = FakeClock(), begin(store)
+    clock, number = ManualClock(), begin(store)
     made = make(store, tiny_state(1), step=1, number=number, lease_seconds=300.0)
     with pytest.raises(TransientError, match="could not renew its lease in time and stopped before its fate"):
         save(SlowManifest(store, clock), made, clock=clock)
@@ -320,7 +320,7 @@ def test_a_lease_is_due_at_a_third_of_its_life_and_trusted_for_one() -> None:
 
 
 def test_a_lease_names_its_bases_is_renewed_and_deleted(store: Store) -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     keeper = LeaseKeeper(store, ME, RUN, 1, 5, [Base(1, 4, OTHER)], 30.0, clock)
     with keeper:
         first = read(store, names.lease(ME), Lease)

@@ -5,21 +5,11 @@ from __future__ import annotations
 import threading
 
 from dataio.cache.buffers import IDLE_SECONDS, Buffers
-from dataio.core.clock import SystemClock
-
-
-class FakeClock(SystemClock):
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
+from dataio.testing.clock import ManualClock
 
 
 def test_the_buffer_that_was_used_last_is_used_next() -> None:
-    buffers = Buffers(4096, 4, FakeClock())
+    buffers = Buffers(4096, 4, ManualClock())
     with buffers.one() as first, buffers.one() as second:
         first[:1], second[:1] = b"1", b"2"
     for _ in range(3):
@@ -28,22 +18,22 @@ def test_the_buffer_that_was_used_last_is_used_next() -> None:
 
 
 def test_there_are_as_many_as_were_used_at_once_and_idle_ones_go() -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     buffers = Buffers(4096, 4, clock)
     with buffers.one(), buffers.one(), buffers.one():
         pass
     assert buffers.trim() == 3
-    clock.advance(IDLE_SECONDS / 2)
+    clock.now += IDLE_SECONDS / 2
     with buffers.one():
         pass
-    clock.advance(IDLE_SECONDS / 2 + 0.1)
+    clock.now += IDLE_SECONDS / 2 + 0.1
     assert buffers.trim() == 1, "the one that was used since stays"
-    clock.advance(IDLE_SECONDS)
+    clock.now += IDLE_SECONDS
     assert buffers.trim() == 0
 
 
 def test_no_two_users_share_a_buffer() -> None:
-    buffers, clashes = Buffers(64, 4, FakeClock()), list[int]()
+    buffers, clashes = Buffers(64, 4, ManualClock()), list[int]()
 
     def use(number: int) -> None:
         for _ in range(500):
@@ -62,7 +52,7 @@ def test_no_two_users_share_a_buffer() -> None:
 
 
 def test_a_fetch_that_fails_gives_its_buffer_back() -> None:
-    buffers = Buffers(64, 4, FakeClock())
+    buffers = Buffers(64, 4, ManualClock())
     for _ in range(3):
         try:
             with buffers.one():
@@ -73,7 +63,7 @@ def test_a_fetch_that_fails_gives_its_buffer_back() -> None:
 
 
 def test_no_more_are_made_than_may_be_and_who_comes_late_waits() -> None:
-    buffers, order = Buffers(64, 2, FakeClock()), list[str]()
+    buffers, order = Buffers(64, 2, ManualClock()), list[str]()
 
     def third() -> None:
         with buffers.one():

@@ -24,22 +24,10 @@ from dataio.core.errors import CapacityError, NotFoundError, UsageError
 from dataio.store import posix
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+from dataio.testing.clock import ManualClock
 from loaders.samples.source import StoreReader
 
 SIZE = 300_000
-
-
-class ManualClock:
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @functools.cache

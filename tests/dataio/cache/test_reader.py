@@ -20,23 +20,11 @@ from dataio.cache.objects import STAT_SECONDS
 from dataio.cache.reader import CachedReader, PrivateReader
 from dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
 from dataio.core.private import private_directory
+from dataio.testing.clock import ManualClock
 
 from .memory_store import MemoryStore
 
 BLOCK = 4096
-
-
-class ManualClock:
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def payload(name: str, size: int = 10 * BLOCK + 100) -> bytes:

@@ -15,20 +15,13 @@ import pytest
 from dataio.cache.disks import RECOVER_SECONDS, Place
 from dataio.cache.engine import Engine
 from dataio.cache.reader import CachedReader
-from dataio.core.clock import SystemClock
+from dataio.testing.clock import ManualClock
 
 from .memory_store import MemoryStore
 
 BLOCK = 4096
 SIZE = 20 * BLOCK
 WHOLE = [(0, SIZE)]
-
-
-class ManualClock(SystemClock):
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

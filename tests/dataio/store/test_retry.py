@@ -12,27 +12,10 @@ from dataio.core.errors import AmbiguousWriteError, ConflictError, MillraceError
 from dataio.store.contract import ObjectInfo
 from dataio.store.posix import PosixStore
 from dataio.store.retry import Policy, Retry, call
+from dataio.testing.clock import ManualClock
 
 
-class FakeClock:
-    """Time that passes only by sleeping and by what the calls take."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.pauses: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now += seconds
-
-
-def _failing(clock: FakeClock, errors: list[MillraceError], seconds: float = 0.0) -> Callable[[], str]:
+def _failing(clock: ManualClock, errors: list[MillraceError], seconds: float = 0.0) -> Callable[[], str]:
     left = iter(errors)
 
     def work() -> str:
@@ -45,7 +28,7 @@ def _failing(clock: FakeClock, errors: list[MillraceError], seconds: float = 0.0
 
 
 def test_passing_trouble_is_tried_again_until_it_has_passed() -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     assert (
         call(_failing(clock, [TransientError("a"), AmbiguousWriteError("b")]), Policy(), clock, lambda: 1.0) == "done"
     )
@@ -54,14 +37,14 @@ def test_passing_trouble_is_tried_again_until_it_has_passed() -> None:
 
 @pytest.mark.parametrize("error", [NotFoundError("x"), ConflictError("x"), MillraceError("x")])
 def test_what_will_fail_again_is_not_tried_again(error: MillraceError) -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     with pytest.raises(type(error)):
         call(_failing(clock, [error]), Policy(), clock)
     assert clock.pauses == []
 
 
 def test_the_last_error_keeps_its_class_and_hint_and_counts_the_attempts() -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     errors: list[MillraceError] = [AmbiguousWriteError("no answer", hint="look") for _ in range(9)]
     with pytest.raises(AmbiguousWriteError, match=r"no answer \[gave up after 3 attempts in 6\.\d s\]") as caught:
         call(_failing(clock, errors, 2.0), Policy(attempts=3), clock, lambda: 0.0)
@@ -69,7 +52,7 @@ def test_the_last_error_keeps_its_class_and_hint_and_counts_the_attempts() -> No
 
 
 def test_no_try_begins_after_the_budget_but_a_second_one_always_does() -> None:
-    clock = FakeClock()
+    clock = ManualClock()
     with pytest.raises(TransientError, match="2 attempts"):
         call(_failing(clock, [TransientError("slow")] * 9, 60.0), Policy(budget=15.0), clock)
 
@@ -81,13 +64,14 @@ def test_no_try_begins_after_the_budget_but_a_second_one_always_does() -> None:
     draws=st.lists(st.floats(0, 1), min_size=10),
 )
 def test_attempts_and_time_are_bounded(attempts: int, budget: float, seconds: float, draws: list[float]) -> None:
-    clock, policy = FakeClock(), Policy(attempts=attempts, budget=budget)
+    clock, policy = ManualClock(), Policy(attempts=attempts, budget=budget)
+    began = clock.now
     left = iter(draws)
     with pytest.raises(TransientError):
         call(_failing(clock, [TransientError("x")] * 100, seconds), policy, clock, lambda: next(left))
     assert len(clock.pauses) < attempts
     assert all(pause <= policy.longest for pause in clock.pauses)
-    assert clock.now - 100.0 <= max(budget, seconds + policy.first) + seconds + 1e-6
+    assert clock.now - began <= max(budget, seconds + policy.first) + seconds + 1e-6
 
 
 class _Interrupted(PosixStore):
@@ -108,5 +92,5 @@ def test_a_listing_goes_on_where_it_failed_without_losing_or_repeating_keys(tmp_
     keys = [f"k{i}" for i in range(9)]
     for key in keys:
         inner.put(key, b"")
-    assert [info.key for info in Retry(inner, clock=FakeClock()).list()] == keys
+    assert [info.key for info in Retry(inner, clock=ManualClock()).list()] == keys
     assert inner.failures == 3

@@ -35,27 +35,11 @@ from dataio.store.posix import PosixStore
 from dataio.store.retry import Policy, Retry
 from dataio.store.tail import Tail
 from dataio.store.trace import Trace
+from dataio.testing.clock import ManualClock
 from dataio.testing.conformance import StoreConformance
 from dataio.testing.faulty import Fault, Faulty, Rule
 
 MIB = 1 << 20
-
-
-class ManualClock:
-    """Time that passes when it is told to, or by sleeping."""
-
-    def __init__(self) -> None:
-        self.now, self.pauses = 0.0, list[float]()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now += seconds
 
 
 @contextlib.contextmanager
@@ -200,7 +184,9 @@ def test_a_wait_for_the_budget_ends_at_its_deadline(posix: PosixStore) -> None:
     budget = Budget(1000, patience=30.0, clock=clock)
     posix.put("k", bytes(1000))
     with budget.admitted(600, "somebody else"):
-        waiting = threading.Thread(target=lambda: _until_queued(budget, lambda: setattr(clock, "now", 31.0)))
+        waiting = threading.Thread(
+            target=lambda: _until_queued(budget, lambda: setattr(clock, "now", clock.now + 31.0))
+        )
         waiting.start()
         with pytest.raises(DeadlineError, match=r"get_into 'k': waited 30 s for 500 B .* 1 requests use 600 B"):
             Limit(posix, budget).get_into("k", 0, memoryview(bytearray(500)))
