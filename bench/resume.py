@@ -30,7 +30,7 @@ from dataio import Dataset, index
 from dataio.core.options import count
 
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
-OURS, TORCHDATA, LITDATA = "millrace", "torchdata StatefulDataLoader", "litdata"
+OURS, TORCHDATA, LITDATA, MOSAIC = "millrace", "torchdata StatefulDataLoader", "litdata", "mosaicml-streaming"
 BYTES = ", bytes"
 """What is added to a candidate's name when it delivers bytes; else it decodes."""
 METRICS = {
@@ -60,6 +60,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clips", type=count, default=CLIPS, help="in the dataset (default: %(default)s)")
+    parser.add_argument(
+        "--mosaic-python", metavar="PATH", help="the interpreter of an environment with mosaicml-streaming"
+    )
 
 
 def fill(job: command.Job, part: Part) -> None:
@@ -73,8 +76,13 @@ def fill(job: command.Job, part: Part) -> None:
     part.settings = {"clips": job.args.clips, "batch": BATCH, "compared batches": AFTER}
     part.metrics, part.against = METRICS, TORCHDATA
     if LITDATA in names:
-        _to_litdata(job.scratch)
+        _convert(LITDATA, job.scratch, sys.executable)
     wanted = [Candidate(name, "bench.resume", (name, str(job.scratch))) for name in names]
+    if python := job.args.mosaic_python:
+        _convert(MOSAIC, job.scratch, python)
+        wanted += [
+            Candidate(MOSAIC + what, "bench.resume", (MOSAIC + what, str(job.scratch)), python) for what in ("", BYTES)
+        ]
     alternate(wanted, job.rounds, job.tell, part.candidates)
 
 
@@ -92,7 +100,8 @@ def prepare(folder: Path, count: int) -> None:
 
 def measure(candidate: str, folder: Path) -> dict[str, float]:
     """Figures of one candidate."""
-    maker = {OURS: _millrace, TORCHDATA: _torchdata, LITDATA: _litdata}[candidate.removesuffix(BYTES)]
+    makers = {OURS: _millrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic}
+    maker = makers[candidate.removesuffix(BYTES)]
 
     def make(folder: Path) -> Loader:
         return maker(folder, _nothing if candidate.endswith(BYTES) else _decoded)
@@ -261,30 +270,53 @@ def _litdata(folder: Path, finish: Finish) -> Loader:
     return loader
 
 
-def _to_litdata(folder: Path) -> None:
-    """The same samples in litdata's chunks."""
+def _mosaic(folder: Path, finish: Finish) -> Loader:
+    import importlib
+
+    from torch.utils.data import default_collate
+
+    streaming: Any = importlib.import_module("streaming")
+
+    def collate(samples: Sequence[dict[str, Any]]) -> Any:
+        return default_collate([{"id": one["id"], "data": finish(one["data"])} for one in samples])
+
+    local = folder / f"mosaic-{time.monotonic_ns()}"  # it takes each folder once in a process
+    local.symlink_to(folder / MOSAIC)
+    options = {"shuffle_seed": 1, "num_canonical_nodes": 1, "batch_size": BATCH}
+    dataset = streaming.StreamingDataset(local=str(local), shuffle=True, **options)
+    loader: Loader = streaming.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0, collate_fn=collate)
+    return loader
+
+
+def _convert(peer: str, folder: Path, python: str) -> None:
+    """The same samples in the peer's own form, written by an interpreter that has it."""
     import subprocess
 
     quiet = {**os.environ, "LITDATA_DISABLE_VERSION_CHECK": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "bench.resume", "convert", str(folder)], env=quiet, check=True, capture_output=True
-    )
+    command = [python, "-m", "bench.resume", "convert", peer, str(folder)]
+    subprocess.run(command, env=quiet, check=True, capture_output=True)
 
 
-def _convert(folder: Path) -> None:
+def _to_litdata(folder: Path) -> None:
     import litdata
 
-    litdata.optimize(
-        _Read(str(folder / "ds")),
-        inputs=list(range(_count(folder))),
-        output_dir=str(folder / "litdata"),
-        chunk_bytes="1MB",
-        num_workers=1,
-    )
+    rows = _Read(str(folder / "ds"))
+    numbers = list(range(_count(folder)))
+    litdata.optimize(rows, inputs=numbers, output_dir=str(folder / LITDATA), chunk_bytes="1MB", num_workers=1)
+
+
+def _to_mosaic(folder: Path) -> None:
+    import importlib
+
+    streaming: Any = importlib.import_module("streaming")
+    rows, columns = _Read(str(folder / "ds")), {"id": "int", "data": "bytes"}
+    with streaming.MDSWriter(out=str(folder / MOSAIC), columns=columns, size_limit=1_000_000) as out:
+        for number in range(_count(folder)):
+            out.write(rows(number))
 
 
 class _Read:
-    """Sample number → a row for litdata, in a worker that opens the dataset itself."""
+    """Sample number → a row for a peer, in a worker that opens the dataset itself."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -315,6 +347,6 @@ def _clip(number: int) -> bytes:
 
 if __name__ == "__main__":
     if sys.argv[1] == "convert":
-        _convert(Path(sys.argv[2]))
+        {LITDATA: _to_litdata, MOSAIC: _to_mosaic}[sys.argv[2]](Path(sys.argv[3]))
     else:
         print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.loader import by_hand, in_energon
+from bench.loader import by_hand, in_energon, in_mosaic
 from bench.loader.data import Kind
 from bench.loader.place import Place
 
@@ -151,6 +151,7 @@ def _with(decode: Callable[..., torch.Tensor], run: Callable[..., Iterator[torch
 
 OURS, FAST = "millrace", "millrace, color='fast'"
 ENERGON = "energon + PyAV, 2 workers"
+MOSAIC = "mosaicml-streaming + PyAV, 2 workers"
 FLOOR, FAST_FLOOR = "floor: our decoder alone", "floor: our decoder alone, color='fast'"
 PEERS: dict[str, str] = {
     "webdataset + PyAV, 0 workers": "webdataset",
@@ -161,6 +162,7 @@ PEERS: dict[str, str] = {
     "SPDL, 2 threads": "spdl",
     "torchcodec, 2 threads": "torchcodec",
     ENERGON: "megatron.energon",
+    MOSAIC: "streaming",
 }
 """Each peer and the package that it needs."""
 CANDIDATES: dict[str, Callable[[Place, Kind], Iterator[torch.Tensor]]] = {
@@ -176,4 +178,5 @@ CANDIDATES: dict[str, Callable[[Place, Kind], Iterator[torch.Tensor]]] = {
     "SPDL, 2 threads": _spdl,
     "torchcodec, 2 threads": _with(by_hand.torchcodec, _threads),
     ENERGON: _with(by_hand.pyav, in_energon.batches),
+    MOSAIC: _with(by_hand.pyav, in_mosaic.batches),
 }

@@ -130,6 +130,10 @@ def _prepared(job: command.Job, kind: data.Kind, names: Sequence[str], pythons: 
         from bench.loader import in_energon
 
         in_energon.index(folder, pythons.get("energon", sys.executable))
+    if any(name.startswith("mosaicml") for name in names) and not (folder / "mosaic").is_dir():
+        from bench.loader import in_mosaic
+
+        in_mosaic.write(folder, pythons.get("streaming", sys.executable))
     return folder
 
 

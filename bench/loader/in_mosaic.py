@@ -1,0 +1,61 @@
+"""MosaicML Streaming's way to deliver the clips: its own shards (MDS), two workers that decode by hand.
+
+It wants an older numpy than we do, so it may run in an interpreter of its own (`--peer-python streaming=…`), which also
+writes the shards: `python -m bench.loader.in_mosaic FOLDER`. Invariant: as `bench.loader.candidates`.
+Failure behaviour: exceptions of its libraries; `RuntimeError` when it cannot write its shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.loader.place import Place
+
+BATCH = 8
+
+
+def write(folder: Path, python: str) -> None:
+    """The clips' bytes in its shards, written by an interpreter that has it."""
+    command = [python, "-m", "bench.loader.in_mosaic", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"MDSWriter: {done.stderr[-500:]}")
+
+
+def _write(folder: Path) -> None:
+    streaming: Any = importlib.import_module("streaming")
+    with streaming.MDSWriter(out=str(folder / "mosaic"), columns={"mp4": "bytes"}, size_limit=16_000_000) as out:
+        for path in sorted((folder / "clips").iterdir()):
+            out.write({"mp4": path.read_bytes()})
+
+
+def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[torch.Tensor]:
+    """Its default shuffle, of one node."""
+    streaming: Any = importlib.import_module("streaming")
+    with tempfile.TemporaryDirectory(prefix="mosaic-", dir=place.folder) as cache:
+        where = {"local": str(place.folder / "mosaic")}
+        if place.port:
+            os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]
+            where = {"remote": place.url("mosaic"), "local": cache}
+        dataset = streaming.StreamingDataset(**where, shuffle=True, batch_size=BATCH, num_canonical_nodes=1)
+        collate = functools.partial(_collate, decode)
+        yield from streaming.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=2, collate_fn=collate)
+
+
+def _collate(decode: Callable[[bytes], torch.Tensor], samples: list[Mapping[str, Any]]) -> torch.Tensor:
+    torch.set_num_threads(1)
+    return torch.stack([decode(sample["mp4"]) for sample in samples])
+
+
+if __name__ == "__main__":
+    _write(Path(sys.argv[1]))
