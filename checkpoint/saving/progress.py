@@ -32,7 +32,8 @@ from checkpoint.saving.plan import PutPlan
 from dataio.core.errors import NotFoundError
 from dataio.core.limits import GIB
 from dataio.store.contract import Store
-from dataio.store.resume import Part, Resuming, Unfinished
+from dataio.store.resume import Resuming
+from dataio.store.uploads import Part, Unfinished
 
 _MOST_BYTES = 1 * GIB
 _FRAME = struct.Struct("<IQ")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,16 +30,14 @@ from dataio.shards.query.repeats import repeated_keys
 from dataio.shards.versions import documents as versions
 from dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
 from dataio.shards.versions.mounting import mount_of, with_mounts
+from dataio.shards.view import Opened
 from dataio.store.contract import Location, Store
 from dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
-
-if TYPE_CHECKING:
-    from dataio.shards.dataset import Dataset
 
 _NAMED = 5
 
 
-def save(dataset: Dataset, message: str) -> VersionDocument:
+def save(dataset: Opened, message: str) -> VersionDocument:
     """Make a version of the view that `dataset` is."""
     view = dataset.view
     if view is None:
@@ -61,7 +59,7 @@ def save(dataset: Dataset, message: str) -> VersionDocument:
     return versions.commit(dataset.store, lambda _: made, trunk=False)
 
 
-def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
+def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
     """Make the newest version without some samples the next one."""
     if (keys is None) == (where is None):
         raise UsageError("remove takes either keys or where", hint="give one of them")
@@ -92,7 +90,7 @@ def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, mess
     return versions.commit(dataset.store, build)
 
 
-def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> VersionDocument:
+def merge(dataset: Opened, others: Sequence[Opened], message: str) -> VersionDocument:
     """Make the newest version with the samples of `others` the next one."""
     if not others:
         raise UsageError("merge takes at least one other dataset", hint="ds.merge(Dataset(url))")
@@ -170,7 +168,7 @@ def _mounted(store: Store, document: VersionDocument) -> Iterator[Store]:
             whole.close()
 
 
-def _refuse_view(dataset: Dataset) -> None:
+def _refuse_view(dataset: Opened) -> None:
     if dataset.view is not None:
         raise UsageError("a view cannot be changed", hint="narrow it with where, or change the dataset it came from")
 
@@ -192,7 +190,7 @@ class _Guest:
     mounts: tuple[Mount, ...]
 
 
-def _guest(host: Dataset, other: Dataset) -> _Guest:
+def _guest(host: Opened, other: Opened) -> _Guest:
     document, place = other.document, _place(other.store)
     if place == _place(host.store):
         prefix, mounts = "", document.mounts

@@ -174,7 +174,7 @@ class Dataset:
 
     def save(self, message: str = "") -> Dataset:
         """Make this view a version, which others open by its number or a tag; the newest version stays what it is."""
-        import dataio.shards.changes as changes  # "from … import" trips mypy in this cycle
+        from dataio.shards import changes
 
         return self._at(changes.save(self, message))
 
@@ -183,7 +183,7 @@ class Dataset:
 
         Nothing is rewritten and no bytes are freed. `NotFoundError` names keys that nothing has.
         """
-        import dataio.shards.changes as changes  # "from … import" trips mypy in this cycle
+        from dataio.shards import changes
 
         return self._at(changes.remove(self, keys, where, message))
 
@@ -193,7 +193,7 @@ class Dataset:
         `ConflictError` names a key that two of them hold. Of other versions of this very dataset, samples that are there
         already are not added again.
         """
-        import dataio.shards.changes as changes  # "from … import" trips mypy in this cycle
+        from dataio.shards import changes
 
         return self._at(changes.merge(self, others, message))
 

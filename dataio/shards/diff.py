@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from dataio.shards.query.predicate import connect
-
-if TYPE_CHECKING:
-    from dataio.shards.dataset import Dataset
+from dataio.shards.view import Opened
 
 _COLUMNS = ("key", "members", "text", "fields")
 _AT_ONCE = 10_000
@@ -76,7 +74,7 @@ class Diff:
         self.close()
 
 
-def diff(old: Dataset, new: Dataset) -> Diff:
+def diff(old: Opened, new: Opened) -> Diff:
     """What changed from `old` to `new`."""
     ours, theirs = _to_read(old, new)
     connection = connect()
@@ -99,7 +97,7 @@ def _flat(table: Any) -> Any:
     return pa.table({name: table[name] for name in _COLUMNS})
 
 
-def _to_read(old: Dataset, new: Dataset) -> tuple[Sequence[int], Sequence[int]]:
+def _to_read(old: Opened, new: Opened) -> tuple[Sequence[int], Sequence[int]]:
     """The parts of each that the other does not hold with the same rows left."""
     same_store = old.url == new.url
     there = {(p.key, p.digest): n for n, p in enumerate(new.document.index)} if same_store else {}
@@ -113,7 +111,7 @@ def _to_read(old: Dataset, new: Dataset) -> tuple[Sequence[int], Sequence[int]]:
     return ours, sorted(theirs)
 
 
-def _same_rows(old: Dataset, number: int, new: Dataset, twin: int) -> bool:
+def _same_rows(old: Opened, number: int, new: Opened, twin: int) -> bool:
     if len_of(old, number) != len_of(new, twin):
         return False
     ours, theirs = old.index.kept(number), new.index.kept(twin)
@@ -122,7 +120,7 @@ def _same_rows(old: Dataset, number: int, new: Dataset, twin: int) -> bool:
     return bool(np.array_equal(ours, theirs))
 
 
-def len_of(dataset: Dataset, part: int) -> int:
+def len_of(dataset: Opened, part: int) -> int:
     """Samples in a part of a version or view."""
     ends = dataset.index.ends
     return int(ends[part] - (ends[part - 1] if part else 0))

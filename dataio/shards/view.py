@@ -1,6 +1,7 @@
 """Views: a version's samples narrowed by conditions.
 
-Purpose: what `Dataset.where` knows beyond the version: which rows are left, and the name of that choice.
+Purpose: what `Dataset.where` knows beyond the version: which rows are left, and the name of that choice. `Opened` is what a
+dataset is to those who work on it, so that they need not know who holds it.
 Invariant: the digest names the version's document, the conditions and the chosen rows, so equal digests mean equal samples.
 Failure behaviour: that of `query`.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import blake3
 import msgspec
@@ -17,10 +18,8 @@ import msgspec
 from dataio.shards.query import conditions as query
 from dataio.shards.query.kept import Rows
 from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.versions.documents import Lineage, Source
-
-if TYPE_CHECKING:
-    from dataio.shards.dataset import Dataset
+from dataio.shards.versions.documents import Lineage, Source, VersionDocument
+from dataio.store.contract import Store
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,29 @@ class View:
         return {"of": source.digest, "where": list(self.lineage.where), "ids": self.ids}
 
 
-def narrow(dataset: Dataset, condition: str) -> View:
+class Opened(Protocol):
+    """What is made of an open dataset, a version or a view of one, is made of this much of it."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def store(self) -> Store: ...
+    @property
+    def document(self) -> VersionDocument: ...
+    @property
+    def index(self) -> OpenIndex: ...
+    @property
+    def view(self) -> View | None: ...
+    def __len__(self) -> int: ...
+
+
+def narrow(dataset: Opened, condition: str) -> View:
     """The view of those samples of `dataset`, itself a version or a view, that meet `condition`."""
     found = list(query.matching(dataset.index, dataset.document, condition))
     rows = [rows for rows, _ in found]

@@ -27,13 +27,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UsageError
-
-if TYPE_CHECKING:
-    from dataio.store.resume import UploadLog
+from dataio.store.uploads import UploadLog
 
 Buffer = bytes | bytearray | memoryview
 """Readable bytes; a memoryview must be contiguous."""

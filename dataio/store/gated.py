@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from dataio.store.contract import Buffer, Store
-from dataio.store.resume import UploadLog
+from dataio.store.uploads import UploadLog
 from dataio.store.wrapper import Wrapper
 
 

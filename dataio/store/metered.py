@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from dataio.core import limits
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError
 from dataio.core.metrics import store_bytes, store_requests, store_seconds
 from dataio.store.contract import Buffer, ObjectInfo, Store
+from dataio.store.uploads import UploadLog
 from dataio.store.wrapper import Wrapper
-
-if TYPE_CHECKING:
-    from dataio.store.resume import UploadLog
 
 T = TypeVar("T")
 

@@ -3,54 +3,18 @@
 Purpose: `Resuming(store, log)` is the store; multipart uploads write down in `log` what the server has acknowledged, and the next
 process that writes the same object with the same log sends only what is missing.
 Invariant: a part is left out only when the server lists it with its size, and either its ETag is the MD5 of the bytes that
-would be
-sent, or ETag and digest are those that were written down. So a log that is wrong, old or of another object costs requests, never
-bytes.
+would be sent, or ETag and digest are those that were written down. So a log that is wrong, old or of another object costs
+requests, never bytes.
 Failure behaviour: an upload that the server does not know any more is begun anew. A back-end without parts ignores the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 from dataio.store.contract import Buffer, Store
+from dataio.store.uploads import UploadLog
 from dataio.store.wrapper import Wrapper
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part that the server has. `digest` is the XXH3-128 of its bytes."""
-
-    number: int
-    size: int
-    etag: str
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """An upload that was begun and not ended. `nonce` stands in the object's metadata."""
-
-    id: str
-    nonce: str
-    parts: Mapping[int, Part] = field(default_factory=dict)
-
-
-class UploadLog(Protocol):
-    """Where uploads are written down; called from several threads. Nothing is promised before a call returns."""
-
-    def unfinished(self, key: str) -> Unfinished | None:
-        """The upload of this object that was begun last, if it was not ended."""
-
-    def begun(self, key: str, upload: Unfinished) -> None: ...
-    def sent(self, key: str, part: Part) -> None: ...
-    def filled(self, key: str) -> None:
-        """All bytes of the object are known; the last are about to be sent."""
-
-    def ended(self, key: str, size: int | None) -> None:
-        """The object is there with `size` bytes; None: its upload was aborted."""
 
 
 class Resuming(Wrapper):

@@ -27,13 +27,13 @@ from dataio.core.errors import (
 from dataio.store import s3read
 from dataio.store.checks import check_conditional_size, check_prefix, too_large
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from dataio.store.resume import UploadLog
 from dataio.store.retry import Policy, call_async
 from dataio.store.s3client import connect
 from dataio.store.s3config import S3Config
 from dataio.store.s3errors import NoSuchUploadError, PreconditionError, UnreachableError
 from dataio.store.s3session import flat
 from dataio.store.s3upload import Notes, Upload, blocks
+from dataio.store.uploads import UploadLog
 
 PUT_BYTES = 5 * limits.GIB
 _DELETE_BATCH = 1000

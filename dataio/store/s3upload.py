@@ -30,10 +30,10 @@ from dataio.core.crashpoints import declare
 from dataio.core.errors import AmbiguousWriteError, CapacityError, MillraceError, NotFoundError
 from dataio.core.log import get_logger
 from dataio.store.contract import Buffer
-from dataio.store.resume import Part, Unfinished, UploadLog
 from dataio.store.retry import Policy, call_async
 from dataio.store.s3errors import NoSuchUploadError
 from dataio.store.s3session import S3Session
+from dataio.store.uploads import Part, Unfinished, UploadLog
 
 PART_BYTES = 8 * limits.MIB
 _PARTS_PER_SIZE, _SIZES = 2500, 4

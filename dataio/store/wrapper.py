@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from dataio.core import limits
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store
-
-if TYPE_CHECKING:
-    from dataio.store.resume import UploadLog
+from dataio.store.uploads import UploadLog
 
 T = TypeVar("T")
 MULTIPART_BYTES = 64 * limits.MIB

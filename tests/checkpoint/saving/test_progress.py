@@ -20,7 +20,8 @@ from dataio.core.errors import TransientError
 from dataio.core.limits import KIB
 from dataio.store.contract import Buffer, Store
 from dataio.store.open import open_store
-from dataio.store.resume import Part, Resuming, Unfinished
+from dataio.store.resume import Resuming
+from dataio.store.uploads import Part, Unfinished
 from tests.checkpoint.making import Wrapped, begin, latest, load, make, manifest_of
 
 STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(8)}

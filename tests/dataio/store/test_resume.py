@@ -17,9 +17,10 @@ from dataio.core.errors import NotFoundError
 from dataio.core.limits import MIB
 from dataio.store.gated import Gated
 from dataio.store.open import open_store
-from dataio.store.resume import Part, Resuming, Unfinished
+from dataio.store.resume import Resuming
 from dataio.store.s3client import connect
 from dataio.store.s3config import parse
+from dataio.store.uploads import Part, Unfinished
 from dataio.testing.proxy import FaultProxy
 from dataio.testing.s3server import S3Server
 
@@ -30,7 +31,7 @@ DATA = os.urandom(8 * MIB) * 5 + b"end"
 KILLED = """
 import os, sys
 from dataio.store.open import open_store
-from dataio.store.resume import Resuming, Unfinished
+from dataio.store.resume import Resuming
 from checkpoint.saving.progress import ProgressFile
 url, path = sys.argv[1:]
 data = open(path + ".data", "rb").read()
