@@ -158,7 +158,7 @@ class Board:
                 self._departed.popitem(last=False)
 
     def tick(self) -> None:
-        """Every `POINT_SECONDS`: one more point of every job's history."""
+        """One more point of every job's history: every `POINT_SECONDS`, or later where nothing happens."""
         now, sums = self._clock(), self._sums()
         busy = {process.job for process in self._processes.values()}
         for name, job in list(self._jobs.items()):
@@ -167,6 +167,9 @@ class Board:
             elif now - job.seen > FORGET_SECONDS:
                 del self._jobs[name]
                 continue
+            if job.points:
+                last, before = job.points[-1]
+                job.points.extend((then, before) for then in slept(last, now) if before == sums[name])
             job.points.append((now, sums[name]))
 
     # questions
@@ -270,6 +273,12 @@ def rates(done: Totals, seconds: float) -> dict[str, float | None]:
         "stall_ms_per_step": _rounded(1000 * done.stall / done.steps) if done.steps else None,
         "compute_ms_per_step": _rounded(1000 * done.compute / done.steps) if done.steps else None,
     }
+
+
+def slept(last: float, now: float) -> list[float]:
+    """The times of the points between two that were drawn, as many as are kept: none, unless nothing was drawn for a while."""
+    missing = min(round((now - last) / POINT_SECONDS) - 1, POINTS)
+    return [now - POINT_SECONDS * number for number in range(missing, 0, -1)]
 
 
 def plain(name: str) -> str:

@@ -48,17 +48,20 @@ _TIERS = (
 )
 
 
+Figures = tuple[Mapping[str, int | bool], Sequence[Mapping[str, object]]]
+"""Of the cache, and of each of its tiers."""
+
+
 class JobMetrics(Collector):
-    """Registered by the daemon."""
+    """Part of the daemon's `View`."""
 
     def __init__(
         self,
         board: Board,
         saves: Saves,
-        cache: Callable[[], Mapping[str, int | bool]],
-        tiers: Callable[[], Sequence[Mapping[str, object]]],
+        figures: Callable[[], Figures],
     ) -> None:
-        self._board, self._saves, self._cache, self._tiers = board, saves, cache, tiers
+        self._board, self._saves, self._figures = board, saves, figures
 
     def collect(self) -> Iterable[Metric]:
         yield from self._of_jobs()
@@ -116,7 +119,7 @@ class JobMetrics(Collector):
         )
 
     def _of_cache(self) -> Iterable[Metric]:
-        cache = self._cache()
+        cache, tiers = self._figures()
         if "fetched_bytes" in cache:
             yield CounterMetricFamily(
                 "millrace_cache_fetched_bytes", "Bytes fetched from stores into the cache", int(cache["fetched_bytes"])
@@ -133,7 +136,7 @@ class JobMetrics(Collector):
             for outcome in ("ready", "late"):
                 reads.add_metric([outcome], int(cache[f"reads_{outcome}"]))
             yield reads
-        yield from _of_tiers(self._tiers())
+        yield from _of_tiers(tiers)
 
 
 def _of_tiers(tiers: Sequence[Mapping[str, object]]) -> Iterable[Metric]:

@@ -23,6 +23,7 @@ class Client:
     pid: int
     carry_out: Callable[[list[machine.Instruction]], None]
     peer: Peer | None = None
+    greeting: asyncio.TimerHandle | None = None
     listener: Callable[[m.JobEvent], None] | None = None
     opening: bool = False  # the store of an announcement
     job: str = ""  # with which it shares limits

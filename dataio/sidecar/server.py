@@ -30,7 +30,9 @@ from dataio.sidecar import activation, memory, paths
 from dataio.sidecar.board import POINT_SECONDS
 from dataio.sidecar.cachedir import CacheDirectories
 from dataio.sidecar.config import RESTART, Config
+from dataio.sidecar.exposition import Figures
 from dataio.sidecar.messages import VERSION
+from dataio.sidecar.pulse import Pulse
 from dataio.sidecar.reads import Reads
 from dataio.sidecar.served import Tasks
 from dataio.sidecar.serving import Clients
@@ -59,7 +61,7 @@ class Daemon:
         self._port: int | None = None
         self._stopping = False
         self._opener = opener
-        self._view = View()
+        self._view = View(self._figures)
         self._tier: Tier | None = None
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
@@ -112,6 +114,7 @@ class Daemon:
             Patience(self._config.retry_seconds),
         )
         self._view.saves.room = self._jobs.room
+        self._pulse = Pulse(POINT_SECONDS, self._view.tick, self._busy, self._loop.call_later)
         self._tasks = Tasks(self._loop)
         self._reads = Reads(self._engine, self._stores, self._view.board, self._loop, self._tasks)
         staging = Staging(self._jobs, self._tier, self._view.saves, self._loop, self._tasks)
@@ -123,6 +126,7 @@ class Daemon:
             staging,
             lambda: self._config.clients,
             self.status,
+            self._pulse.wake,
         )
         self._engine.subscribe(lambda file: self._call(partial(self._clients.dropped, file)))
         self._jobs.adopt(staging.show)
@@ -144,7 +148,7 @@ class Daemon:
         listening = self._given or _listen(self._config.socket)
         self._clients.listen(listening)
         _log.info("ready on %s, cache in %s, status on port %s", self._config.socket, self._cache_names, self._port)
-        self._tick()
+        self._pulse.wake()
         if self._tier is not None:
             self._tier.start()
         ready()
@@ -222,10 +226,12 @@ class Daemon:
     def _cache_names(self) -> str:
         return ", ".join(str(tier) for tier in self._config.tiers)
 
-    def _tick(self) -> None:
-        """A point of the charts."""
-        self._view.tick(self._engine.stats(), self._engine.tier_stats())
-        self._loop.call_later(POINT_SECONDS, self._tick)
+    def _figures(self) -> Figures:
+        return self._engine.stats(), self._engine.tier_stats()
+
+    def _busy(self) -> bool:
+        """Whether anything can happen that nobody asks for now."""
+        return bool(len(self._clients) or self._jobs.busy)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
         return self._loop.call_later(seconds, action).cancel

@@ -36,7 +36,7 @@ _log = get_logger(__name__)
 
 
 class Clients:
-    """All connections. `most()` is how many there may be, `status()` what the daemon says of itself."""
+    """All connections. `most()` is how many there may be, `status()` what the daemon says of itself; `came()` hears of each."""
 
     def __init__(
         self,
@@ -47,10 +47,11 @@ class Clients:
         staging: Staging,
         most: Callable[[], int],
         status: Callable[[], dict[str, object]],
+        came: Callable[[], None],
     ) -> None:
         self._loop, self._engine, self._board = loop, engine, board
         self._reads, self._staging = reads, staging
-        self._most, self._status = most, status
+        self._most, self._status, self._came = most, status, came
         self._clients: dict[int, Client] = {}
         self._next = 1
         self._listening: socket.socket | None = None
@@ -118,6 +119,7 @@ class Clients:
             self._loop.add_reader(listening.fileno(), self._accept, listening)
 
     def _welcome(self, sock: socket.socket, pid: int) -> None:
+        self._came()
         number, self._next = self._next, self._next + 1
         client = Client(machine.Session(os.getpid()), pid, lambda instructions: self._carry_out(client, instructions))
         client.listener = lambda event: client.carry_out(client.session.job(event))
@@ -125,7 +127,7 @@ class Clients:
         client.peer = Peer(
             sock, self._loop, lambda payload, fds: self._received(client, payload, fds), lambda: self._ended(number)
         )
-        self._loop.call_later(HELLO_SECONDS, self._expect_hello, number)
+        client.greeting = self._loop.call_later(HELLO_SECONDS, self._expect_hello, number)
 
     def _expect_hello(self, number: int) -> None:
         client = self._clients.get(number)
@@ -148,6 +150,8 @@ class Clients:
 
     def _ended(self, number: int) -> None:
         client = self._clients.pop(number)
+        if client.greeting is not None:
+            client.greeting.cancel()
         client.session.over()
         self._board.ended(id(client), client.process)
         self._staging.ended(client)

@@ -1,7 +1,8 @@
 """What the daemon shows of itself beyond its own state: jobs, saves, rates, errors; one object for the server to keep.
 
-Invariant: `status` is small enough for one message of the socket; only `history` is long, and goes over HTTP alone. All on the
-loop's thread, but for log records.
+Invariants: `status` is small enough for one message of the socket; only `history` is long, and goes over HTTP alone. Points are
+drawn while the daemon is busy, and when somebody asks; those between are known, as nothing happened. All on the loop's thread,
+but for log records.
 Failure behaviour: none; showing never disturbs serving.
 """
 
@@ -11,46 +12,62 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from dataio.core.errors import CapacityError
 from dataio.core.metrics import REGISTRY
-from dataio.sidecar.board import POINT_SECONDS, POINTS, WINDOW_POINTS, Board, Totals, rates
-from dataio.sidecar.exposition import JobMetrics
+from dataio.sidecar.board import POINT_SECONDS, POINTS, WINDOW_POINTS, Board, Totals, rates, slept
+from dataio.sidecar.exposition import Figures, JobMetrics
 from dataio.sidecar.recent import Recent
 from dataio.sidecar.saves import Saves
 
 _Point = tuple[float, int, Totals]
 
 
-class View:
-    """Between `start` and `close` it listens to the log and answers for the metrics."""
+class View(Collector):
+    """Between `start` and `close` it listens to the log and answers for the metrics. `figures()`: the cache's, its tiers'."""
 
-    def __init__(self) -> None:
-        self.board = Board(time.monotonic)
+    def __init__(self, figures: Callable[[], Figures], clock: Callable[[], float] = time.monotonic) -> None:
+        self._figures, self._clock = figures, clock
+        self.board = Board(clock)
         self.saves = Saves(self.board.commit)
         self._recent = Recent()
-        self._cache: Mapping[str, int | bool] = {}
-        self._tiers: Sequence[Mapping[str, object]] = ()
         self._points: deque[_Point] = deque(maxlen=POINTS)
-        self._metrics = JobMetrics(self.board, self.saves, lambda: self._cache, lambda: self._tiers)
+        self._metrics = JobMetrics(self.board, self.saves, figures)
 
     def start(self) -> None:
         logging.getLogger("millrace").addHandler(self._recent)
-        REGISTRY.register(self._metrics)
+        REGISTRY.register(self)
 
     def close(self) -> None:
         logging.getLogger("millrace").removeHandler(self._recent)
-        REGISTRY.unregister(self._metrics)
+        REGISTRY.unregister(self)
 
-    def tick(self, cache: Mapping[str, int | bool], tiers: Sequence[Mapping[str, object]] = ()) -> None:
-        """Every `POINT_SECONDS`, with the figures of the cache and of its tiers."""
-        self._cache, self._tiers = cache, tiers
+    def tick(self) -> bool:
+        """A point of the charts; whether anything happened since the last one."""
         self.board.tick()
-        self._points.append((time.monotonic(), int(cache["fetched_bytes"]), self._delivered()))
+        now, fetched, delivered = self._clock(), int(self._figures()[0]["fetched_bytes"]), self._delivered()
+        moved = bool(self._points) and self._points[-1][1:] != (fetched, delivered)
+        if self._points and not moved:
+            self._points.extend((then, fetched, delivered) for then in slept(self._points[-1][0], now))
+        self._points.append((now, fetched, delivered))
+        return moved
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry would else collect before there is a cache."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics of now, for whoever scrapes."""
+        self._catch_up()
+        return self._metrics.collect()
 
     def status(self, now: float) -> dict[str, object]:
         """`now` is Unix time."""
+        self._catch_up()
         recent = list(self._points)[-WINDOW_POINTS // 6 - 1 :]
         return {
             "window_seconds": WINDOW_POINTS * POINT_SECONDS,
@@ -62,12 +79,18 @@ class View:
 
     def history(self) -> dict[str, object]:
         """The charts: of the node, and of each job."""
-        now, points = time.monotonic(), list(self._points)
+        self._catch_up()
+        now, points = self._clock(), list(self._points)
         node = [
             {"age": round(now - points[i][0], 1), **_rates(points[max(0, i - 5)], points[i])}
             for i in range(1, len(points))
         ]
         return {"point_seconds": POINT_SECONDS, "node": node, "jobs": self.board.history()}
+
+    def _catch_up(self) -> None:
+        """The points of the time in which none was drawn."""
+        if self._points and self._clock() - self._points[-1][0] > 1.5 * POINT_SECONDS:
+            self.tick()
 
     def _delivered(self) -> Totals:
         return sum(self.board.totals().values(), Totals())

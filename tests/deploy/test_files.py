@@ -41,14 +41,14 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 @pytest.fixture(scope="module")
 def metrics() -> set[str]:
     """The names of all series that a daemon with a job and a save shows."""
-    view, tier = View(), TierMetrics(lambda: TIER)
+    cache = {"budget_bytes": 1, "in_flight_bytes": 0, "waiting": 0, "paused": False, "fetched_bytes": 0}
+    view, tier = View(lambda: (cache, ())), TierMetrics(lambda: TIER)
     view.start()
     REGISTRY.register(tier)
     try:
         view.board.report(1, 1, m.Report(1, "g", "exp", wall=1.0, steps=1, step=3, committed=time.time()))
-        cache = {"budget_bytes": 1, "in_flight_bytes": 0, "waiting": 0, "paused": False, "fetched_bytes": 0}
         view.saves.room = lambda: {"retrying": 0, "retry_limit_seconds": 3600.0}
-        view.tick(cache)
+        view.tick()
         view.board.report(1, 1, m.Report(1, "g", "exp", wall=2.0, steps=2, step=3, committed=time.time()))
         text = generate_latest(REGISTRY).decode()
     finally:
@@ -101,11 +101,12 @@ def test_promtool_accepts_the_scrape_and_the_rules_and_the_alerts_fire_as_they_s
 
 @pytest.mark.skipif(PROMTOOL is None, reason="no promtool here (Debian's package: prometheus)")
 def test_the_metrics_follow_prometheus_conventions(metrics: set[str]) -> None:
-    view = View()
+    cache = {"fetched_bytes": 0, "budget_bytes": 1, "in_flight_bytes": 0, "waiting": 0, "paused": False}
+    view = View(lambda: (cache, ()))
     view.start()
     try:
         view.board.report(1, 1, m.Report(1, "g", 'exp"\n\\', wall=1.0, steps=1))
-        view.tick({"fetched_bytes": 0, "budget_bytes": 1, "in_flight_bytes": 0, "waiting": 0, "paused": False})
+        view.tick()
         _promtool("check", "metrics", text=generate_latest(REGISTRY))
     finally:
         view.close()
