@@ -5,7 +5,7 @@ request.
 Invariants: only file systems of `_ATOMIC`, whose `pipe_file` is one request that shows all or nothing, are written to; a
 body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, since it publishes what
 an exception cut short. Nothing is cached. `put_if_absent` works in `memory://`, within the process that has it, and
-nowhere else.
+nowhere else. Host and port come from the URL where `options` do not name them.
 Failure behaviour: what the file system does not give is an `UnsupportedError`. Listings are collected and sorted, at most
 `LISTED` keys. Errors are translated by their Python class; one of a library's own class becomes a plain `MillraceError`.
 """
@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import inspect
 import itertools
+import socket
 import threading
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
@@ -222,15 +224,18 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
         waits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=60)
         extra = {"encoded": True, "client_kwargs": {"timeout": waits}}
     try:
-        return fsspec.filesystem(
-            protocol, **{**extra, **options, "skip_instance_cache": True, "use_listings_cache": False}
-        )
+        kind = fsspec.get_filesystem_class(protocol)
+        given = {**extra, **kind._get_kwargs_from_urls(url), **options}
+        inspect.signature(kind.__init__).bind(None, **given)  # some complain of being half made when they are dropped
+        return fsspec.filesystem(protocol, **{**given, "skip_instance_cache": True, "use_listings_cache": False})
     except ImportError as error:
         raise UnsupportedError(f"{url}: {error}", hint=f"install what fsspec needs for {protocol}://") from error
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{url}: fsspec refused it: {error}", hint="check the scheme and the storage options"
         ) from error
+    except Exception as error:  # those that connect at once
+        raise _from(error, f"opening {url}") from error
 
 
 def _info(key: str, entry: Mapping[str, Any]) -> ObjectInfo:
@@ -267,6 +272,8 @@ def _from(error: BaseException, doing: str) -> MillraceError:
         return AccessDeniedError(f"{doing}: access is denied", hint="check the storage options and what they may do")
     if isinstance(error, NotImplementedError):
         return UnsupportedError(f"{doing}: the file system cannot do this")
+    if isinstance(error, socket.gaierror):
+        return TransientError(f"{doing}: {error.strerror}", hint="check the host's name and the network")
     if isinstance(error, asyncio.TimeoutError | TimeoutError | ConnectionError) or (
         isinstance(status, int) and status >= 500
     ):

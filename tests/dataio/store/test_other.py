@@ -6,13 +6,18 @@ import functools
 import http.server
 import os
 import re
+import socket
 import threading
+import urllib.parse
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import _registry
 
 from dataio.core.errors import (
     AccessDeniedError,
@@ -203,6 +208,53 @@ def test_an_http_status_becomes_the_error_of_its_remedy(
 def test_an_http_server_that_is_away_is_passing_trouble() -> None:
     with FsspecStore("http://127.0.0.1:9", {}) as store, pytest.raises(TransientError):
         store.get("k")
+
+
+class _Hosted(LocalFileSystem):
+    """Like those of FTP, SFTP and HDFS: it has to know a host, which its URLs name, and connects when it is made."""
+
+    protocol = "hosted"
+
+    def __init__(self, host: str, port: int = 21, **options: Any) -> None:
+        super().__init__(**options)
+        self.connected_to = host, port
+        if host == "nowhere":
+            raise socket.gaierror(socket.EAI_NONAME, "no such host")
+
+    def __del__(self) -> None:
+        assert self.connected_to  # as FTP's, which closes what a half made one has not
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        found = urllib.parse.urlsplit(path)
+        return {name: value for name, value in (("host", found.hostname), ("port", found.port)) if value}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return re.sub(r"^hosted://[^/]*", "", path)
+
+
+@pytest.fixture
+def hosted() -> Iterator[None]:
+    fsspec.register_implementation("hosted", _Hosted)
+    yield
+    _registry.pop("hosted")
+
+
+@pytest.mark.usefixtures("hosted")
+def test_the_host_of_a_url_is_the_file_systems_and_options_come_before_it(folder: Path) -> None:
+    with open_store(f"hosted://there:99{folder}") as store, FsspecStore("hosted://there:99/x", {"port": 7}) as other:
+        _reads(store)
+        _refuses_to_write(store)
+        assert other._fs.connected_to == ("there", 7)
+
+
+@pytest.mark.usefixtures("hosted")
+def test_a_host_that_is_missing_or_unknown_is_told_in_one_line() -> None:
+    with pytest.raises(UsageError, match="argument: 'host'"):
+        open_store("hosted:///x")  # and nothing is half made: a complaint of its `__del__` would be an error here
+    with pytest.raises(TransientError, match="opening hosted://nowhere: no such host"):
+        open_store("hosted://nowhere")
 
 
 @pytest.mark.parametrize(
