@@ -1,7 +1,7 @@
 """`millrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints?
 
-Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check. With --json exactly
-one JSON object goes to standard output.
+Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check; a folder that was not
+there before is not there afterwards. With --json exactly one JSON object goes to standard output.
 Failure behaviour: a store that cannot be used raises its error (exit codes of `dataio.cli`); one that works, but not for
 several writers, gets its report and the exit code of `UnsupportedError`.
 """
@@ -9,18 +9,23 @@ several writers, gets its report and the exit code of `UnsupportedError`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import itertools
 import json
 import os
 import time
+import urllib.parse
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
 from dataio.core.options import count
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+from dataio.store.posix import TEMPORARY
 from dataio.store.probe import certify, probe_preconditions
 
 _MULTIPART_BYTES = 9 << 20  # more than one part
@@ -39,7 +44,7 @@ class Check:
 def doctor(argv: Sequence[str]) -> int:
     """Run `millrace doctor` with these arguments; the exit code."""
     options = _parser().parse_args(argv)
-    with open_store(options.url) as store:
+    with open_store(options.url) as store, _no_new_folders(store.location.url):
         checks = _examine(store, options.rounds if options.certify else 0, options.writers)
         _print(store, checks, options)
     return 0 if all(check.ok for check in checks) else UnsupportedError.exit_code
@@ -72,6 +77,21 @@ def _examine(store: Store, rounds: int, writers: int) -> list[Check]:
         return checks
     finally:
         _clear(store, scratch)
+
+
+@contextlib.contextmanager
+def _no_new_folders(url: str) -> Iterator[None]:
+    """Folders that a directory's store makes with its first object go with it, unless something lies in them by then."""
+    new = list[Path]()
+    if url.startswith("file://"):
+        folder = Path(urllib.parse.unquote(url.removeprefix("file://")))
+        new = [*itertools.takewhile(lambda path: not path.exists(), [folder / TEMPORARY, folder, *folder.parents])]
+    try:
+        yield
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def _timed(name: str, step: Callable[[], tuple[bool, str]]) -> Check:

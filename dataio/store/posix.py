@@ -219,8 +219,7 @@ class PosixStore(Store):
     @contextlib.contextmanager
     def _written_aside(self, parts: Iterable[Buffer]) -> Iterator[_Aside]:
         """A hidden file that holds `parts`, fsynced; whatever happens, it is gone at the end."""
-        path = os.path.join(self._temporary_folder(), f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(8)}")
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        path, fd = self._new_file()
         try:
             try:
                 size = self._write(path, fd, parts)
@@ -232,6 +231,16 @@ class PosixStore(Store):
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+    def _new_file(self) -> tuple[str, int]:
+        """A hidden file, open; whoever tidies up (`millrace doctor`) may take its empty folder away, so try a few times."""
+        for _ in range(_PUBLISH_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                path = os.path.join(
+                    self._temporary_folder(), f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(8)}"
+                )
+                return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        raise TransientError(f"{self._root!r}: the folder of unfinished files was removed {_PUBLISH_TRIES} times")
 
     def _write(self, path: str, fd: int, parts: Iterable[Buffer]) -> int:
         """Write the hidden file, open as `fd`; how many bytes it has."""

@@ -251,6 +251,28 @@ def test_writers_survive_that_others_remove_emptied_folders(root: Path) -> None:
         thread.join()
 
 
+@pytest.mark.parametrize("times", [2, 100])
+def test_the_folder_of_hidden_files_is_made_anew_when_it_vanishes_a_bounded_number_of_times(
+    root: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    real, fired = os.open, list[str]()
+
+    def vanish(path: str, flags: int, *more: int, **others: int) -> int:
+        if flags & os.O_CREAT and len(fired) < times:
+            (root / TEMPORARY).rmdir()
+            fired.append(path)
+        return real(path, flags, *more, **others)
+
+    monkeypatch.setattr(os, "open", vanish)
+    if times > posix._PUBLISH_TRIES:
+        with pytest.raises(TransientError, match="removed"):
+            PosixStore(root).put("a", b"1")
+        assert len(fired) == posix._PUBLISH_TRIES
+    else:
+        PosixStore(root).put("a", b"1")
+        assert (len(fired), (root / "a").read_bytes()) == (times, b"1")
+
+
 def test_a_folder_that_vanishes_again_and_again_is_given_up_after_a_bound(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

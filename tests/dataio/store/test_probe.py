@@ -77,6 +77,16 @@ def test_the_doctor_finds_a_good_store_good(store_url: str, capsys: pytest.Captu
         assert list(store.list()) == []
 
 
+def test_the_doctor_leaves_no_folder_that_was_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    assert main(["doctor", str(there / "not yet" / "data%")]) == 0
+    assert os.listdir(there) == []
+    assert main(["doctor", str(there)]) == 0
+    assert os.listdir(there) == []
+    capsys.readouterr()
+
+
 def test_the_doctor_speaks_json(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", store_url, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
