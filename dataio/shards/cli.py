@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dataio.core import limits
 from dataio.core.errors import UsageError
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
     from dataio.shards.report import PackReport
 
-ByteBar = Callable[[str, int, int | None], object]
-"""Told what is at hand, and how many bytes are done, of how many."""
 _LISTED = 50
 _SPOOL_BYTES = 64 * limits.MIB
 
@@ -241,9 +239,19 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else "?" for c in text)
 
 
+class _Bytes(Protocol):
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def bytes_total(self) -> int | None: ...
+
+
+Done = TypeVar("Done", bound=_Bytes)
+
+
 @contextlib.contextmanager
-def _byte_bar(verb: str, *, quiet: bool) -> Iterator[ByteBar | None]:
-    """A progress bar over bytes on a terminal's standard error; None where nobody would see it."""
+def _byte_bar(verb: str, words: Callable[[Done], str], *, quiet: bool) -> Iterator[Callable[[Done], None] | None]:
+    """Shows what is done as a bar over bytes on a terminal's standard error; None where nobody would see it."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -255,4 +263,8 @@ def _byte_bar(verb: str, *, quiet: bool) -> Iterator[ByteBar | None]:
         *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
     ) as bar:
         task = bar.add_task("", what="…", total=None)
-        yield lambda what, done, total: bar.update(task, total=total, completed=done, what=what)
+
+        def show(done: Done) -> None:
+            bar.update(task, total=done.bytes_total, completed=done.bytes, what=words(done))
+
+        yield show

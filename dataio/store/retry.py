@@ -60,15 +60,12 @@ def call(
     draw: Callable[[], float] = random.random,
 ) -> T:
     """The result of `function`, tried again on `TransientError` as `policy` allows."""
-    began, tries = clock.monotonic(), 0
+    tries = _Tries(policy, clock, draw)
     while True:
         try:
             return function()
         except TransientError as error:
-            tries += 1
-            elapsed, pause = clock.monotonic() - began, policy.pause(tries, draw(), error)
-            if not policy.again(tries, elapsed, pause):
-                raise _given_up(error, tries, elapsed) from error
+            pause = tries.failed(error)
         clock.sleep(pause)
 
 
@@ -79,21 +76,32 @@ async def call_async(
     draw: Callable[[], float] = random.random,
 ) -> T:
     """As `call`, for a coroutine function; the pauses leave the event loop free."""
-    began, tries = clock.monotonic(), 0
+    tries = _Tries(policy, clock, draw)
     while True:
         try:
             return await function()
         except TransientError as error:
-            tries += 1
-            elapsed, pause = clock.monotonic() - began, policy.pause(tries, draw(), error)
-            if not policy.again(tries, elapsed, pause):
-                raise _given_up(error, tries, elapsed) from error
+            pause = tries.failed(error)
         await asyncio.sleep(pause)
 
 
-def _given_up(error: TransientError, tries: int, elapsed: float) -> TransientError:
-    text = f"{error.message} [gave up after {tries} {'attempt' if tries == 1 else 'attempts'} in {elapsed:.1f} s]"
-    return type(error)(text, hint=error.hint)  # the pause that a server asked for is over, or too long: it is dropped
+class _Tries:
+    """Those of one call."""
+
+    def __init__(self, policy: Policy, clock: Clock, draw: Callable[[], float]) -> None:
+        self._policy, self._clock, self._draw = policy, clock, draw
+        self._began, self._count = clock.monotonic(), 0
+
+    def failed(self, error: TransientError) -> float:
+        """Seconds until the next try; raises the last error, of its own class, when there is none."""
+        self._count += 1
+        elapsed = self._clock.monotonic() - self._began
+        pause = self._policy.pause(self._count, self._draw(), error)
+        if self._policy.again(self._count, elapsed, pause):
+            return pause
+        tries = f"{self._count} {'attempt' if self._count == 1 else 'attempts'}"
+        text = f"{error.message} [gave up after {tries} in {elapsed:.1f} s]"
+        raise type(error)(text, hint=error.hint) from error  # the pause that a server asked for is over, or too long
 
 
 class Retry(Wrapper):

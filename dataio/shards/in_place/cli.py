@@ -6,9 +6,7 @@ Failure behaviour: errors are raised for `dataio.cli` to report; 1 is returned w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from dataio.shards.cli import _add_making, _byte_bar, _parser, _print_json, _print_report, _print_some, _printable
@@ -41,7 +39,7 @@ def index(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     from dataio.shards.in_place.indexing import index as index_in_place
 
-    with _progress(quiet=args.json) as progress:
+    with _byte_bar("indexing", _words, quiet=args.json) as progress:
         dataset = index_in_place(
             args.patterns,
             args.destination,
@@ -67,16 +65,6 @@ def index(argv: list[str]) -> int:
     return 1 if report.skipped else 0
 
 
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[IndexProgress], None] | None]:
-    with _byte_bar("indexing", quiet=quiet) as bar:
-        if bar is None:
-            yield None
-            return
-
-        def show(done: IndexProgress) -> None:
-            skipped = f" ({done.skipped} skipped)" if done.skipped else ""
-            what = f"shard {done.shards}/{done.shards_total}, {done.samples} samples{skipped}"
-            bar(what, done.bytes, done.bytes_total)
-
-        yield show
+def _words(done: IndexProgress) -> str:
+    skipped = f" ({done.skipped} skipped)" if done.skipped else ""
+    return f"shard {done.shards}/{done.shards_total}, {done.samples} samples{skipped}"

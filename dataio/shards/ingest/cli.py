@@ -7,10 +7,8 @@ Failure behaviour: errors are raised for `dataio.cli` to report; 1 is returned w
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from dataio.core import limits
@@ -44,7 +42,7 @@ def pack(argv: list[str]) -> int:
     from dataio.shards.ingest.pack import pack as pack_files
 
     call = append if args.append else lambda *a, **k: pack_files(*a, name=args.name, **k)
-    with _progress(quiet=args.json) as progress:
+    with _byte_bar("packing", _words, quiet=args.json) as progress:
         dataset = call(
             args.sources,
             args.destination,
@@ -119,15 +117,6 @@ def _print_engine(report: PackReport) -> None:
         print(f"  {worker.name}: {worker.groups} inputs in {worker.seconds:.1f} s ({speed:.1f} MB/s)")
 
 
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    with _byte_bar("packing", quiet=quiet) as bar:
-        if bar is None:
-            yield None
-            return
-
-        def show(done: Progress) -> None:
-            skipped = f" ({done.skipped} skipped)" if done.skipped else ""
-            bar(f"{done.samples}/{done.samples_total}{skipped}", done.bytes, done.bytes_total)
-
-        yield show
+def _words(done: Progress) -> str:
+    skipped = f" ({done.skipped} skipped)" if done.skipped else ""
+    return f"{done.samples}/{done.samples_total}{skipped}"

@@ -6,8 +6,6 @@ Failure behaviour: damage is listed and returns 1; what makes it impossible to c
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from dataio.core import limits
@@ -51,7 +49,7 @@ def verify(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     from dataio.shards.verify.run import verify as verify_dataset
 
-    with _progress(quiet=args.json) as progress:
+    with _byte_bar("verifying", _words, quiet=args.json) as progress:
         report = verify_dataset(
             args.dataset,
             args.version,
@@ -119,15 +117,6 @@ def _print_findings(found: ObjectReport) -> None:
         print(f"  not repaired: {_printable(found.unrepaired)}")
 
 
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[VerifyProgress], None] | None]:
-    with _byte_bar("verifying", quiet=quiet) as bar:
-        if bar is None:
-            yield None
-            return
-
-        def show(done: VerifyProgress) -> None:
-            damaged = f" ({done.damaged} damaged)" if done.damaged else ""
-            bar(f"{done.shards}/{done.shards_total} shards{damaged}", done.bytes, done.bytes_total)
-
-        yield show
+def _words(done: VerifyProgress) -> str:
+    damaged = f" ({done.damaged} damaged)" if done.damaged else ""
+    return f"{done.shards}/{done.shards_total} shards{damaged}"

@@ -13,6 +13,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from typing import IO
 
 from dataio.core import limits
@@ -48,19 +49,29 @@ def read_frame(source: IO[bytes]) -> bytes | None:
     return source.read(int(struct.unpack(">I", head)[0]))
 
 
-def main() -> None:
-    """Serve tasks for `prepare` until standard input ends."""
+def serve(hello: bytes, answer: Callable[[bytes], bytes]) -> None:
+    """Say `hello`, then answer every message of standard input until it ends."""
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is not an answer
+        write_frame(out, hello)
+        while (frame := read_frame(sys.stdin.buffer)) is not None:
+            write_frame(out, answer(frame))
+
+
+def confine() -> None:
+    """Before anything else is loaded: this process is nothing without its parent, and costs itself only."""
     die_with_parent()
     limit_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+
+
+def main() -> None:
+    """Serve tasks for `prepare` until standard input ends."""
+    confine()
     from dataio.shards.media.facts import decode_task, encode_outcome
     from dataio.shards.media.prepare import prepare
 
-    with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is not an answer
-        write_frame(out, HELLO)
-        while (frame := read_frame(sys.stdin.buffer)) is not None:
-            write_frame(out, encode_outcome(prepare(decode_task(frame))))
+    serve(HELLO, lambda frame: encode_outcome(prepare(decode_task(frame))))
 
 
 if __name__ == "__main__":
