@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+FRAMEWORKS := $(VENV)/.frameworks
 JOBS   ?= 2
 
 .PHONY: setup demo test lint typecheck bench soak clean
@@ -16,10 +17,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# The trainers that `checkpoint.frameworks` is tested with. torchtitan without what it requires: its datasets wants an older fsspec.
+$(FRAMEWORKS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[frameworks]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchtitan spmd_types
+	@touch $@
+
 demo: $(READY)
 	$(BIN)/millrace demo
 
-test: $(READY)
+test: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(JOBS) -m 'not soak and not gpu'
 
 lint: $(READY)
@@ -33,7 +40,7 @@ typecheck: $(READY)
 bench: $(READY)
 	$(BIN)/millrace bench all --output bench-out
 
-soak: $(READY)
+soak: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(JOBS) -m soak
 
 clean:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 
 def needs(package: str, pip: str) -> None:
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install --no-deps {pip}")
+        pytest.skip(f"{package} is not installed (`make test` installs it): pip install --no-deps {pip}")
 
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.soak)])
