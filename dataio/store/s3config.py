@@ -53,6 +53,14 @@ class S3Config:
         return self.endpoint_url or f"AWS ({self.region or 'default region'})"
 
     @property
+    def bucket_url(self) -> str:
+        """Where the bucket answers, without a slash at the end. A name with dots is in no certificate, so in the path."""
+        there = self.endpoint_url or f"https://s3.{self.region}.amazonaws.com{'.cn' if _in_china(self.region) else ''}"
+        scheme, _, place = there.rstrip("/").partition("://")
+        in_path = self.path_style or "." in self.bucket
+        return f"{scheme}://{place}/{self.bucket}" if in_path else f"{scheme}://{self.bucket}.{place}"
+
+    @property
     def public(self) -> dict[str, object]:
         """The options by which another process opens this store."""
         ours = {"endpoint_url": self.endpoint_url, "region": self.region, "path_style": self.path_style}
@@ -187,6 +195,10 @@ def _bucket_and_prefix(url: str) -> tuple[str, str]:
         raise UsageError(f"{url!r} names no bucket", hint="write s3://bucket/prefix")
     prefix = prefix.strip("/")
     return bucket, check_key(prefix) if prefix else ""
+
+
+def _in_china(region: str | None) -> bool:
+    return region is not None and region.startswith("cn-")
 
 
 def _check_endpoint(endpoint: str) -> None:

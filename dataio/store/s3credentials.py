@@ -2,7 +2,8 @@
 
 Purpose: botocore resolves the chain once for a client's life. `Rotating` stands in for what it resolved, and resolves anew when
 the server has refused it: so a rewritten credentials file or a changed environment works without a restart. What expires
-by itself (IMDS, containers, roles) is refreshed by botocore before it does.
+by itself (IMDS, containers, roles) is refreshed by botocore before it does. Keys in the AWS variables, the chain's first
+link, are read here, since botocore takes longer to import than most requests; `s3chain` is imported for all the other links.
 Invariants: used in one event loop only. After one refusal the chain is asked once, however many requests were refused. No repr
 shows a secret. Keys given as options are not looked up and never change.
 Failure behaviour: a chain that knows no credentials gives None, and the request fails as one without credentials; errors of
@@ -12,11 +13,13 @@ the chain are botocore's own, translated where the request is.
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiobotocore.session
-from aiobotocore.credentials import AioCredentials, create_credential_resolver
+_LEFT_TO_BOTOCORE = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CREDENTIAL_EXPIRATION")
+"""Variables by which the AWS variables are not all there is to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +40,23 @@ class Keys:
         }
 
 
-class Rotating(AioCredentials):  # type: ignore[misc] # aiobotocore has no types
-    """What the chain gives now; botocore asks `get_frozen_credentials` for every request it signs."""
+class Rotating:
+    """What the chain gives now; asked for every request."""
 
     def __init__(self, profile: str | None) -> None:
-        super().__init__("rotating", "rotating", method="millrace")
-        self._profile, self._inner, self._lock = profile, None, asyncio.Lock()
+        self.profile = profile
+        self._inner: Any = None  # the variables' keys, or what botocore resolved
+        self._lock = asyncio.Lock()
         self.generation = 0
         """Counts the changes seen; a request that was refused says by it which credentials were."""
 
-    def session(self) -> aiobotocore.session.AioSession:
-        """A session whose clients are signed by these credentials."""
-        session = self._new_session()
-        session.register_component("credential_provider", _Given(self))
-        return session
-
-    async def get_frozen_credentials(self) -> Any:
-        """access_key, secret_key and token of now, or None when the chain knows none."""
+    async def frozen(self) -> Keys | None:
+        """The values of now, or None when the chain knows none."""
         if self._inner is None:
             async with self._lock:
                 if self._inner is None:
                     self._inner = await self._resolved()
-        return await self._inner.get_frozen_credentials() if self._inner is not None else None
+        return await _values(self._inner)
 
     async def renew(self, refused: int) -> bool:
         """Resolve the chain again unless that happened since generation `refused`; whether there is something new to try."""
@@ -66,7 +64,7 @@ class Rotating(AioCredentials):  # type: ignore[misc] # aiobotocore has no types
             if self.generation != refused:
                 return True
             found = await self._resolved()
-            if found is None or await _frozen(found) == await _frozen(self._inner):
+            if found is None or await _values(found) == await _values(self._inner):
                 return False
             self._inner, self.generation = found, self.generation + 1
             return True
@@ -74,22 +72,25 @@ class Rotating(AioCredentials):  # type: ignore[misc] # aiobotocore has no types
     def __repr__(self) -> str:
         return f"Rotating(generation {self.generation})"
 
-    def _new_session(self) -> aiobotocore.session.AioSession:
-        return aiobotocore.session.AioSession(profile=self._profile)
-
     async def _resolved(self) -> Any:
-        return await create_credential_resolver(self._new_session()).load_credentials()
+        if self.profile is None and (keys := of_variables(os.environ)):
+            return keys
+        from dataio.store import s3chain
+
+        return await s3chain.resolved(self.profile)
 
 
-class _Given:
-    """What botocore takes for its chain of providers."""
+def of_variables(environ: Mapping[str, str]) -> Keys | None:
+    """The keys in the AWS variables, if botocore would take just these."""
+    if any(environ.get(name) for name in _LEFT_TO_BOTOCORE):
+        return None
+    access, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    token = environ.get("AWS_SECURITY_TOKEN") or environ.get("AWS_SESSION_TOKEN") or None
+    return Keys(access, secret, token) if access and secret else None
 
-    def __init__(self, credentials: Rotating) -> None:
-        self._credentials = credentials
 
-    async def load_credentials(self) -> Rotating:
-        return self._credentials
-
-
-async def _frozen(credentials: Any) -> Any:
-    return await credentials.get_frozen_credentials() if credentials is not None else None
+async def _values(credentials: Any) -> Keys | None:
+    if credentials is None or isinstance(credentials, Keys):
+        return credentials
+    found = await credentials.get_frozen_credentials()
+    return Keys(found.access_key, found.secret_key, found.token)

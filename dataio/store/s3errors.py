@@ -9,13 +9,8 @@ is neither botocore's nor aiohttp's passes through as the bug it is.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
-from typing import Any
-
-import aiohttp
-import botocore.exceptions as boto
 
 from dataio.core.errors import (
     AccessDeniedError,
@@ -85,20 +80,17 @@ _BY_STATUS: dict[int, tuple[type[MillraceError], str]] = {
 
 @contextlib.contextmanager
 def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
-    """Turn the errors of the client library into Millrace's; `doing` is for example `reading s3://bucket/key`."""
+    """Turn the errors of botocore and aiohttp into Millrace's; `doing` is for example `reading s3://bucket/key`."""
     try:
         yield
-    except boto.ClientError as error:
-        raise _from_client_error(error, config, doing) from error
-    except (TimeoutError, boto.BotoCoreError, aiohttp.ClientError, OSError) as error:
-        raise _from_transport(error, config, doing) from error
+    except MillraceError:
+        raise
+    except Exception as error:
+        from dataio.store.s3botoerrors import translation
 
-
-def _from_client_error(error: Any, config: S3Config, doing: str) -> MillraceError:
-    said, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
-    status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders", {})
-    words = str(said.get("Message", ""))
-    return from_answer(status, str(said.get("Code", "")), words, headers.get("retry-after"), config, doing)
+        if (found := translation(error, config, doing)) is None:
+            raise
+        raise found from error
 
 
 def from_answer(
@@ -124,34 +116,3 @@ def from_answer(
 def _seconds(header: str | None) -> float | None:
     """Retry-After as a number of seconds; the other form, a date, is left to the policy of retries."""
     return float(header) if header and header.isdecimal() and len(header) < 6 else None
-
-
-def _from_transport(error: Exception, config: S3Config, doing: str) -> MillraceError:
-    text = f"{doing}: {config.endpoint}: {_words(error)}"
-    match error:
-        case boto.NoCredentialsError() | boto.PartialCredentialsError() | boto.CredentialRetrievalError():
-            return AccessDeniedError(f"{doing}: no credentials were found for {config.endpoint}", hint=CHECK_KEYS)
-        case boto.ProfileNotFound() | boto.ParamValidationError() | boto.NoRegionError() | boto.InvalidRegionError():
-            return UsageError(text, hint="check the URL, the profile and the region")
-        case boto.SSLError() | aiohttp.ClientSSLError():
-            return UsageError(text, hint=CERTIFICATE_HINT)
-        case boto.ConnectionError() | boto.HTTPClientError() if _never_connected(error):
-            return UnreachableError(text, hint=REACH_HINT)
-        case (
-            boto.ConnectionError() | boto.HTTPClientError() | aiohttp.ClientError() | asyncio.TimeoutError() | OSError()
-        ):
-            return TransientError(text, hint=NETWORK_HINT)
-        case boto.IncompleteReadError() | boto.ResponseStreamingError():
-            return TransientError(text, hint=NETWORK_HINT)
-    return MillraceError(text)
-
-
-def _never_connected(error: Any) -> bool:
-    """aiobotocore says `EndpointConnectionError` for a connection that broke in the middle of a request too."""
-    return isinstance(error, boto.ConnectTimeoutError | boto.ProxyConnectionError) or isinstance(
-        error.kwargs.get("error"), aiohttp.ClientConnectorError
-    )
-
-
-def _words(error: Exception) -> str:
-    return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -24,8 +24,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextvars import Context
 from typing import Any, TypeGuard, TypeVar, TypeVarTuple
 
-import s3fs
-
 from dataio.core.errors import AccessDeniedError, UsageError
 from dataio.store.s3config import S3Config
 from dataio.store.s3credentials import Keys, Rotating
@@ -88,7 +86,7 @@ class S3Session:
             with translated_s3(self.config, doing):
                 if credentials is None or not await credentials.renew(used):
                     # some servers deny a write to a bucket that is not there; a listing tells the two apart
-                    await S3Session._request(self, "list_objects_v2", doing, {"MaxKeys": 1})
+                    await self._request("list_objects_v2", doing, {"MaxKeys": 1})
                     raise
         return await request()
 
@@ -96,8 +94,7 @@ class S3Session:
         """The chain's credentials of now."""
         credentials = await self._worker.credentials()
         with translated_s3(self.config, doing):
-            found = await credentials.get_frozen_credentials() if credentials else None
-        return Keys(found.access_key, found.secret_key, found.token) if found else None
+            return await credentials.frozen() if credentials else None
 
     async def _request(self, operation: str, doing: str, parameters: Mapping[str, object]) -> dict[str, Any]:
         with translated_s3(self.config, doing):
@@ -209,9 +206,13 @@ class _Worker:
             assert self._client_lock is not None
             async with self._client_lock:
                 if self._client is None:
+                    import s3fs  # with botocore and aiohttp, half a second: only for who needs them
+
+                    from dataio.store import s3chain
+
                     arguments = self._config.s3fs_arguments()
                     if credentials := await self.credentials():
-                        arguments["session"] = credentials.session()
+                        arguments["session"] = s3chain.session(credentials)
                     fs = s3fs.S3FileSystem(loop=asyncio.get_running_loop(), **arguments)
                     self._client = await fs.set_session()
         return self._client
