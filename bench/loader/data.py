@@ -53,19 +53,16 @@ def make(kind: Kind, folder: Path, count: int, tell: Any) -> None:
     pack([str(clips)], str(folder / "dataset"), shard_bytes=16 << 20).close()
 
 
-def encode(path: Path, kind: Kind, number: int) -> None:
+def encode(path: Path, kind: Kind, number: int, codec: str = "libx264") -> None:
     """One clip: two patterns that move against each other, and a little noise."""
     import av
 
-    options = {
-        "g": str(kind.gop),
-        "keyint_min": str(kind.gop),
-        "sc_threshold": "0",
-        "preset": "veryfast",
-        "threads": "1",
-    }
+    options = {"g": str(kind.gop), "keyint_min": str(kind.gop), "threads": "1"}
+    options |= (
+        {"sc_threshold": "0", "preset": "veryfast"} if codec == "libx264" else {"deadline": "realtime", "cpu-used": "8"}
+    )
     with av.open(str(path), "w") as container:
-        stream: Any = container.add_stream("libx264", rate=FPS, options=options)
+        stream: Any = container.add_stream(codec, rate=FPS, options=options)
         stream.width, stream.height, stream.pix_fmt = kind.width, kind.height, "yuv420p"
         stream.codec_context.time_base = Fraction(1, FPS)
         for index in range(kind.seconds * FPS):

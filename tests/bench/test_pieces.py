@@ -1,0 +1,34 @@
+"""`millrace bench pieces`: every step can be measured, and those that stand side by side do the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import pieces
+from loaders.decode.dali import dali_installed
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pieces")
+    pieces.make(folder, lambda *_: None, seconds=1)
+    return folder
+
+
+@pytest.mark.parametrize("name", pieces.CANDIDATES)
+def test_every_step_gives_figures(made: Path, name: str) -> None:
+    if name.endswith("DALI") and not dali_installed():
+        pytest.skip("DALI is not installed")
+    found = pieces.measure(name, made, seconds=0.0)
+    assert found["cpu_ms"] >= 0 < found["wall_ms"]
+    assert ("padding" in found) == ("packed" in name)
+
+
+def test_clips_of_one_video_are_as_many_apart_as_together(made: Path) -> None:
+    pairs = [name for name in pieces.CANDIDATES if name.endswith(", apart")]
+    assert len(pairs) == 3
+    for name in pairs:
+        apart, together = (pieces.CANDIDATES[n](made)[1] for n in (name, name.replace(", apart", ", together")))
+        assert apart == together >= 1
