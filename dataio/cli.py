@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = args[0]
     if name not in COMMANDS:
-        print(f"millrace: error: no command {name!r}; see millrace --help", file=sys.stderr)
+        from difflib import get_close_matches
+
+        meant = "".join(f", did you mean {close!r}?" for close in get_close_matches(name, COMMANDS, 1))
+        print(f"millrace: error: no command {name!r}{meant or '; see millrace --help'}", file=sys.stderr)
         return 2
     return _guarded(name, _load(COMMANDS[name][0]), args[1:])
 

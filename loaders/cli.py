@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from dataio.core.errors import MillraceError, NotFoundError, UsageError
+from dataio.core.limits import counted
 from loaders import refusals
 
 _ABOUT = "List the samples that loaders on this machine refused, with the reason, or forget them."
@@ -84,7 +85,7 @@ def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
         else:
             print(_line(record))
     if not as_json:
-        print(f"{len(records)} refused samples" + (f", {unreadable} unreadable lines" if unreadable else ""))
+        print(counted(len(records), "refused sample") + (f", {unreadable} unreadable lines" if unreadable else ""))
     return 1 if records else 0
 
 
@@ -99,7 +100,7 @@ def _shared(url: str, *, as_json: bool) -> int:
         else:
             print(_plain(f"{version}  {entry.key}: {entry.reason}  [{entry.dataset}, {entry.shard} at {entry.offset}]"))
     if not as_json:
-        print(f"{len(numbered)} samples, version {max((version for version, _ in numbered), default=0)}")
+        print(f"{counted(len(numbered), 'sample')}, version {max((version for version, _ in numbered), default=0)}")
     return 1 if numbered else 0
 
 

@@ -58,6 +58,11 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def counted(n: int, what: str) -> str:
+    """So many of something, for people: "1 file", "2 files"."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def format_bytes(n: float) -> str:
     """A size for people: three digits and a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
+from dataio.core.limits import counted
 from dataio.shards.query import conditions as query
 from dataio.shards.query import kept
 from dataio.shards.query.kept import Rows
@@ -85,7 +86,7 @@ def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, messa
             sizes = [part.left_bytes - size for part, (_, size) in zip(base.index, gone, strict=True)]
             parts = _narrowed(store, base, left, sizes)
         how = Lineage(operation="remove", where=(where,) if where else ())
-        return _next(base, base.shards, parts, message or f"removed {count} samples", base.mounts, how)
+        return _next(base, base.shards, parts, message or f"removed {counted(count, 'sample')}", base.mounts, how)
 
     return versions.commit(dataset.store, build)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dataio.core import limits
 from dataio.core.errors import UsageError
+from dataio.core.limits import counted
 from dataio.core.options import count
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dataio.shards.report import PackReport
 
 _LISTED = 50
+_TEXT = {"txt", "json", "vtt", "srt", "csv", "tsv", "xml", "cls"}
 _SPOOL_BYTES = 64 * limits.MIB
 
 
@@ -85,6 +87,11 @@ def cat(argv: list[str]) -> int:
     with Dataset(args.dataset, args.version) as dataset, tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
         sample = dataset.find(args.key)
         member = find_member(sample, args.ext or _main_ext(sample))
+        if sys.stdout.isatty() and member.ext not in _TEXT:
+            raise UsageError(
+                f"{member.ext} of {args.key!r} is no text for a terminal",
+                hint="send it to a file or a program (> file), or use `millrace export`",
+            )
         for piece in chunks(dataset.store, sample, member):
             spool.write(piece)
         spool.seek(0)
@@ -160,9 +167,11 @@ def _main_ext(sample: Sample) -> str:
 
 def _print_report(report: PackReport, url: str, version: int) -> None:
     speed = report.bytes / 1e6 / max(report.seconds, 1e-3)
-    print(f"{_printable(url)} version {version}: {report.samples} samples from {report.files} files")
     print(
-        f"{_count(report.shards, 'shard')}, {limits.format_bytes(report.bytes)} in {report.seconds:.1f} s ({speed:.1f} MB/s)"
+        f"{_printable(url)} version {version}: {counted(report.samples, 'sample')} from {counted(report.files, 'file')}"
+    )
+    print(
+        f"{counted(report.shards, 'shard')}, {limits.format_bytes(report.bytes)} in {report.seconds:.1f} s ({speed:.1f} MB/s)"
     )
     _print_some("skipped", [f"{item.path}: {item.reason}" for item in report.skipped])
     _print_some("ignored, belonging to no media file", list(report.ignored))
@@ -197,7 +206,7 @@ def _print_info(found: dict[str, Any]) -> None:
 
 
 def _bytes_in_shards(found: dict[str, Any]) -> str:
-    return f"{limits.format_bytes(found['bytes'])} in {_count(found['shards'], 'shard')}"
+    return f"{limits.format_bytes(found['bytes'])} in {counted(found['shards'], 'shard')}"
 
 
 def _origin(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -229,10 +238,6 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
 
 def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, indent=1))
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _printable(text: str) -> str:

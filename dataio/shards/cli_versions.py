@@ -17,8 +17,9 @@ import msgspec
 
 from dataio.core import limits
 from dataio.core.errors import CapacityError, NotFoundError, UsageError
+from dataio.core.limits import counted
 from dataio.core.options import count
-from dataio.shards.cli import _add_dataset, _add_json, _count, _parser, _print_json, _printable, _version
+from dataio.shards.cli import _add_dataset, _add_json, _parser, _print_json, _printable, _version
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
@@ -52,7 +53,7 @@ def log(argv: list[str]) -> int:
                 mark = " " if entry.trunk else "*"
                 print(
                     _printable(
-                        f"{entry.version:>6}{mark} {entry.created}  {_count(entry.samples, 'sample'):>16}  "
+                        f"{entry.version:>6}{mark} {entry.created}  {counted(entry.samples, 'sample'):>16}  "
                         f"{entry.message}{names}"
                     )
                 )
@@ -227,4 +228,4 @@ def _print_made(made: Dataset, as_json: bool, before: Dataset | None = None) -> 
         _print_json(found)
         return
     change = f" (version {before.version}: {len(before)})" if before is not None else ""
-    print(_printable(f"{made.url} version {made.version}: {_count(len(made), 'sample')}{change}, {document.message}"))
+    print(_printable(f"{made.url} version {made.version}: {counted(len(made), 'sample')}{change}, {document.message}"))

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import SlowDownError, TransientError
+from dataio.core.limits import counted
 from dataio.store.contract import ObjectInfo, Store
 from dataio.store.wrapper import Wrapper
 
@@ -99,8 +100,7 @@ class _Tries:
         pause = self._policy.pause(self._count, self._draw(), error)
         if self._policy.again(self._count, elapsed, pause):
             return pause
-        tries = f"{self._count} {'attempt' if self._count == 1 else 'attempts'}"
-        text = f"{error.message} [gave up after {tries} in {elapsed:.1f} s]"
+        text = f"{error.message} [gave up after {counted(self._count, 'attempt')} in {elapsed:.1f} s]"
         raise type(error)(text, hint=error.hint) from error  # the pause that a server asked for is over, or too long
 
 

@@ -50,7 +50,9 @@ def test_without_a_command_the_usage_is_shown_and_the_exit_code_is_2(capsys: pyt
 
 def test_an_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fly"]) == 2
-    assert "no command 'fly'" in capsys.readouterr().err
+    assert "no command 'fly'; see millrace --help" in capsys.readouterr().err
+    assert cli.main(["pakc"]) == 2
+    assert "no command 'pakc', did you mean 'pack'?" in capsys.readouterr().err
 
 
 def test_the_commands_exit_code_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ class _Job:
                 base.index + parts,
                 version=base.version + 1,
                 parent=base.version,
-                message=message or f"appended {len(work.keys)} samples",
+                message=message or f"appended {limits.counted(len(work.keys), 'sample')}",
                 mounts=base.mounts,
                 lineage=versions.Lineage(operation="append"),
             )

@@ -14,7 +14,6 @@ from dataio.shards.cli import (
     _add_json,
     _add_workers,
     _byte_bar,
-    _count,
     _parser,
     _print_json,
     _printable,
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 _LISTED = 50
 _LISTED_OF_ONE = 10
+_CHANGED = "millrace verify --repair FROM-URL takes right bytes from a second copy"
+_AS_PACKED = "these files are as they were packed; millrace remove DATASET KEY leaves them out of the next version"
 
 _HELP = """\
 Read every byte of a dataset version and say what is not as it was written: documents, index parts and shards by their
@@ -74,7 +75,7 @@ def _print_report_json(report: VerifyReport) -> None:
 
 def _print_report(report: VerifyReport) -> None:
     speed = report.bytes / 1e6 / max(report.seconds, 1e-3)
-    print(f"{_printable(report.url)} version {report.version}: {report.samples} samples")
+    print(f"{_printable(report.url)} version {report.version}: {limits.counted(report.samples, 'sample')}")
     _print_table(report)
     for found in report.damaged:
         _print_findings(found)
@@ -83,11 +84,12 @@ def _print_report(report: VerifyReport) -> None:
         for key in report.orphans[:_LISTED]:
             print(f"  {_printable(key)}")
     done = f"{limits.format_bytes(report.bytes)} in {report.seconds:.1f} s ({speed:.1f} MB/s)"
-    verdict = f"{_count(len(report.damaged), 'damaged object')}" if report.damaged else "everything is right"
+    verdict = f"{limits.counted(len(report.damaged), 'damaged object')}" if report.damaged else "everything is right"
     fixed = f", {len(report.repaired)} repaired" if report.repaired else ""
     print(f"{verdict}{fixed}; {done}")
     if report.damaged and not report.repaired and not any(found.unrepaired for found in report.damaged):
-        print("  next: millrace verify --repair FROM-URL takes right bytes from a second copy")
+        as_packed = all(finding.code == "decode" for found in report.damaged for finding in found.findings)
+        print(f"  next: {_AS_PACKED if as_packed else _CHANGED}")
 
 
 def _print_table(report: VerifyReport) -> None:

@@ -196,6 +196,19 @@ def test_cat_gives_the_bytes_of_a_member(dataset: Path, clips: Path) -> None:
     assert millrace("cat", dataset, "c").stdout == (clips / "c.wav").read_bytes()
 
 
+def test_cat_shows_a_terminal_text_only(dataset: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dataio.cli", "cat", str(dataset), "a"]
+    refused = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert refused.returncode == 2
+    assert b"mp4 of 'a' is no text for a terminal" in refused.stderr
+    shown = subprocess.run([*command, "--ext", "txt"], stdout=theirs, timeout=120, check=False)
+    assert shown.returncode == 0
+    assert os.read(ours, 1000) == b"caption"
+    os.close(theirs)
+    os.close(ours)
+
+
 def test_cat_of_a_damaged_member_gives_no_byte_and_returns_4(dataset: Path) -> None:
     with Dataset(dataset) as opened:
         member = opened.find("a").member("mp4")

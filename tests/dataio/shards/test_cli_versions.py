@@ -43,7 +43,7 @@ def test_samples_are_removed_by_key_file_and_condition(
     root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(capsys, "remove", root, "k00003") == [
-        f"file://{root} version 2: 19 samples (version 1: 20), removed 1 samples"
+        f"file://{root} version 2: 19 samples (version 1: 20), removed 1 sample"
     ]
     (tmp_path / "keys").write_text("k00004\n\nk00005\n")
     run(capsys, "remove", root, "--keys-from", str(tmp_path / "keys"))

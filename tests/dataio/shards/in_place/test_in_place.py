@@ -406,7 +406,7 @@ def test_the_command_reports_and_its_exit_code_says_that_something_was_skipped(p
     text = run(str(tmp_path / "from" / "{a,b}.tar"), tmp_path / "two", "--keys", "shard")
     assert text.returncode == 1
     for words in (
-        "1 samples from 1 files",
+        "1 sample from 1 file",
         "skipped: 2",
         "there is no such object",
         f"shards stay in file://{tmp_path}/from",

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataio import Dataset, index, open_store, pack
+from dataio import Dataset, cli, index, open_store, pack
 from dataio.core.errors import CorruptionError, NotFoundError, UsageError
 from dataio.shards import tar
 from dataio.shards.verify import sampling
@@ -297,13 +297,19 @@ def test_progress_adds_up(ds: Path) -> None:
     assert [p.bytes for p in seen] == sorted(p.bytes for p in seen)
 
 
-def test_a_video_that_breaks_off_inside_is_found_by_decoding_only(media: Path, tmp_path: Path) -> None:
+def test_a_video_that_breaks_off_inside_is_found_by_decoding_only(
+    media: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     long = {"youtube_clip.mp4", "README.md"}
     pack([path for path in media.iterdir() if path.name not in long], tmp_path / "ds", workers=1).close()
     assert not verify(tmp_path / "ds").damaged
     report = verify(tmp_path / "ds", decode="100%")
     assert codes(report) == {report.damaged[0].object: {"decode"}}
     assert {finding.key for finding in report.damaged[0].findings} == {"corrupted"}
+    assert cli.main(["verify", str(tmp_path / "ds"), "--decode", "100%"]) == 1
+    said = capsys.readouterr().out
+    assert "as they were packed; millrace remove" in said
+    assert "--repair" not in said, "no copy has other bytes"
 
 
 def test_the_same_samples_are_chosen_every_time_and_about_as_many_as_asked_for() -> None:
