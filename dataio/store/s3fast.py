@@ -76,10 +76,10 @@ class FastSession(S3Session):
         self._rotates, self._looked_at = config.uses_chain, 0.0  # the credentials
         self._pages = Pages(config)
         self._inside = Inside()
-        self._leaving = weakref.finalize(self, self._inside.close, _LEAVE_SECONDS)
+        weakref.finalize(self, self._inside.wait, _LEAVE_SECONDS)  # nobody is inside one that is collected: at the end
 
     def close(self) -> None:
-        self._leaving()
+        self._inside.close()
         super().close()
 
     def read_here(self, doing: str, key: str, start: int, stop: int, take: Callable[[memoryview], None]) -> bool:

@@ -3,8 +3,8 @@
 Purpose: a request that is handed to a loop's thread and back costs four times what the request itself does. obstore can be called
 and waited for with the interpreter's lock released, so a thread that would only wait asks by itself.
 Invariants: never in the main thread, which a signal must be able to interrupt at any time; never before the ordinary way has
-connected, or when it last looked at credentials of a chain more than `KEYS_SECONDS` ago. `Inside.close` waits until all are out,
-since a thread that comes out of obstore while the interpreter ends aborts the process.
+connected, or when it last looked at credentials of a chain more than `KEYS_SECONDS` ago. The interpreter's end waits until all
+are out, since a thread that comes out of obstore meanwhile aborts the process; closing a store does not wait.
 Failure behaviour: whatever is odd (a refusal, a range past the end, a body of another length) is read again the ordinary way,
 which renews credentials and says what it is. A call that a silent server holds ends with its time-out, not with `close`.
 """
@@ -39,12 +39,17 @@ class Inside:
             if self._closed:
                 self._changed.notify_all()
 
-    def close(self, seconds: float) -> None:
-        """Let nobody in any more, and wait until everybody is out, at most so long. In a forked child nobody is inside."""
-        if os.getpid() != self._pid:
-            return
-        until = time.monotonic() + seconds
+    def close(self) -> None:
+        """Let nobody in any more; who is inside comes out by itself."""
         with self._changed:
             self._closed = True
+
+    def wait(self, seconds: float) -> None:
+        """Close, and wait until everybody is out, at most so long. In a forked child nobody is inside."""
+        if os.getpid() != self._pid:
+            return
+        self.close()
+        until = time.monotonic() + seconds
+        with self._changed:
             while self._count and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)

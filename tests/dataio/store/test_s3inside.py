@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -10,12 +13,14 @@ from typing import Any, TypeVar
 import pytest
 
 from dataio.core.errors import NotFoundError, UsageError
+from dataio.store import s3fast
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.store.s3inside import Inside
 from dataio.testing.conformance import some_bytes
 from dataio.testing.proxy import Fault, FaultProxy
 from dataio.testing.s3server import S3Server
+from tests.waiting import wait_for
 
 obstore = pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
 T = TypeVar("T")
@@ -109,7 +114,66 @@ def test_a_read_survives(
         assert proxy.fired == {fault: 2}
 
 
-def test_closing_waits_until_everybody_is_out_and_lets_nobody_in() -> None:
+@pytest.mark.s3
+def test_closing_does_not_wait_for_what_a_silent_server_holds(
+    s3_url: str, s3_server: S3Server, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_S3", "obstore")
+    monkeypatch.setattr(s3fast, "_LEAVE_SECONDS", 3600.0)
+    buffer = bytearray(1000)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, open_store(s3_url) as store:
+        store.put("k", BODY)
+        s3_server.process.send_signal(signal.SIGSTOP)
+        try:
+            reading = pool.submit(store.get_into, "k", 5, memoryview(buffer))
+            wait_for(lambda: taken)
+            pool.submit(store.close).result(60)
+            assert not reading.done(), "it is still inside"
+        finally:
+            s3_server.process.send_signal(signal.SIGCONT)
+        reading.result(120)
+    assert buffer == BODY[5:1005], "and what it was given is what it asked for"
+
+
+ENDS_WHILE_A_THREAD_IS_INSIDE = """
+import os, sys, threading
+import obstore
+from dataio.store import s3fast
+from dataio.store.open import open_store
+
+def get_range(*arguments, real=obstore.get_range, **keywords):
+    inside.set()
+    return real(*arguments, **keywords)
+
+def read():
+    store.get_into("k", 0, memoryview(bytearray(1 << 20)))
+    os.write(1, b"read")
+
+inside, obstore.get_range, s3fast._LEAVE_SECONDS = threading.Event(), get_range, 60.0
+store = open_store(sys.argv[1], endpoint_url=sys.argv[2])
+store.exists("k")
+threading.Thread(target=read, daemon=True).start()
+assert inside.wait(60)
+if sys.argv[3] == "closed":
+    store.close()
+"""
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("how", ["closed", "left open"])
+def test_the_interpreter_does_not_end_while_a_thread_is_inside(
+    how: str, s3_url: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_S3", "obstore")
+    with open_store(s3_url) as store:
+        store.put("k", BODY)
+    with FaultProxy(s3_server.endpoint, answers=MIB) as slow:  # a second for what is read
+        command = [sys.executable, "-c", ENDS_WHILE_A_THREAD_IS_INSIDE, s3_url, slow.endpoint, how]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "read"), ended
+
+
+def test_the_end_waits_until_everybody_is_out_and_lets_nobody_in() -> None:
     inside, entered, go = Inside(), threading.Event(), threading.Event()
 
     def stay() -> bool:
@@ -122,8 +186,8 @@ def test_closing_waits_until_everybody_is_out_and_lets_nobody_in() -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         staying = pool.submit(stay)
         assert entered.wait(60)
-        inside.close(0.01)  # bounded
-        closing = pool.submit(inside.close, 60)
+        inside.wait(0.01)  # bounded
+        closing = pool.submit(inside.wait, 60)
         go.set()
         closing.result(60)
         assert staying.result(60)
@@ -134,4 +198,4 @@ def test_a_forked_child_waits_for_nobody() -> None:
     inside = Inside()
     assert elsewhere(inside.enter)
     inside._pid += 1  # as in a child: the thread that is inside is the parent's
-    inside.close(60)
+    inside.wait(60)
