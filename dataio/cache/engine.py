@@ -39,6 +39,7 @@ ANNOUNCED = 4096
 """Ranges of one announcement that are looked at."""
 ENDED = 256
 """Ended leases that may wait to be looked at."""
+TOLD_READS = 64
 RUNS = 256
 """Present runs that a lease lists."""
 
@@ -93,6 +94,8 @@ class Engine:
         self._tickets = itertools.count()
         self._closed = False
         self._counts = {"fetched_bytes": 0, "asked_bytes": 0, "hit_bytes": 0, "reads_ready": 0, "reads_late": 0}
+        self._untold = dict.fromkeys(_CACHE_BYTES, 0)
+        self._reads = 0
         self._tier_hits = [0] * len(places)
         self._forecast = Forecast()
         self._adopt()
@@ -121,15 +124,19 @@ class Engine:
     def present(self, source: str, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
         """The same, for a store that is called by its name (`objects.source_of`) and not asked for anything."""
         known = self._objects.known_as(source, key)
-        if known is None or any(offset + length > known.size for offset, length in ranges):
+        if known is None:
             return None
+        size, end = 0, known.size
+        for offset, length in ranges:
+            if offset + length > end:
+                return None
+            size += length
         if len(self._ended) > ENDED:
             self._run([])
         with self._lock:
             file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs will do
             if file is None or file not in self._disks.files:
                 return None
-            size = sum([length for _, length in ranges])
             self._count(size, True, False, stream)
             self._hit(file, size)
             return self._lease(file, False)
@@ -210,6 +217,7 @@ class Engine:
         """Bytes and numbers for status."""
         self._run([])
         with self._lock:
+            self._tell()
             return {**self._plan.counts(), **self._counts, "paused": self._disks.paused}
 
     def tier_stats(self) -> list[dict[str, object]]:
@@ -244,6 +252,7 @@ class Engine:
         """Stop the threads after what they are doing; whoever still waits gets a `TransientError`."""
         with self._lock:
             self._closed = True
+            self._tell()
             waiting, self._waiting = list(self._waiting.values()), {}
             self._disks.files.clear()
         self._fetcher.close()
@@ -279,12 +288,22 @@ class Engine:
         _finish(later)
 
     def _count(self, size: int, there: bool, bypassed: bool, stream: int) -> None:
-        source = "bypass" if bypassed else "cache" if there else "store"
-        _CACHE_BYTES[source].inc(size)
+        self._untold["bypass" if bypassed else "cache" if there else "store"] += size
+        self._reads += 1
+        if self._reads >= TOLD_READS:
+            self._tell()
         self._counts["asked_bytes"] += size
         self._counts["hit_bytes"] += size if there else 0
         if stream:
             self._counts["reads_ready" if there else "reads_late"] += 1
+
+    def _tell(self) -> None:
+        """Tell the process's metrics what was read: a few reads at a time, as that costs more than counting here."""
+        self._reads = 0
+        for source, size in self._untold.items():
+            if size:
+                _CACHE_BYTES[source].inc(size)
+                self._untold[source] = 0
 
     def _hit(self, file: int, size: int) -> None:
         tier = self._plan.tier_of(file)

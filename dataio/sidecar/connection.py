@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -43,7 +43,8 @@ _TICK = struct.pack("@ll", int(TICK_SECONDS), 0)
 _log = get_logger(__name__)
 SidecarName = str | os.PathLike[str] | None
 Answer = m.Opened | m.Bypassed | m.Staged | m.Recalled | m.Status
-_ANSWERS = (m.Opened, m.Bypassed, m.Staged, m.Recalled, m.Status, m.Failed)
+_GOOD = (m.Opened, m.Bypassed, m.Staged, m.Recalled, m.Status)
+_ANSWERS = (*_GOOD, m.Failed)
 
 
 class _Slot:
@@ -51,9 +52,11 @@ class _Slot:
 
     __slots__ = ("answer", "descriptors", "over", "waiting")
 
-    def __init__(self) -> None:
-        self.waiting = threading.Lock()  # an Event would cost several times as much
-        self.waiting.acquire()
+    def __init__(self, *, waits: bool) -> None:
+        """`waits`: for another thread to receive it."""
+        self.waiting = threading.Lock() if waits else None  # an Event would cost several times as much
+        if self.waiting is not None:
+            self.waiting.acquire()
         self.answer: m.FromDaemon | None = None
         self.descriptors: tuple[int, ...] = ()
         self.over = False
@@ -61,7 +64,8 @@ class _Slot:
     def wake(self) -> None:
         """Called once: by whoever took the slot from the connection's list."""
         self.over = True
-        self.waiting.release()
+        if self.waiting is not None:
+            self.waiting.release()
 
 
 class Staged:
@@ -128,7 +132,7 @@ class Sidecar:
     """One connection to the node's daemon. Safe to share between threads."""
 
     def __init__(self, sock: socket.socket, path: Path, daemon_pid: int) -> None:
-        self._sock, self.path, self.daemon_pid = sock, path, daemon_pid
+        self._sock, self._fd, self.path, self.daemon_pid = sock, sock.fileno(), path, daemon_pid
         self._pid, self._framer = os.getpid(), wire.Framer()
         self._ids = itertools.count(1)
         self._slots: dict[int, _Slot] = {}
@@ -264,26 +268,36 @@ class Sidecar:
         self, build: Callable[[int], m.FromClient], descriptors: Sequence[int] = (), timeout: float = ANSWER_SECONDS
     ) -> tuple[Answer, tuple[int, ...]]:
         """Send the message that `build` makes of a new id; returns its answer, and descriptors that are now the caller's."""
-        id, slot = next(self._ids), _Slot()
-        with self._lock:
-            self._raise_if_broken()
-            self._slots[id] = slot
+        # The asking thread receives while no other one is at it, and from before it asks, since the answer may be as quick:
+        # handing each answer over from the connection's thread would double the time of a round trip.
+        here = self._receiving.acquire(blocking=False)
         try:
-            with self._listening() as here:
-                self._send(build(id), descriptors, timeout)
-                self._wait(slot, timeout, here=here)
-        finally:
+            id, slot = next(self._ids), _Slot(waits=not here)
             with self._lock:
-                self._slots.pop(id, None)
+                self._raise_if_broken()
+                self._slots[id] = slot
+            try:
+                if here:
+                    self._mute(0)
+                self._send(build(id), descriptors, timeout)
+                self._wait(slot, timeout)
+            finally:
+                if not slot.over:
+                    with self._lock:
+                        self._slots.pop(id, None)
+        finally:
+            if here:
+                self._mute(select.EPOLLIN)  # the connection's thread goes on, also for others who wait
+                self._receiving.release()
         answer = slot.answer
+        if isinstance(answer, _GOOD):
+            return answer, slot.descriptors
         if answer is None:
             self._raise_if_broken()
             raise DeadlineError(f"the sidecar on {self.path} did not answer within {timeout:g} s")
         if isinstance(answer, m.Failed):
             raise m.error_of(answer.code, answer.message, answer.hint)
-        if not isinstance(answer, Answer):
-            raise TransientError("the sidecar answered another question")
-        return answer, slot.descriptors
+        raise TransientError("the sidecar answered another question")
 
     def tell(self, message: m.FromClient) -> None:
         """Send a message that has no answer."""
@@ -325,29 +339,14 @@ class Sidecar:
 
     # receiving
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[bool]:
-        """Whether this thread is the one that receives, until the block ends. The asking thread does while no other one is at it,
-        and from before it asks, since the answer may be as quick: handing each answer over from the connection's thread would
-        double the time of a round trip."""
-        if not self._receiving.acquire(blocking=False):
-            yield False
-            return
-        try:
-            self._mute(True)
-            yield True
-        finally:
-            self._mute(False)  # the connection's thread goes on, also for others who wait
-            self._receiving.release()
-
-    def _wait(self, slot: _Slot, timeout: float, *, here: bool) -> None:
-        """Until the slot has its answer."""
-        until = time.monotonic() + timeout
-        if not here:
+    def _wait(self, slot: _Slot, timeout: float) -> None:
+        """Until the slot has its answer, which this thread receives unless the slot `waits`."""
+        if slot.waiting is not None:
             slot.waiting.acquire(timeout=timeout)
             return
+        until = time.monotonic() + timeout
         try:
-            while not slot.over and not self.broken and (left := until - time.monotonic()) > 0:
+            while not slot.over and self._broken is None and (left := until - time.monotonic()) > 0:
                 if left >= TICK_SECONDS or self._poll.poll(left * 1000):
                     self._take(wait=left >= TICK_SECONDS)
         except MillraceError as error:
@@ -355,10 +354,12 @@ class Sidecar:
         except (OSError, ValueError) as error:
             self._break(str(error))
 
-    def _mute(self, muted: bool) -> None:
-        """Whether the connection's thread sleeps on when something comes; the end of the connection wakes it anyway."""
-        with contextlib.suppress(OSError, ValueError):  # closed: the connection is over, which is known
-            self._events.modify(self._sock, 0 if muted else select.EPOLLIN)
+    def _mute(self, events: int) -> None:
+        """What wakes the connection's thread, 0 while another one receives; the end of the connection wakes it anyway."""
+        try:  # noqa: SIM105  # twice in every round trip
+            self._events.modify(self._fd, events)
+        except (OSError, ValueError):  # closed: the connection is over, which is known
+            pass
 
     def _take(self, *, wait: bool) -> None:
         """Receive once, if something is there, or with `wait` comes within a tick; the caller holds `_receiving`."""
@@ -394,12 +395,7 @@ class Sidecar:
 
     def _got(self, frame: wire.Frame) -> None:
         message = m.decode_from_daemon(frame.payload)
-        if isinstance(message, m.JobEvent):
-            self._job_event(message)
-        elif isinstance(message, m.Forget):
-            self.forgotten(message.file)
-            self._housekeeping()
-        elif isinstance(message, _ANSWERS):
+        if isinstance(message, _ANSWERS):
             with self._lock:
                 slot = self._slots.pop(message.id, None)
                 if slot is not None:
@@ -409,6 +405,11 @@ class Sidecar:
                 return
             if isinstance(message, m.Opened) and frame.descriptors:  # it came too late: give it back
                 self.closed_files.append(message.file)
+        elif isinstance(message, m.JobEvent):
+            self._job_event(message)
+        elif isinstance(message, m.Forget):
+            self.forgotten(message.file)
+            self._housekeeping()
         wire.close_all(frame.descriptors)
 
     def _job_event(self, event: m.JobEvent) -> None:
@@ -474,11 +475,12 @@ def _connect_to(sock: socket.socket, path: str) -> None:
 
 
 def _send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], timeout: float) -> None:
-    view, until = memoryview(data), time.monotonic() + timeout
+    view, until = memoryview(data), 0.0
     while view:
         try:
             view, descriptors = view[wire.send(sock, view, descriptors, wait=False) :], ()
         except BlockingIOError:
+            until = until or time.monotonic() + timeout
             ready = select.poll()
             ready.register(sock, select.POLLOUT)
             if not ready.poll(max(0.0, until - time.monotonic()) * 1000):

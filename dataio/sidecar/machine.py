@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from dataio.core.errors import CapacityError, DeadlineError, UsageError
 from dataio.sidecar import messages as m
 
@@ -36,8 +38,7 @@ class Holdable(Protocol):
     def once(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):  # a dataclass takes five times as long to make
     """Send the message; with `lease`, its read-only descriptor goes along."""
 
     message: m.FromDaemon

@@ -169,10 +169,12 @@ class Clients:
         if peer is None:
             return
         for instruction in instructions:
+            if type(instruction) is machine.Send:  # most are, and a pattern takes longer
+                lease = instruction.lease
+                descriptor = lease.descriptor if isinstance(lease, Lease) else None
+                peer.send(m.encode(instruction.message), descriptor)
+                continue
             match instruction:
-                case machine.Send(message, lease):
-                    descriptor = lease.descriptor if isinstance(lease, Lease) else None
-                    peer.send(m.encode(message), descriptor)
                 case machine.StartOpen(request):
                     self._reads.open(client, request)
                 case machine.Prefetch(request):

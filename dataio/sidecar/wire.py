@@ -47,8 +47,10 @@ class Framer:
 
     def feed(self, data: bytes, descriptors: Sequence[int] = ()) -> list[Frame]:
         """The frames that `data` completes."""
-        if not self._data and not descriptors and not self._descriptors and (whole := _only(data)) is not None:
-            return [whole]
+        if not self._data and not descriptors and not self._descriptors and len(data) >= _HEADER.size:
+            length, count = _HEADER.unpack_from(data)
+            if not count and length == len(data) - _HEADER.size and length <= limits.MESSAGE_BYTES:
+                return [Frame(data[_HEADER.size :], ())]  # just one, without descriptors, as most are
         self._data += data
         self._descriptors += descriptors
         frames: list[Frame] = []
@@ -85,16 +87,6 @@ class Framer:
         del self._data[:end]
         taken, self._descriptors = tuple(self._descriptors[:count]), self._descriptors[count:]
         return Frame(payload, taken)
-
-
-def _only(data: bytes) -> Frame | None:
-    """The frame, where `data` is just one without descriptors, as most are."""
-    if len(data) < _HEADER.size:
-        return None
-    length, count = _HEADER.unpack_from(data)
-    if count or length != len(data) - _HEADER.size or length > limits.MESSAGE_BYTES:
-        return None
-    return Frame(data[_HEADER.size :], ())
 
 
 def frame(payload: bytes, descriptors: int = 0) -> bytes:

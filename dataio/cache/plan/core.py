@@ -61,8 +61,9 @@ class CachePlan:
 
     def take(self, obj: ObjectId, ranges: Ranges) -> int | None:
         """A block file of `obj` with all of `ranges` present: held once more, as by `Ready`. The quick way for most reads."""
-        for file in self._tiers.blocks(obj):
-            if blocks_of(ranges, self.block_bytes) <= file.present:
+        for tier in self._tiers.all:
+            file = tier.linked.get(obj)
+            if file is not None and file.has(ranges):
                 self._tiers.used_lately(file)
                 self._tiers.hold(file)
                 return file.id

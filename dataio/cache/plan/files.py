@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from dataio.cache.events import ObjectId, Ranges
 
+_FAR = 1 << 63
 GAP_BYTES = 4096
 """Ranges no further apart are fetched together: a request costs more than the headers between two members of a tar."""
 
@@ -147,6 +148,15 @@ class CacheFile:
         after = at < len(self.listed) and self.listed[at][0] == end
         joined = (self.listed[at - 1][0] if before else first, self.listed[at][1] if after else end)
         self.listed = [*self.listed[: at - before], joined, *self.listed[at + after :]]
+
+    def has(self, ranges: Ranges) -> bool:
+        """Whether these ranges are all present. On the path of every open."""
+        listed = self.listed
+        for offset, length in ranges:
+            at = bisect.bisect_right(listed, (offset, _FAR)) - 1
+            if (at < 0 or listed[at][1] < offset + length) and length:
+                return False
+        return True
 
     def runs(self, at_most: int) -> list[tuple[int, int]]:
         """The present bytes as (first, end) runs, sorted; the first `at_most` of them."""
