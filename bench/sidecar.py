@@ -4,7 +4,7 @@ How: every round runs every measurement once, so that drift of the machine hits 
 bytes in the shape of short clips (video, sound and text side by side), on local disk; ranks and daemon are real processes, and a
 rank copies every byte of its batches. What is compared (with and without the daemon, mapped and plain) alternates. A first
 epoch begins with as much memory at hand as it will fill: on a virtual machine that gives free memory back to its host, a page
-that was not used in the last two seconds costs eight times as much as one that was (1.4 against 0.17 CPU s a GiB, measured).
+that was not used for some seconds costs several times as much as one that was.
 Invariant: prints no figure that was not measured in this run. Failure behaviour: a rank or daemon that fails ends the benchmark.
 """
 

@@ -1,7 +1,7 @@
 """The garbage collector, held off while a save or a restore is planned.
 
 Planning makes tens of thousands of small values within milliseconds and drops them together. Counted as they come, they bring on
-looks through the trainer's whole heap (0.17 s with torch and nothing else loaded), in the very moment in which it waits for us.
+looks through the trainer's whole heap, which is large with torch alone, in the very moment in which it waits for us.
 Invariant: what is planned goes by reference counts; inside of `held_off` there is planning and the small reads for it only; the
 collector is on afterwards if it was before, whichever of several threads ends last.
 Failure behaviour: none.

@@ -7,7 +7,7 @@ threads that do so) and (size over upload), since they overlap. The shortest win
 With "delta" a difference from the chunk's base (`checkpoint.saving.bases`) is a candidate too; the time to read that base
 counts as time to compress.
 Invariant: while the upload's speed is not known everything is raw, so that compression makes no save slower than none by
-more than the samples: about 1 ms for a tensor.
+more than the samples take.
 Failure behaviour: none.
 """
 

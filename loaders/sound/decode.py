@@ -30,7 +30,7 @@ Hear = Callable[[memoryview, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F
 """`decode_audio`, here or in another process."""
 
 _ROLL = Fraction(1, 2)
-"""Seconds decoded before the window: codecs need some sound before what they say is right (Opus 80 ms, MP3 a few frames)."""
+"""Seconds decoded before the window: codecs need some sound before what they say is right (Opus and MP3 a few packets)."""
 _EDGE = Fraction(1, 20)
 """Seconds around the window that the resampler's filter looks at."""
 
