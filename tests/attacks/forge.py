@@ -7,7 +7,7 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,15 @@ def copy(source: Path, target: Path) -> Path:
     """The dataset again, at another place."""
     shutil.copytree(source, target)
     return target
+
+
+def forged(folder: Path, attacks: Sequence[Callable[[Path], None]]) -> list[Path]:
+    """A good dataset, then a copy for each attack, as it left it: `good`, `0`, `1` and on."""
+    places = [good(folder / "good")]
+    for number, attack in enumerate(attacks):
+        places.append(copy(places[0], folder / str(number)))
+        attack(places[-1])
+    return places
 
 
 def document(folder: Path) -> dict[str, Any]:

@@ -74,10 +74,8 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> peak.Outcome:
     folder = tmp_path_factory.mktemp("forged")
-    source = forge.good(folder / "good")
-    for number, (attack, _) in enumerate(ATTACKS.values()):
-        attack(forge.copy(source, folder / str(number)))
-    return peak.run("tests.attacks.calls:read_dataset", [source, *(folder / str(i) for i in range(len(ATTACKS)))])
+    copies = forge.forged(folder, [attack for attack, _ in ATTACKS.values()])
+    return peak.run("tests.attacks.calls:read_dataset", copies)
 
 
 @pytest.mark.parametrize("attack", [name for name in ATTACKS if name != "as large as may be"])

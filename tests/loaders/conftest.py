@@ -12,13 +12,12 @@ import av
 import numpy as np
 import pytest
 import torch
-from av.filter import Graph
 
 from dataio import pack
 from dataio.shards.contract import VideoInfo
 from dataio.shards.dataset import Dataset
 from dataio.shards.media.probe import probe
-from tests.loaders import made
+from tests.loaders import made, plain
 
 Reencode = Callable[..., bytes]
 FAST_VPX = {"deadline": "realtime", "cpu-used": "8"}
@@ -100,23 +99,12 @@ def reference() -> Callable[..., tuple[list[np.ndarray], list[int]]]:
             video: Any = container.streams[stream]
             for frame in container.decode(video):
                 stamps.append(frame.pts)
-                images.append(_bt601(frame))
+                images.append(plain.bt601(frame))
                 if len(images) == most:
                     break
         return images, stamps
 
     return decode
-
-
-def _bt601(frame: av.VideoFrame) -> np.ndarray:
-    graph = Graph()
-    source = graph.add_buffer(
-        width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1, 1000), name="in"
-    )
-    scale = graph.add("scale", "in_color_matrix=bt601:flags=accurate_rnd+full_chroma_int+bilinear")
-    graph.link_nodes(source, scale, graph.add("format", "rgb24"), graph.add("buffersink")).configure()
-    graph.vpush(frame)
-    return graph.vpull().to_ndarray()
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from loaders import engine as engine_module
 from loaders.samples.quarantine import refusals_allowed
 from loaders.samples.source import StoreReader
 from tests.loaders import made
+from tests.loaders.batches import same, take
 
 SIZE = (16, 24)
 SHAPES = Buckets((Bucket((16, 16)), Bucket((16, 28)), Bucket((28, 16), 4)), budget=16 * 28 * 4 * 6, multiple=2)
@@ -61,23 +62,6 @@ def mixture(dataset: Dataset) -> Mixture:
     first, rest = (", ".join(f"'{key}'" for key in keys) for keys in (sizes[:5], sizes[5:]))
     views = {"five": dataset.where(f"key in ({first})"), "three": dataset.where(f"key in ({rest})")}
     return Mixture(views, weights=[(0, {"five": 1, "three": 2}), (4, {"five": 5, "three": 1})])
-
-
-def take(loader: VideoLoader, count: int) -> list[dict[str, Any]]:
-    batches: list[dict[str, Any]] = []
-    while len(batches) < count:
-        for batch in loader:
-            batches.append(batch)
-            if len(batches) == count:
-                break
-    return batches
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(one.values(), other.values(), strict=True)
-    )
 
 
 def test_a_mixture_names_the_source_of_each_sample_and_keeps_to_the_weights(make: Make, mixture: Mixture) -> None:

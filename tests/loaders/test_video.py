@@ -27,9 +27,9 @@ from loaders.decode.contract import Request
 from loaders.decode.pyav import PyAVDecoder
 from loaders.decode.resize import fit
 from loaders.samples.source import StoreReader
+from tests.loaders.batches import same, take
 
 SIZE = (32, 40)
-Batch = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -50,24 +50,6 @@ def make(dataset: Dataset) -> Iterator[Callable[..., VideoLoader]]:
     yield loader
     for one in made:
         one.close()
-
-
-def same(one: Batch, other: Batch) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(one.values(), other.values(), strict=True)
-    )
-
-
-def take(loader: VideoLoader, count: int) -> list[Batch]:
-    """So many batches, over the ends of epochs."""
-    batches: list[Batch] = []
-    while len(batches) < count:
-        for batch in loader:
-            batches.append(batch)
-            if len(batches) == count:
-                break
-    return batches
 
 
 def test_an_epoch_holds_every_clip_once_and_the_next_one_another_order(make: Callable[..., VideoLoader]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from dataio.core.errors import NotFoundError
+from dataio.core.errors import MillraceError, NotFoundError
 from dataio.core.limits import SMALL_OBJECT_BYTES
 from dataio.store.checks import check_range
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store
@@ -199,3 +199,12 @@ def stepping(store: MemoryStore) -> None:
             _current.actor.pause()
 
     store.before = before
+
+
+def drive_to_end(actors: Sequence[Actor], check: Callable[[], None]) -> None:
+    """All of them, one after the other, with `check` after every operation; whoever failed failed as the library does."""
+    for actor in actors:
+        while not actor.done:
+            actor.step()
+            check()
+        assert actor.error is None or isinstance(actor.error, MillraceError | Killed), repr(actor.error)

@@ -21,10 +21,10 @@ from checkpoint.lifecycle.collect import collect
 from checkpoint.lifecycle.inventory import Inventory
 from checkpoint.repository import commit
 from checkpoint.repository import steps as repository
-from dataio.core.errors import MillraceError, UnsupportedError, UsageError
+from dataio.core.errors import UnsupportedError, UsageError
 from dataio.core.limits import MIB
 from dataio.store.open import open_store
-from tests.checkpoint.lifecycle.stepping import Actor, Killed, MemoryStore, stepping
+from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, drive_to_end, stepping
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 
 FORK = "fork"
@@ -71,11 +71,7 @@ class World:
                 assert pack.key in self.store.objects, f"run {run} has lost {pack.key}"
 
     def end(self) -> None:
-        for actor in self.actors:
-            while not actor.done:
-                actor.step()
-                self.check()
-            assert actor.error is None or isinstance(actor.error, MillraceError | Killed), actor.error
+        drive_to_end(self.actors, self.check)
         self.store.now += 1000.0
         collect(self.store, ())
         self.check()

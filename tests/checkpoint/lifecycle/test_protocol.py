@@ -21,8 +21,8 @@ from checkpoint.lifecycle.inventory import Inventory, Seen
 from checkpoint.lifecycle.keep import Keep
 from checkpoint.repository import commit
 from checkpoint.repository import steps as repository
-from dataio.core.errors import MillraceError, TransientError
-from tests.checkpoint.lifecycle.stepping import Actor, Killed, MemoryStore, stepping
+from dataio.core.errors import TransientError
+from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, drive_to_end, stepping
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 
 SAVER, READER, FIRST, SECOND, THIRD, TIME, KILL_SAVER, KILL_FIRST = range(8)
@@ -77,11 +77,7 @@ class World:
 
     def end(self) -> None:
         """Everybody comes to an end, and what is left is what readers get."""
-        for actor in self.actors:
-            while not actor.done:
-                actor.step()
-                self.check()
-            assert actor.error is None or isinstance(actor.error, MillraceError | Killed), actor.error
+        drive_to_end(self.actors, self.check)
         self.store.now += 1000.0
         collect(self.store, ())  # finishes what a killed collector began; until then its steps are refused to readers
         assert not [key for key in self.store.objects if key.startswith("gc/")]

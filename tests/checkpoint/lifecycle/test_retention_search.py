@@ -30,7 +30,7 @@ from checkpoint.repository.parent import Parent
 from checkpoint.restoring import restore
 from dataio.core.errors import ConflictError, CorruptionError, MillraceError, NotFoundError
 from dataio.store.contract import ObjectInfo
-from tests.checkpoint.lifecycle.stepping import Actor, Killed, MemoryStore, StoreClock, stepping
+from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, StoreClock, drive_to_end, stepping
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 
 ZOMBIE, TRAINER, RETAIN, TAGGER, READER, TIME, KILL_ZOMBIE, KILL_RETAIN, KILL_TRAINER = range(9)
@@ -150,11 +150,8 @@ class World:
 
     def end(self) -> None:
         """Everybody comes to an end; then the policy is applied in peace, and what is left is what readers get."""
+        drive_to_end(self.actors, self.check)
         for actor in self.actors:
-            while not actor.done:
-                actor.step()
-                self.check()
-            assert actor.error is None or isinstance(actor.error, MillraceError | Killed), repr(actor.error)
             assert not isinstance(actor.error, CorruptionError), repr(actor.error)  # removed is not damaged
         self.store.now += 2 * plans.RECORD_SECONDS  # records of collectors that were killed are no warning any more
         for _ in range(2):
