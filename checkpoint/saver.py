@@ -24,6 +24,7 @@ from checkpoint.gds.file import Direct
 from checkpoint.gds.saving import DeviceSlices
 from checkpoint.handle import Handle, SaveResult
 from checkpoint.lifecycle.automatic import Retention
+from checkpoint.lifeline import Door
 from checkpoint.lineage import Lineage, Ticket
 from checkpoint.peers import Peers, card
 from checkpoint.ranks import Ranks
@@ -121,6 +122,8 @@ class Saver:
         """Let go of memory and hooks."""
         if self._aborting is not None:
             self._aborting.join(_ABORT_SECONDS)
+        if self._peers is not None:
+            self._peers.close()
         self._gates.close()
         self.staging.close()
 
@@ -145,7 +148,8 @@ class Saver:
         assert taken is not None
         self._lineage.timeline = ticket.timeline
         if self._peers is None and self._ranks.world_size > 1:
-            self._peers = Peers(self._ranks.all(card()))
+            door = Door()
+            self._peers = Peers(self._ranks.all(card(door)), self._ranks.rank, door)
         return ticket, taken
 
     def _compare_replicas(self, step: int, prepared: Prepared) -> tuple[str, ...]:
@@ -258,6 +262,7 @@ class Saver:
             urgent,
             copying.store if isinstance(copying, DeviceSlices) else _as_it_is,
             self._peers.gone if self._peers is not None else commit.nobody,
+            self._peers.silent if self._peers is not None and self._peers.across else None,
         )
 
     # in a thread

@@ -215,6 +215,13 @@ def abort(store: Store, attempt: Attempt, reason: str) -> None:
     store.put_if_absent(attempt.fate_key, encode(document))
 
 
+def abort_without(store: Store, attempt: Attempt, gone: Gone) -> None:
+    """Abort if the attempt still waits for a rank that is `gone`."""
+    action = decide(attempt, look(store, attempt, lease_alive=True))
+    if isinstance(action, Wait) and (lost := gone(action.missing)):
+        abort(store, attempt, lost)
+
+
 def write_commit(store: Store, attempt: Attempt, clock: Clock = SYSTEM_CLOCK) -> None:
     """Make the step visible; when somebody else did, what they wrote stands."""
     document = Commit(step=attempt.step, attempt=attempt.id, committed=clock.time())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from checkpoint.carry import carry, result_of
@@ -40,6 +40,7 @@ GRACE_SECONDS = 10.0
 ROUNDS = 5
 """How often one save is taken to a daemon that came back."""
 _POLL = 0.2
+_WATCH_SECONDS = 5.0
 _plan_built = declare("trainer.plan-built", "the arena is full, the plan is built, the sidecar has neither")
 _log = get_logger(__name__)
 
@@ -49,7 +50,8 @@ class Cargo:
     """A staged save. `give_back` and `abandon` are the arena's; `handed_over` is told "sidecar" or "process".
 
     `arena_fd` is -1 for a state that comes in slices, which only this process can carry; `through` is how it then sees the store.
-    `gone` says which ranks have ended: asked when no daemon is there, which would store their parts without them.
+    `gone` says which ranks have ended: asked when no daemon is there, which would store their parts without them. `silent` says
+    which have lost their whole node, daemons and all; None where nobody could know.
     """
 
     plan: PutPlan
@@ -61,6 +63,7 @@ class Cargo:
     urgent: bool = False
     through: Callable[[Store], Store] = lambda store: store
     gone: commit.Gone = commit.nobody
+    silent: commit.Gone | None = None
 
 
 class Carriers:
@@ -145,6 +148,10 @@ class Carriers:
 
     def _there(self, cargo: Cargo, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
         """Wait for the daemon's job, also through restarts of the daemon; when none comes back, carry it here."""
+        with self._watching(cargo):
+            return self._followed(cargo, sidecar, staged)
+
+    def _followed(self, cargo: Cargo, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
         held = _Held(cargo)
         for _ in range(ROUNDS):
             try:
@@ -165,6 +172,21 @@ class Carriers:
         if held.given:
             raise _without_daemon(cargo.plan)
         return self._here(cargo, shared=True)
+
+    @contextlib.contextmanager
+    def _watching(self, cargo: Cargo) -> Iterator[None]:
+        """Abort, for all who wait, when the node of a rank that has not come is lost, which no daemon says."""
+        if cargo.silent is None:
+            yield
+            return
+        over, arguments = threading.Event(), (self._store, attempt_of(cargo.plan), cargo.silent)
+        watcher = threading.Thread(target=_watch, args=(over, *arguments), name=f"millrace-nodes-{cargo.plan.step}")
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
 
     def _found_again(
         self, cargo: Cargo, token: str, error: TransientError, released: bool
@@ -219,7 +241,7 @@ class Carriers:
         return None
 
     def _recognised(self, plan: PutPlan) -> dict[str, object] | None:
-        attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
+        attempt = attempt_of(plan)
         found = commit.recognise(self._store, attempt)
         if found is None or found.tombstone or found.attempt != plan.attempt:
             return None
@@ -241,6 +263,18 @@ class _Held:
         if not self.given:
             self.given = True
             self._cargo.abandon()
+
+
+def attempt_of(plan: PutPlan) -> Attempt:
+    """Which attempt a plan is a part of."""
+    return Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
+
+
+def _watch(over: threading.Event, store: Store, attempt: Attempt, silent: commit.Gone) -> None:
+    while not over.wait(_WATCH_SECONDS):
+        if silent(range(attempt.world_size)):
+            with contextlib.suppress(MillraceError):  # the store is away: the next look may see it
+                commit.abort_without(store, attempt, silent)
 
 
 def _stage(sidecar: Sidecar, cargo: Cargo) -> Staged:

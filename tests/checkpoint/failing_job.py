@@ -1,7 +1,7 @@
 """Three ranks of which one fails in the middle of a save: `failing_job.py HOW URL`.
 
-HOW is kill (from outside) or anything else: then rank 1 fails while it copies, while it uploads, and then not at all. Each rank
-prints what its saves raised.
+HOW is kill (from outside), apart (the same, with every rank as if on a node of its own) or anything else: then rank 1 fails while
+it copies, while it uploads, and then not at all. Each rank prints what its saves raised.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from checkpoint import Checkpointer
+from checkpoint import Checkpointer, peers
 from checkpoint.staging.arena import Staging
 from dataio.core.errors import MillraceError
 from dataio.store.contract import Buffer
@@ -46,11 +46,15 @@ def save(checkpointer: Checkpointer, step: int) -> str:
 
 @in_group
 def main(how: str, url: str) -> None:
+    if how == "apart":
+        peers._place = lambda: bytes([dist.get_rank()]) * 8
     odd, take = dist.get_rank() == 1, Staging.take
     with open_store(url) as inner:
         store = Breaking(inner)
         with Checkpointer(store, run="exp", sidecar=None, wait_seconds=WAIT_SECONDS) as checkpointer:
-            for step, broken in enumerate(["nothing"] if how == "kill" else ["copy", "upload", "nothing"], 1):
+            for step, broken in enumerate(
+                ["nothing"] if how in ("kill", "apart") else ["copy", "upload", "nothing"], 1
+            ):
                 store.broken = odd and broken == "upload"
                 Staging.take = _no_memory if odd and broken == "copy" else take  # type: ignore[assignment, method-assign]
                 print(json.dumps({broken: save(checkpointer, step)}), flush=True)

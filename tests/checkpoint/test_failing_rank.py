@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint.peers import Peers, card
+import pytest
+
+from checkpoint.peers import Peers, card, watched
 from checkpoint.repository import steps as repository
 from dataio.store.open import open_store
 from tests import nursery
@@ -30,13 +32,16 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: P
         assert [base.step for base in repository.visible(store, "exp")] == [3]
 
 
-def test_a_rank_that_is_killed_is_missed_by_those_of_its_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["kill", "apart"])
+def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_the_next_save_works(
+    how: str, tmp_path: Path
+) -> None:
     mark = tmp_path / "mark"
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     crash = {"MILLRACE_CRASH": "ckpt.packs-written", "MILLRACE_CRASH_MARK": str(mark)}
     running = [
         nursery.start(
-            "tests.checkpoint.failing_job", "kill", str(tmp_path / "repo"), **place, RANK=str(rank),
+            "tests.checkpoint.failing_job", how, str(tmp_path / "repo"), **place, RANK=str(rank),
             **(crash if rank == 2 else {}),
         )
         for rank in range(3)
@@ -52,6 +57,7 @@ def test_a_rank_that_is_killed_is_missed_by_those_of_its_node(tmp_path: Path) ->
         assert "was aborted: the process of rank 2 has ended" in json.loads(out.splitlines()[-1])["nothing"]
     with open_store(tmp_path / "repo") as store:
         assert not list(repository.visible(store, "exp"))
+    assert launch(2, "tests.checkpoint.failing_job", how, str(tmp_path / "repo")) == [[{"nothing": "committed"}]] * 2
 
 
 def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> None:
@@ -64,7 +70,8 @@ def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> No
     assert child.stdout is not None
     theirs = bytes.fromhex(child.stdout.readline())
     elsewhere = bytes(8) + theirs[8:]
-    later = theirs[:-8] + (int.from_bytes(theirs[-8:]) + 1).to_bytes(8)  # another process that had the number
+    started = int.from_bytes(theirs[16:24])
+    later = theirs[:16] + (started + 1).to_bytes(8) + theirs[24:]  # another process that had the number
     peers = Peers([card(), theirs, elsewhere, later])
     assert peers.gone([0, 1, 2]) == ""
     assert peers.gone([3]) == "the process of rank 3 has ended"
@@ -73,3 +80,9 @@ def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> No
     assert peers.gone([0, 1, 2, 3]) == "the process of rank 1, 3 has ended"
     child.communicate()
     assert peers.gone([0, 1, 2]) == "the process of rank 1 has ended"
+
+
+def test_the_ranks_of_a_node_hold_on_to_different_ranks_of_the_next() -> None:
+    nodes = [b"a", b"a", b"a", b"b", b"b", b"c"]
+    assert [watched(nodes, rank) for rank in range(6)] == [3, 4, 3, 5, 5, 0]
+    assert [watched([b"a"] * 3, rank) for rank in range(3)] == [None] * 3

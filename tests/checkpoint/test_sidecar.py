@@ -18,11 +18,12 @@ from checkpoint import Checkpointer
 from checkpoint.repository import check
 from checkpoint.saving import carriers
 from dataio.core.errors import DeadlineError, TransientError
-from dataio.sidecar.client import Sidecar, Staged
+from dataio.sidecar.client import SaveMeter, Sidecar, Staged
+from dataio.sidecar.transfer.memfd import sealed
 from dataio.sidecar.transfer.runner import TRIES
 from dataio.store.contract import Location
 from dataio.store.open import open_store
-from tests.checkpoint.making import Wrapped
+from tests.checkpoint.making import RUN, Wrapped, begin, make, tiny_state
 from tests.checkpoint.test_processes import start as start_trainer
 from tests.waiting import wait_for as wait_for
 
@@ -210,3 +211,23 @@ def test_a_save_whose_daemon_is_gone_for_good_is_carried_here_and_its_arena_is_g
         assert handle.result(60).carrier == "sidecar"  # who had it first
         assert checkpointer._saver.staging._arena is None
         assert checkpointer.steps() == [1]
+
+
+def test_a_save_that_a_daemon_carries_ends_when_another_ranks_node_is_lost(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.start()
+    monkeypatch.setattr(carriers, "_WATCH_SECONDS", 0.05)
+    with open_store(tmp_path) as store:
+        made = make(store, tiny_state(1), step=1, number=begin(store), world_size=2)
+        fd = sealed("arena", bytes(made.arena))
+        cargo = carriers.Cargo(
+            *(made.plan, fd, lambda: made.arena, lambda: None, lambda: None, lambda carrier: None),
+            silent=lambda ranks: "the node of rank 1 does not answer" if 1 in ranks else "",
+        )
+        own = carriers.Carriers(store, daemon.socket, SaveMeter(RUN))
+        with pytest.raises(TransientError, match="was aborted: the node of rank 1 does not answer"):
+            own.carry(cargo)
+        own.close()
+        os.close(fd)
+    assert steps_of(str(tmp_path)) == []
