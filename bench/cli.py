@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sidecar": ("bench.sidecar:main", "the figures of the node's daemon"),
     "tier": ("bench.tier:main", "restoring from the node's tier, the buddy and a store with limited bandwidth"),
     "preemption": ("bench.preemption:main", "the last save before a machine is taken away, behind other saves"),
+    "encodings": ("bench.encodings:main", "bytes of a state in training, by the encodings of checkpoints"),
     "pieces": ("bench.pieces:main", "what single steps cost: one clip, one probe, one digest"),
     "index": ("bench.index:main", "a large index: opening, asking and reading, beside pyarrow and DuckDB"),
     "train": (

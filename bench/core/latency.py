@@ -1,8 +1,8 @@
 """A latency histogram of bounded size and known error: logarithmic ranges, each cut into 64 equal buckets (as in HdrHistogram).
 
 Invariant: a value between a microsecond and an hour lies in a bucket not wider than 1/64 of it, so a percentile is at
-most 1.6 % too high, never too low; what is faster or slower goes into the first or last bucket. Histograms of several threads or rounds
-add up. Failure behaviour: none.
+most 1.6 % too high, never too low; what is faster or slower goes into the first or last bucket. Histograms of several threads
+or rounds add up. Failure behaviour: none.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _COMMAND = run_module("dataio.shards.workers.probe_worker")
 
 
 def seconds_for(group: Group, recipe: Recipe = _AS_IT_IS) -> float:
-    """The time limit for a sample: a minute, and a second for each 4 MiB; to re-encode, ten minutes and a second for each 128 KiB."""
+    """The time limit for a sample: a minute, and a second per 4 MiB; to re-encode, ten minutes and a second per 128 KiB."""
     if recipe.codec is not None:
         return 600.0 + group.bytes / (128 * limits.KIB)
     return 60.0 + group.bytes / (4 * limits.MIB)
