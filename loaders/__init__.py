@@ -5,7 +5,10 @@ The public names load their modules on first use, so that `import loaders` start
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,8 +57,21 @@ _HOME = {
 
 def __getattr__(name: str) -> object:
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        with _collecting_nothing():
+            return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'loaders' has no attribute {name!r}")
+
+
+@contextlib.contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Modules are no garbage, and a look for some among all that torch has made takes longer than any import of ours."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -85,7 +85,7 @@ def _one(place: Place, version: int | str | None, options: Mapping[str, Any] | N
     if not isinstance(given, str | os.PathLike | Dataset):
         raise UsageError(f"{given!r} is no dataset", hint="give its URL or folder, or an open Dataset")
     if not isinstance(place, Dataset):
-        owned.append(Dataset(os.fspath(place), version, **(options or {})))
+        owned.append(Dataset.at_once(os.fspath(place), version, **(options or {})))
         return owned[-1]
     if options or version not in (None, place.version):
         raise UsageError(

@@ -151,7 +151,7 @@ class OrderPlan:
     def places(self, epoch: int, batch: int) -> list[Place]:
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
         places = dict[int, Place]()
-        for number in np.unique(share.stream).tolist():
+        for number in np.flatnonzero(np.bincount(share.stream)).tolist():  # np.unique would import masked arrays
             slots = np.flatnonzero(share.stream == number)
             stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, share.virtual[slots]
             rows, parts = stream.parts.split(virtual)

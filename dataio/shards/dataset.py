@@ -6,15 +6,15 @@ Invariants: everything about one version or view is fixed, so `digest` stands fo
 order (place of their shard in the version, offset of the first member). Memory does not grow with the number of samples,
 but for what a caller asks of all of them (`columns`, `table`); `Sample` objects are made when asked for.
 Failure behaviour: opening raises `NotFoundError`, `AccessDeniedError` or `CorruptionError` naming the object. An index of up to
-`CHECKED_AT_OPEN` bytes is read and checked whole then; of a larger one what is read is checked as it is read, so damage shows
-later, as `CorruptionError` too. `check` reads everything.
+`CHECKED_AT_OPEN` bytes is read and checked whole then; of a larger one, and of one opened `at_once`, what is read is checked as
+it is read, so damage shows later, as `CorruptionError` too. `check` reads everything.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import pyarrow as pa
 
@@ -51,6 +51,25 @@ class Dataset:
     def __init__(
         self, url_or_store: str | os.PathLike[str] | Store, version: int | str | None = None, **storage_options: Any
     ) -> None:
+        self._open(url_or_store, version, storage_options)
+        try:
+            if sum(part.size for part in self.document.index) <= CHECKED_AT_OPEN:
+                self.index.check()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def at_once(cls, url: str | os.PathLike[str], version: int | str | None = None, **storage_options: Any) -> Self:
+        """As `Dataset(...)`, without reading a small index whole before the first sample: rows are checked when they are read,
+        as those of a large index are. `check` makes up for it."""
+        made = cls.__new__(cls)
+        made._open(url, version, storage_options)
+        return made
+
+    def _open(
+        self, url_or_store: str | os.PathLike[str] | Store, version: int | str | None, storage_options: dict[str, Any]
+    ) -> None:
         if isinstance(url_or_store, Store) and storage_options:
             raise UsageError("storage options go with a URL, not with a store that is open already")
         self.owns_store = not isinstance(url_or_store, Store)
@@ -61,8 +80,6 @@ class Dataset:
             self.document, self.digest = tags.load(self.store, version)
             self.store, self.owns_store = with_mounts(self.store, self.document, self.owns_store, storage_options)
             self.index = OpenIndex(self.store, self.document)
-            if sum(part.size for part in self.document.index) <= CHECKED_AT_OPEN:
-                self.index.check()
         except BaseException:
             self.close()
             raise

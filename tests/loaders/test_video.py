@@ -578,10 +578,12 @@ def test_upcoming_samples_are_announced_soonest_first(
     make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[list[tuple[str, int, int]]] = []
+    announced = threading.Event()  # by the planner, which the trainer does not wait for
 
     class Listening(StoreReader):
         def announce(self, upcoming: Any) -> None:
             said.append(list(upcoming))
+            announced.set()
 
     def opened(store: Any, sidecar: Any, _meter: Any) -> ShardReader:
         return Listening(store)
@@ -592,6 +594,7 @@ def test_upcoming_samples_are_announced_soonest_first(
     samples = [loader.dataset.sample(n // 3) for n in range(24)]
     members = [sample.member(sample.video.ext) for sample in samples if sample.video]
     expected = [(sample.shard, member.offset, member.length) for sample, member in zip(samples, members, strict=True)]
+    assert announced.wait(60)
     assert len(said[0]) >= 32
     assert any(said[0][: 24 - first] == expected[first:] for first in (4, 8))  # one or two batches are in the making
     assert np.array(said[0]).shape in ((32, 3), (36, 3))

@@ -156,7 +156,7 @@ class OpenIndex:
         wanted = np.asarray(numbers, np.int64)
         parts = np.searchsorted(self.ends, wanted, side="right")
         found = dict[tuple[int, int], list[tuple[int, int]]]()
-        for part in np.unique(parts).tolist():
+        for part in np.flatnonzero(np.bincount(parts)).tolist():  # np.unique would import masked arrays
             at = np.flatnonzero(parts == part)
             rows = wanted[at] - (self.ends[part - 1] if part else 0)
             with self._lock:

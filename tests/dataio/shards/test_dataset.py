@@ -129,6 +129,18 @@ def test_a_missing_index_part_is_damage(posix: Store) -> None:
         Dataset(posix)
 
 
+def test_opened_at_once_a_missing_part_shows_when_a_sample_of_it_is_asked_for(posix: Store) -> None:
+    write(posix)
+    posix.delete_many(["index/1-1.parquet"])
+    with Dataset.at_once(posix.location.url) as dataset:
+        assert (len(dataset), dataset.sample(0)) == (4, SAMPLES[0])
+        for ask in (lambda: dataset.sample(2), dataset.check):
+            with pytest.raises(CorruptionError, match="missing"):
+                ask()
+    with pytest.raises(CorruptionError, match="missing"):
+        Dataset(posix)
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

@@ -1,0 +1,95 @@
+"""How a loader begins: with as little as its first batch takes."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import loaders
+from dataio import Dataset, pack
+from dataio.core.errors import CorruptionError
+from dataio.shards.query.part_reader import PartReader
+from loaders import Clip, VideoLoader
+
+
+@pytest.fixture(scope="module")
+def alike(made_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset all of whose samples are of one kind, which its version says."""
+    folder = tmp_path_factory.mktemp("alike")
+    (folder / "clips").mkdir()
+    for sample in made_dataset:
+        if [member.ext for member in sample.members] == ["mp4"]:
+            (folder / "clips" / f"{sample.key}.mp4").write_bytes(made_dataset.read(sample, "mp4"))
+    with pack([folder / "clips"], folder / "ds", workers=1) as packed:
+        assert len(packed) == 4
+        return packed.url
+
+
+def test_a_loader_reads_of_the_index_what_its_first_batches_need(alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[object] = []
+    read = PartReader.read
+
+    def counted(self: PartReader, columns: object = None, groups: object = None) -> object:
+        reads.append(groups)
+        return read(self, columns, groups)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PartReader, "read", counted)
+    with VideoLoader(alike, 2, clip=Clip(2), size=(16, 16)) as loader:
+        assert reads == []
+        next(iter(loader))
+    assert None not in reads  # a whole part
+
+
+def test_a_damaged_index_is_an_error_of_the_first_batch_and_no_damaged_sample(alike: str, tmp_path: Path) -> None:
+    shutil.copytree(alike.removeprefix("file://"), tmp_path / "ds")
+    for part in (tmp_path / "ds" / "index").iterdir():
+        data = bytearray(part.read_bytes())
+        data[10] ^= 1
+        part.write_bytes(data)
+    with VideoLoader(str(tmp_path / "ds"), 2, clip=Clip(2), size=(16, 16)) as loader:
+        for _ in range(2):
+            with pytest.raises(CorruptionError, match="BLAKE3"):
+                next(iter(loader))
+        assert loader.quarantine == ()
+
+
+def test_garbage_is_collected_again_after_an_import_unless_it_was_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    during: list[bool] = []
+    real = importlib.import_module
+
+    def importing(name: str) -> object:
+        during.append(gc.isenabled())
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", importing)
+    assert loaders.__getattr__("Clip") is Clip
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        assert loaders.__getattr__("Clip") is Clip
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert during == [False, False]
+
+
+_PROGRAM = """
+import sys
+from loaders import Clip, VideoLoader
+with VideoLoader(sys.argv[1], 2, clip=Clip(2), size=(16, 16), sidecar=None) as loader:
+    next(iter(loader))
+print([name for name in ("numpy.ma", "pyarrow.compute", "duckdb", "nvidia.dali") if name in sys.modules])
+"""
+
+
+def test_a_first_batch_imports_nothing_that_it_does_without(made_dataset: Dataset) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, made_dataset.url], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
