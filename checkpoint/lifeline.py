@@ -35,13 +35,14 @@ _doors: weakref.WeakSet[Door] = weakref.WeakSet()
 
 
 class Door:
-    """What the other ranks hold on to. `address`: what they are told; zeros when it could not be opened."""
+    """What the other ranks hold on to. `address`: what they are told; zeros when it could not be opened. `host`: where, when it
+    is not to be where other nodes reach it."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str | None = None) -> None:
         self._socket: socket.socket | None = None
         self.address = _NOWHERE
         with contextlib.suppress(OSError, ValueError):
-            host = _own_host()
+            host = host or _own_host()
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.bind((host, 0))
@@ -102,6 +103,12 @@ class Lifeline:
             line.close()
             self._socket, self._knocked = _knock(self._address, self._keeping), self._clock.monotonic()
         return LIVES
+
+
+def wait_closed(address: bytes) -> None:
+    """Return when the door is closed, or its process has ended."""
+    with contextlib.suppress(OSError), socket.create_connection(_unpacked(address)) as line:
+        line.recv(1)
 
 
 def _knock(address: bytes, keeping: tuple[int, int, int]) -> socket.socket:

@@ -4,8 +4,10 @@
 The sharded tensors and objects of the state are a step of the repository: the number that ends the folder's name
 (`iter_0001200`). Megatron-Core writes what is left into the folder itself, `common.pt` and `metadata.json`, and allows nothing
 else there. Both strategies go into its wrappers for parallel saving and loading (whose exchange at loading needs CUDA). Saving
-ends with the commit; Megatron's asynchronous save wants a worker process of its own kind and is not offered: a `Checkpointer`
-saves in the background.
+ends with the commit.
+`save(..., async_sharded_save=True)` returns after a copy in main memory, into memory that the next save uses again; a thread here
+saves the copy, over a process group of its own. What Megatron-Core then starts, a fork or its worker, only waits for that thread,
+so that its queue sees the save going on; its finalization raises what went wrong.
 Invariant: replicas are written once, by Megatron's own choice (`replica_id`); objects are plain values, arrays and bytes,
 and never a pickle. Any number of ranks and any sharding may load.
 Failure behaviour: as `checkpoint.dcp`; `UsageError` naming an object that cannot be saved.
@@ -13,41 +15,89 @@ Failure behaviour: as `checkpoint.dcp`; `UsageError` naming an object that canno
 
 from __future__ import annotations
 
+import dataclasses
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as theirs
-from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from checkpoint.dcp import RepositoryReader, RepositoryWriter
 from checkpoint.dcp.writer import step_of
 from checkpoint.frameworks.plain import packed, unpacked
+from checkpoint.lifeline import Door, wait_closed
 from dataio.core.errors import UnsupportedError
 
 BACKEND = "millrace"
 
 
-class RepositorySave(SaveShardedStrategy):  # type: ignore[misc, unused-ignore]
+class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ignore]
     """`url`, `run` and `options` as for `RepositoryWriter`."""
 
     def __init__(self, url: str, *, run: str, **options: Any) -> None:
         super().__init__(BACKEND, 1)
         self._url, self._run, self._options = url, run, options
+        self._group: dist.ProcessGroup | None = None
+        self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._last: Future[None] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        flat, _, _ = theirs._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        self._save(_for_dcp(_grouped(sharded_state_dict), loading=False), checkpoint_dir, None)
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        if self._last is not None:
+            self._last.exception()  # its copies are used again; who finalizes it hears of an error
+        state = _for_dcp(self._copied(_grouped(sharded_state_dict)), loading=False)
+        self._last = saving = Future[None]()
+        door = Door("127.0.0.1")
+
+        def carry() -> None:
+            try:
+                self._save(state, checkpoint_dir, self._group)
+                saving.set_result(None)
+            except BaseException as error:
+                saving.set_exception(error)
+            finally:
+                door.close()
+
+        Thread(target=carry, name="millrace-megatron-save").start()
+        return AsyncRequest(wait_closed, (door.address,), [saving.result])
+
+    def _save(self, state: dict[str, Any], checkpoint_dir: str | Path, group: dist.ProcessGroup | None) -> None:
         writer = RepositoryWriter(self._url, run=self._run, step=step_of(str(checkpoint_dir)), **self._options)
         planner = theirs.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        dcp.save(_for_dcp(flat, loading=False), storage_writer=writer, planner=planner)
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+
+    def _copied(self, flat: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """The same with tensors in main memory of our own, which is kept from save to save."""
+        kept, self._copies = self._copies, {}
+
+        def copy(number: int, each: Any) -> Any:
+            if not isinstance(each, ShardedTensor) or each.data is None:
+                return each
+            place = (each.key, number, each.data.shape, each.data.dtype)
+            room = kept.get(place)
+            if room is None:
+                room = torch.empty_like(each.data, device="cpu", memory_format=torch.contiguous_format)
+            self._copies[place] = room.copy_(each.data.detach())
+            return dataclasses.replace(each, data=room)
+
+        return {key: [copy(number, each) for number, each in enumerate(found)] for key, found in flat.items()}
 
 
 class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
@@ -126,6 +176,11 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
             return reader.read_metadata()
         finally:
             reader.reset()
+
+
+def _grouped(sharded_state_dict: Any) -> Any:
+    """What this rank is to write, by sharded key."""
+    return theirs._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
 
 
 def _for_dcp(flat: Any, *, loading: bool) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Two ranks, then one, with Megatron-Core's `dist_checkpointing`: `megatron_job.py FOLDER REPO save|load`."""
+"""Two ranks, then one, with Megatron-Core's `dist_checkpointing`: `megatron_job.py FOLDER REPO save|queue|load`.
+
+queue saves twice through Megatron-Core's own queue of asynchronous saves, and changes the state meanwhile; it then loads, and
+saves to where nothing can be.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ warnings.simplefilter("ignore")  # Megatron's own, about what is not installed
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
 
 from checkpoint.frameworks.megatron import RepositoryLoad, RepositorySave  # noqa: E402
@@ -67,10 +72,32 @@ def same(found: dict[str, Any], given: dict[str, Any]) -> bool:
     )
 
 
+def queued(folder: Path, repo: str) -> str | None:
+    """What the finalization of a save raised."""
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    queue, strategy = AsyncCallsQueue(), FullyParallelSaveStrategyWrapper(RepositorySave(repo, run="exp"))
+    for step in (11, 12):
+        where, given = folder.with_name(f"iter_{step:07}"), state(True)
+        where.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        queue.schedule_async_request(dist_checkpointing.save(given, where, strategy, async_sharded_save=True))
+        given["weight"].data.fill_(step)
+        given["rng"].data["torch"].fill_(0)
+        try:
+            while queue.get_num_unfinalized_calls():
+                queue.maybe_finalize_async_calls(blocking=step == 12)
+        except BaseException as error:  # as which DCP raises
+            return str(error)
+    return None
+
+
 @in_group
 def main(folder: str, repo: str, what: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    if what == "save":
+    if what == "queue":
+        print(json.dumps({"raised": queued(Path(folder), repo)}), flush=True)
+    elif what == "save":
         Path(folder).mkdir(parents=True, exist_ok=True)
         dist.barrier()
         strategy = FullyParallelSaveStrategyWrapper(RepositorySave(repo, run="exp"))
@@ -88,3 +115,5 @@ def main(folder: str, repo: str, what: str) -> None:
     if world == 2:
         said["rng"] = same(found["rng"], objects(rank))
     print(json.dumps(said), flush=True)
+    if what == "queue":
+        print(json.dumps({"raised": queued(Path(folder), f"{folder}/common.pt/repo")}), flush=True)

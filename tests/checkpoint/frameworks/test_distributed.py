@@ -49,6 +49,17 @@ def test_megatron_core_saves_with_two_ranks_and_loads_with_two_and_with_one(tmp_
     assert two == [[good | {"rng": True}]] * 2
 
 
+def test_megatron_cores_queue_of_asynchronous_saves_holds_what_was_there_when_each_began(tmp_path: Path) -> None:
+    needs("megatron", "megatron-core==0.16.1")
+    folder, repo = str(tmp_path / "iter_0000012"), str(tmp_path / "repo")
+    for saved, found, failed in launch(2, "tests.checkpoint.frameworks.megatron_job", folder, repo, "queue"):
+        assert saved == {"raised": None}
+        assert [found[key] for key in ("weight", "bias", "rng", "iteration")] == [True, True, True, 12]
+        assert "Not a directory" in failed["raised"]
+    with Checkpointer(repo, run="exp", sidecar=None) as checkpointer:
+        assert checkpointer.steps() == [11, 12]
+
+
 def test_torch_checkpointing_keeps_the_files_of_two_ranks_in_one_step(tmp_path: Path) -> None:
     needs("torch_checkpointing", "torch_checkpointing==0.1.1")
     ranks = launch(2, "tests.checkpoint.frameworks.meta_job", str(tmp_path / "repo"))
