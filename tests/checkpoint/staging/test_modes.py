@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ from checkpoint.staging import copying
 from dataio.core.errors import UsageError
 from dataio.core.limits import MIB
 from tests.checkpoint.staging.training import Training, equal
+from tests.waiting import wait_for
 
 MODES = ("eager", "lazy")
 
 
 class Gate:
-    """Holds the threads that copy late pieces until it is opened; counts the pieces that came to it."""
+    """Holds the threads that copy late pieces until it is opened; counts the pieces that came to it. `held`: the trainer too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.came, self.armed = threading.Event(), 0, False
-        inner = copying._copy
+        self.opened, self.held, self.came, self.armed = threading.Event(), threading.Event(), 0, False
+        inner, counted = copying._copy, copying.Copying._counted
 
         def slow(arena: Any, source: torch.Tensor, *place: int) -> None:
             late = source.ndim == 2  # the matrices are parameters and moments
@@ -34,7 +36,12 @@ class Gate:
                 assert self.opened.wait(30)
             inner(arena, source, *place)
 
+        def holding(a_copy: copying.Copying) -> Any:
+            self.held.set()
+            return counted(a_copy)
+
         monkeypatch.setattr(copying, "_copy", slow)
+        monkeypatch.setattr(copying.Copying, "_counted", holding)
 
 
 def restored(url: Path, step: int, seed: int) -> Training:
@@ -79,12 +86,14 @@ def test_a_step_of_the_optimizer_waits_for_what_is_not_copied_and_says_how_long(
         training.forward_backward()
         assert not equal(training.snapshot(), wanted)  # running means and generators have moved on
         assert not handle.done
-        threading.Timer(0.3, gate.opened.set).start()
+        wait_for(lambda: gate.came)  # else the trainer would find nothing under way, and copy all of it itself
+        opener = threading.Thread(target=lambda: gate.held.wait(60) and not time.sleep(0.3) and gate.opened.set())
+        opener.start()
         training.step()  # weights change here, and only after the copy
         assert gate.opened.is_set()
-        assert gate.came
+        opener.join(60)
         result = handle.result(60)
-    assert 0.05 < result.waited < 30
+    assert 0.25 < result.waited < 60
     assert result.waited == handle.waited
     assert equal(restored(tmp_path, 1, 5).snapshot(), wanted)
 
