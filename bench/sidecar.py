@@ -38,6 +38,7 @@ OPENS = 2000
 IDLE_SECONDS = 4.0
 CLIENTS = 1000
 LIMITED = Shape(shards=8, per_shard=48)
+SETTLE_SECONDS, SMALL_BYTES = 2.5, 64 << 20
 RATE = 40e6
 """Bytes a second of the limited server."""
 
@@ -241,14 +242,21 @@ def mapped_ratio(running: DaemonProcess, url: str, data: Path, shape: Shape) -> 
 
 
 class Memory:
-    """Pages that this machine has at hand, `size` bytes of them, until `free` gives them to whoever writes next."""
+    """Pages that this machine has at hand, `size` bytes of them, until `free` gives them to whoever writes next. A kernel that
+    gives free pages back to a host does so two seconds after some became free: `free` waits until that is over for those that
+    became free before."""
 
     def __init__(self, folder: Path, size: int) -> None:
         piece = bytes(4 << 20)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # `free` closes it
         for _ in range(0, size, len(piece)):
             self._file.write(piece)
-        self.free = self._file.close
+        self._size = size
+
+    def free(self) -> None:
+        if self._size > SMALL_BYTES:
+            time.sleep(SETTLE_SECONDS)
+        self._file.close()
 
 
 def passing(data: Path, folder: Path, size: int) -> float:
