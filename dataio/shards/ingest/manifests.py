@@ -72,9 +72,8 @@ def _row(manifest: str, where: str, row: dict[str, Any], columns: Columns) -> Ro
     for column in needed:
         if column not in row:
             have = ", ".join(map(repr, row)) or "none"
-            raise UsageError(
-                f"{where}: there is no column {column!r}", hint=f"it has {have}; name yours with Columns(...)"
-            )
+            hint = f"it has {have}; name yours with --path-column and its kind (in Python: columns=Columns(...))"
+            raise UsageError(f"{where}: there is no column {column!r}", hint=hint)
     path = row.pop(columns.path)
     key, caption = row.pop(columns.key, None), row.pop(columns.caption, None)
     if not isinstance(path, str) or not path:
