@@ -112,7 +112,7 @@ function jobCard(name) {
     el("div", { class: "split", "aria-hidden": "true" }, ...bars), key, facts,
     el("div", { class: "charts" }, ...charts.map((one) => one.figure)));
 
-  function set(job) {
+  function set(job, turn) {
     about.textContent = `${job.trainers} ${job.trainers === 1 ? "process" : "processes"}, ${number(job.steps)} steps, ${number(job.samples)} samples`;
     const still = known(job.idle_seconds) && job.idle_seconds > IDLE_SECONDS;
     idle.textContent = !job.trainers ? "ended" : still ? `no batch for ${span(job.idle_seconds)}` : "";
@@ -130,6 +130,7 @@ function jobCard(name) {
       ["From cache", rate(job.cache_bytes_per_second)],
       ["From the store", rate(job.store_bytes_per_second)],
       ["Cache hits", percent(job.hit_ratio)],
+      ["Queue", number(turn.waiting), turn.connections ? `waiting, ${bytes(turn.bytes_in_flight)} on the way` : "waiting"],
       ["Last committed", known(job.last_step) ? `step ${job.last_step}` : none, known(job.last_step) ? `${span(job.last_commit_age_seconds)} ago` : ""],
     ].map(([term, value, small]) => el("div", {}, el("dt", {}, term), el("dd", {}, `${value} `, el("small", {}, small || "")))));
   }
@@ -227,7 +228,7 @@ function showErrors(errors) {
 
 const cards = new Map();
 
-function showJobs(jobs) {
+function showJobs(jobs, fetching) {
   const names = new Set(jobs.map((job) => job.job));
   for (const [name, known] of cards) if (!names.has(name)) { known.card.remove(); cards.delete(name); }
   for (const job of jobs) {
@@ -236,7 +237,7 @@ function showJobs(jobs) {
       byId("jobs").append(cards.get(job.job).card);
       cards.get(job.job).history([]);
     }
-    cards.get(job.job).set(job);
+    cards.get(job.job).set(job, fetching[job.job] || { waiting: 0, connections: 0 });
   }
   byId("no-jobs").hidden = jobs.length > 0;
 }
@@ -255,7 +256,7 @@ async function refresh() {
   const status = await ask("status.json");
   byId("node").textContent = `process ${status.pid}, up ${span(status.uptime_seconds)}, ${status.clients} ${status.clients === 1 ? "client" : "clients"}`;
   showErrors(status.errors || []);
-  showJobs(status.training || []);
+  showJobs(status.training || [], status.fetching || {});
   showCache(status);
   showSaves(status.saves || []);
   showTier(status.tier);

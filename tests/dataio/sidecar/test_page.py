@@ -71,6 +71,7 @@ def test_the_page_shows_a_real_job_at_both_widths_in_both_schemes(job: Job, tmp_
             assert RUN in text
             for wanted in ("Goodput", "Data wait", "Save stall", "Cache hits", "ago", "committed", "1 process"):
                 assert wanted in text
+            assert text.count("Queue") == 2  # the job's, and all of the node
             assert not any(bad in text for bad in ("NaN", "undefined", "null", "Infinity"))
             assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"too wide at {width}"
             picture = browser.screenshot(folder / f"page-{width}-{scheme}.png")
