@@ -13,6 +13,8 @@ expected); the mixing constants are those of splitmix64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,10 +37,22 @@ def mix(values: U64) -> U64:
 
 def key_of(*parts: int | I64) -> U64:
     """A 64-bit key for each element from any number of integers or integer arrays (broadcast); their order matters."""
+    if all(isinstance(part, int) for part in parts):  # a tenth of the time for one key, which every clip draws by
+        return np.array([_one_key(parts)], np.uint64)  # type: ignore[arg-type] # mypy does not follow `all`
     arrays = [np.atleast_1d(np.asarray(_wrap(part))) for part in parts]
     key = np.zeros(np.broadcast_shapes(*(a.shape for a in arrays)), np.uint64)
     for array in arrays:
         key = mix((key ^ array.astype(np.uint64)) + np.uint64(_GOLDEN))
+    return key
+
+
+def _one_key(parts: Sequence[int]) -> int:
+    key = 0
+    for part in parts:
+        key = ((key ^ (part & _MASK)) + _GOLDEN) & _MASK
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
+        key ^= key >> 31
     return key
 
 

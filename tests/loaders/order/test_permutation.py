@@ -56,3 +56,9 @@ def test_neighbours_are_spread_evenly() -> None:
     n = 10_000
     moved = np.abs(np.diff(permute(np.arange(n), n, key_of(42)).astype(np.int64)))
     assert abs(moved.mean() / n - 1 / 3) < 0.02  # what independent uniform places give
+
+
+@given(st.lists(st.integers(-(1 << 70), 1 << 70), min_size=1, max_size=6))
+def test_one_key_is_the_one_that_arrays_of_it_have(parts: list[int]) -> None:
+    wrapped = [np.array([part & ((1 << 64) - 1)] * 2, np.uint64) for part in parts]
+    assert key_of(*wrapped).tolist() == key_of(*parts).tolist() * 2
