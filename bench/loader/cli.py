@@ -58,7 +58,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def fill(job: command.Job, part: Part) -> None:
     """Every candidate reads the same clips."""
     from bench.loader.by_hand import FRAMES, STRIDE
-    from bench.loader.candidates import BATCH, ENERGON, FLOOR, PEERS, THREADS
+    from bench.loader.candidates import BATCH, FLOOR, PEERS, THREADS
 
     kind = data.KINDS[job.args.kind]
     pythons = dict(pair.split("=", 1) for pair in job.args.peer_python)
@@ -66,9 +66,6 @@ def fill(job: command.Job, part: Part) -> None:
         {package for package in PEERS.values() if not pythons.get(_short(package)) and not _is_here(package)}
     )
     names = _names(job.args.only, missing)
-    if job.args.s3 and ENERGON in names:
-        names.remove(ENERGON)
-        part.notes.append("Energon is left out: its access to S3 wants a configuration of its own.")
     folder = _prepared(job, kind, names, pythons)
     described = f"{kind.seconds} s, {kind.width}x{kind.height}, a key frame every {kind.gop}"
     part.title = (

@@ -7,6 +7,7 @@ Invariant: as `bench.loader.candidates`. Failure behaviour: exceptions of its li
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[t
         {"decoder": None, "cookers": [energon.Cooker(energon.stateless(cook))]},
     )
     dataset = energon.get_train_dataset(
-        str(place.folder / "energon"),
+        _from_s3(place) if place.port else str(place.folder / "energon"),
         batch_size=BATCH,
         shuffle_buffer_size=64,
         max_samples_per_sequence=None,
@@ -57,3 +58,19 @@ def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[t
     )
     for batch in energon.get_savable_loader(dataset):
         yield batch["video"]
+
+
+def _from_s3(place: Place) -> str:
+    """Its name for our folder on the server, which its storage client is told of by a file."""
+    names = {"access_key": "AWS_ACCESS_KEY_ID", "secret_key": "AWS_SECRET_ACCESS_KEY"}
+    keys = {"type": "S3Credentials", "options": {name: os.environ[variable] for name, variable in names.items()}}
+    options = {
+        "endpoint_url": os.environ["AWS_ENDPOINT_URL"],
+        "base_path": place.folder.name,
+        "region_name": "us-east-1",
+    }
+    profile = {"storage_provider": {"type": "s3", "options": options}, "credentials_provider": keys}
+    told = place.folder / "energon.json"
+    told.write_text(json.dumps({"profiles": {"bench": profile}}))
+    os.environ["MSC_CONFIG"] = str(told)
+    return "msc://bench/energon"
