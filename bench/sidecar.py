@@ -28,6 +28,7 @@ from bench.core import command
 from bench.core.results import Metric, Part, Samples
 from bench.sidecar_node import DaemonProcess, daemon, run_ranks, server, write_shards
 from bench.sidecar_rank import Job, Shape
+from dataio.core.medium import medium
 from dataio.core.options import count
 from dataio.sidecar import messages as m
 from dataio.sidecar import wire
@@ -83,6 +84,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", type=count, default=6, help="shards of 32 MB (default: %(default)s; 28 is 0.9 GB)")
+    parser.add_argument(
+        "--cache-dir", type=Path, help="where the caches go, such as a tmpfs (default: the scratch folder)"
+    )
     parser.add_argument("--only", choices=PARTS, action="append", help="measure this part alone; may be repeated")
 
 
@@ -90,10 +94,13 @@ def fill(job: command.Job, part: Part) -> None:
     """All figures, each measured once a round."""
     part.title, part.metrics, part.settings = "Sidecar: one node", FIGURES, {"shards": job.args.shards}
     found = part.candidates.setdefault("millrace", Samples({name: [] for name in FIGURES})).metrics
-    measure(job.scratch, Shape(shards=job.args.shards), job.rounds, found, job.args.only or PARTS)
+    if job.args.cache_dir is not None:
+        part.settings["cache on"] = medium(job.args.cache_dir)
+    with tempfile.TemporaryDirectory(prefix="mb-", dir=job.args.cache_dir or job.scratch) as caches:
+        measure(job.scratch, Path(caches), Shape(shards=job.args.shards), job.rounds, found, job.args.only or PARTS)
 
 
-def measure(scratch: Path, shape: Shape, rounds: int, found: Found, parts: Sequence[str] = PARTS) -> None:
+def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found, parts: Sequence[str] = PARTS) -> None:
     """Fill `found` with a sample of every figure of these parts a round."""
     data = scratch / "data" / "bucket" / "ds"
     write_shards(data, shape)
@@ -102,9 +109,9 @@ def measure(scratch: Path, shape: Shape, rounds: int, found: Found, parts: Seque
     write_shards(limited.with_name("other"), Shape(shards=1, per_shard=1))
     warm_page_cache(data)
     for number in range(rounds):
-        folder = scratch / f"r{number}"
+        folder = caches / f"r{number}"
         if "deliver" in parts:
-            found["floor"].append(shape.samples / passing(data, scratch, shape.total_bytes))
+            found["floor"].append(shape.samples / passing(data, caches, shape.total_bytes))
             for ranks in (1, 4):
                 deliver(folder / f"d{ranks}", f"file://{data}", shape, ranks, found)
         if "s3" in parts:
