@@ -3,9 +3,9 @@
 How: every candidate reads the same shuffled samples, each of three files side by side in tars on local disk, in one thread, and
 delivers each batch in one staging buffer. The plain loop does the least that does so: it knows where everything lies, keeps the
 shards open, and lets the kernel copy straight into the staging buffer. Ours is what a loader does before it decodes: the order,
-the index, announcements eight batches ahead, a read of the sample into the staging buffer, the digest of every file; once more in
-two threads, as a loader reads. The first epoch, which fills caches and has a column of its own, comes before; the page cache
-holds everything.
+the index, announcements eight batches ahead, a read of the sample into the staging buffer, the digest of every file; once more
+as a loader reads: in two threads, one batch ahead, into one of two staging buffers. The first epoch, which fills caches and has
+a column of its own, comes before; the page cache holds everything.
 Invariant: every candidate delivers the same bytes (their digest is compared). "Without digests" explains what checking takes; it
 is no way of reading that Millrace offers. Failure behaviour: a candidate that fails is named; the others go on.
 """
@@ -151,15 +151,29 @@ def _millrace(
             at += samples.fetch_into(sample, _exts(sample.members), memory[at:])
         return at
 
-    def side_by_side(batch: Sequence[Sample]) -> int:
+    def begin(batch: Sequence[Sample], memory: memoryview) -> Callable[[], memoryview]:
+        """Have the batch filled by all threads; call what this returns for the batch."""
         each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
         for first in range(0, len(batch), each):
             part = batch[first : first + each]
-            parts.append(pool.submit(fill, part, staging[at:]))
+            parts.append(pool.submit(fill, part, memory[at:]))
             at += sum(member.length for sample in part for member in sample.members)
-        return sum(part.result() for part in parts)
+        return lambda: memory[: sum(part.result() for part in parts)]
 
-    def batches(epoch: int) -> Batches:
+    def ahead(epoch: int) -> Batches:
+        buffers = itertools.cycle([staging, _staging()])
+        filling = deque[Callable[[], memoryview]]()
+        for batch in planned(epoch):
+            filling.append(begin(batch, next(buffers)))
+            if len(filling) > 1:
+                yield filling.popleft()()
+        yield from (one() for one in filling)
+
+    def in_turn(epoch: int) -> Batches:
+        return (staging[: fill(batch, staging)] for batch in planned(epoch))
+
+    def planned(epoch: int) -> Iterator[list[Sample]]:
+        """Each batch, when those behind it are announced."""
         coming, order = deque[tuple[list[Sample], list[source.Range]]](), _order(dataset, epoch)
         while True:
             for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
@@ -168,9 +182,16 @@ def _millrace(
                 return
             now, _ = coming.popleft()
             samples.announce([read for _, reads in coming for read in reads])
-            yield staging[: side_by_side(now) if threads > 1 else fill(now, staging)]
+            yield now
 
-    return batches
+    return ahead if threads > 1 else in_turn
+
+
+def _staging() -> memoryview:
+    """Room for a batch, in memory that is there."""
+    memory = memoryview(bytearray(BATCH * sum(MEMBERS.values())))
+    memory[::4096] = bytes(len(memory[::4096]))
+    return memory
 
 
 def _exts(members: Sequence[Member]) -> list[str]:
@@ -180,8 +201,7 @@ def _exts(members: Sequence[Member]) -> list[str]:
 def measure(name: str, folder: Path) -> dict[str, float]:
     """Figures of one candidate: the first epoch by itself, then the others."""
     with contextlib.ExitStack() as stack:
-        staging = memoryview(bytearray(BATCH * sum(MEMBERS.values())))
-        staging[::4096] = bytes(len(staging[::4096]))
+        staging = _staging()
         if name != PLAIN and name.endswith(UNCHECKED.format("")):
             source._is_right = lambda view, member: True  # explains what checking takes; nothing else can do so
         batches = CANDIDATES[name](folder, staging, stack)

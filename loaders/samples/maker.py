@@ -74,7 +74,10 @@ class Maker:
             if which not in there:
                 there[which] = self._load(place)
         found = [(place, there[place.source, place.sample.id]) for place in places]
-        return [replace(one, place=place) if isinstance(one, Loaded) else one for place, one in found]
+        return [
+            one if isinstance(one, MillraceError) or one.place is place else replace(one, place=place)
+            for place, one in found
+        ]
 
     def _load(self, place: Place) -> Loaded | MillraceError:
         """Read and check the bytes."""
