@@ -1,6 +1,7 @@
 """Reading some rows and columns of an index part, checked.
 
-Purpose: a part is read as little as possible: its footer once, then the column chunks that are asked for.
+Purpose: a part is read as little as possible: its footer once, then the column chunks that are asked for; together, where there
+is but one block before the footer, which every read takes.
 Invariants: no byte reaches the Parquet reader that a digest does not vouch for: the version names that of the footer, the footer
 those of the blocks before it. Ranges lie inside the file. Rows were checked by `index.check` as far as their columns allow.
 Memory is that of the ranges asked for.
@@ -75,11 +76,15 @@ class PartReader:
         return table
 
     def _footer(self) -> bytes:
-        data = bytearray(self._part.footer)
-        self._get([(self._part.size - len(data), memoryview(data))])
-        if index.digest(bytes(data)) != self._part.footer_digest:
+        one_block = self._part.size - self._part.footer <= index.BLOCK_BYTES
+        wanted = self._part.size if one_block else self._part.footer
+        data = bytearray(wanted)
+        self._get([(self._part.size - wanted, memoryview(data))])
+        footer = bytes(data[wanted - self._part.footer :])
+        if index.digest(footer) != self._part.footer_digest:
             raise self._bad("BLAKE3 of its footer is not what the dataset version says")
-        return bytes(data)
+        self._block = memoryview(data)[: wanted - self._part.footer] if one_block else None
+        return footer
 
     def _block_digests(self) -> list[bytes]:
         size, each = self._part.size - self._part.footer, index.BLOCK_DIGEST
@@ -116,7 +121,10 @@ class PartReader:
         limit, view = self._part.size - self._part.footer, memoryview(data)
         runs = _runs({b for start, end in ranges for b in _blocks_of(start, end)})
         at = [(first * index.BLOCK_BYTES, min(last * index.BLOCK_BYTES, limit)) for first, last in runs]
-        self._get([(start, view[start:end]) for start, end in at])
+        if self._block is None:
+            self._get([(start, view[start:end]) for start, end in at])
+        elif runs:
+            view[:limit] = self._block
         for (first, last), (start, end) in zip(runs, at, strict=True):
             if index.block_digests(view[start:end]) != self._digests[first:last]:
                 raise self._bad(f"BLAKE3 of a block between {start} and {end} does not match")

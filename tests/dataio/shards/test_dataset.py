@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -127,6 +128,18 @@ def test_a_missing_index_part_is_damage(posix: Store) -> None:
     posix.delete_many(["index/1-0.parquet"])
     with pytest.raises(CorruptionError, match=r"index/1-0\.parquet is missing"):
         Dataset(posix)
+
+
+def test_a_small_index_part_is_read_in_one_request(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    document, asked, real = write(posix), list[str](), posix.get_ranges_into
+
+    def counted(key: str, ranges: Any) -> None:
+        asked.append(key)
+        real(key, ranges)
+
+    monkeypatch.setattr(posix, "get_ranges_into", counted)
+    assert list(Dataset(posix)) == SAMPLES
+    assert asked == [part.key for part in document.index]
 
 
 def test_opened_at_once_a_missing_part_shows_when_a_sample_of_it_is_asked_for(posix: Store) -> None:
