@@ -18,8 +18,9 @@ from dataio.store.open import open_store
 from dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
 from tests.leftovers import Place
 
-# a busy machine is no failure: examples are bounded in number, not in time
-settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# a busy machine is no failure: examples are bounded in number, not in time; and equal code has equal ones, every time
+settings.register_profile("millrace", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", settings.get_profile("millrace"), derandomize=False)  # pytest --hypothesis-profile
 settings.load_profile("millrace")
 
 _PLACE = pytest.StashKey[Place]()
@@ -29,7 +30,7 @@ _MEDIA = Path(__file__).resolve().parents[2] / "shared" / "media"
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background; tests interrupt what they start
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if os.environ.get("MILLRACE_TESTS_LEFT") == "error":
+    if os.environ.get("MILLRACE_TESTS_LEFT") != "ignore":
         config.stash[_PLACE] = Place()
 
 
@@ -40,7 +41,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """By all tests of this process together: with MILLRACE_TESTS_LEFT=error the last one fails, and says what is there."""
+    """By all tests of this process together: else the last one fails, saying what is there, unless MILLRACE_TESTS_LEFT=ignore."""
     yield
     if (place := request.config.stash.get(_PLACE, None)) is not None:
         left = place.left()

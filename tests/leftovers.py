@@ -1,7 +1,7 @@
 """What a process of the tests must not leave behind: temporary files, processes, threads.
 
 Each process has a temporary folder of its own, which its children inherit, so what lies there at the end is what its own tests
-left, whatever others do meanwhile.
+left, whatever others do meanwhile. A child that has ended is none: whether something happened to wait for it is luck.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from dataio.core.scratch import Scratch
 
-_SECONDS = 10.0
-"""For what is about to end anyway."""
+_SECONDS = 60.0
+"""For what is about to end anyway; only what will not is waited for so long."""
 _FILES = ("ray", "torchinductor_", "pymp-", "torch_")
 """Kept by packages until their process ends, or for the next one."""
 _THREADS = ("MainThread", "fsspecIO", "asyncio_", "execnet", "Dummy", "ray_", "pydevd", "Hypothesis")
@@ -61,14 +61,18 @@ class Place:
 def _processes() -> list[str]:
     found = []
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            with contextlib.suppress(OSError):
-                command = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                )
-                if not any(known in command for known in _PROCESSES):
-                    found.append(f"process {pid}: {command[:200] or 'ended, and not waited for'}")
+        for pid in _read(task / "children").split():
+            command = _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+            if command and not any(known in command for known in _PROCESSES):
+                found.append(f"process {pid}: {command[:200]}")
     return found
+
+
+def _read(path: Path) -> str:
+    """Nothing of a thread or process that has ended since it was listed."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
 
 
 def _threads() -> list[str]:

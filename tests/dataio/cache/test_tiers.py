@@ -112,7 +112,7 @@ def test_what_is_unlinked_and_still_held_counts_in_its_tier(tiers: Callable[...,
     views = [reader.read(key, WHOLE)[0] for key in "ab"]
     reader.close()
     for key in "cdef":
-        assert engine.open(store, key, WHOLE).result(10) is None, "the slow tier is full of what is held"
+        assert engine.open(store, key, WHOLE).result(60) is None, "the slow tier is full of what is held"
     engine.stats()
     assert used(engine) == [SIZE, SIZE]
     assert engine.stats()["dropped_but_held_bytes"] == SIZE, "and the fast one is not emptied for nothing"
@@ -120,7 +120,7 @@ def test_what_is_unlinked_and_still_held_counts_in_its_tier(tiers: Callable[...,
     del views
     gc.collect()
     assert engine.stats()["used_bytes"] == SIZE
-    assert engine.open(store, "c", WHOLE).result(10) is not None, "its room is free again"
+    assert engine.open(store, "c", WHOLE).result(60) is not None, "its room is free again"
 
 
 def test_a_tier_that_is_full_before_its_budget_is_gone_around(
@@ -150,15 +150,15 @@ def test_a_tier_that_becomes_read_only_is_gone_around_and_used_again_later(
     engine, _ = tiers(clock=clock)
     subprocess.run(["mount", "-o", "remount,ro", str(folders[0])], check=True)
     with caplog.at_level(logging.WARNING):
-        assert engine.open(store, "a", WHOLE).result(10) is None, "this one read is sent to the store"
+        assert engine.open(store, "a", WHOLE).result(60) is None, "this one read is sent to the store"
     assert "Read-only file system" in caplog.text, "the fault fired"
-    lease = engine.open(store, "b", WHOLE).result(10)
+    lease = engine.open(store, "b", WHOLE).result(60)
     assert lease is not None
     assert [tier["paused"] for tier in engine.tier_stats()] == [True, False]
     assert used(engine)[1] == SIZE
     subprocess.run(["mount", "-o", "remount,rw", str(folders[0])], check=True)
     clock.now += RECOVER_SECONDS + 1
-    assert engine.open(store, "c", [(0, BLOCK)]).result(10) is not None
+    assert engine.open(store, "c", [(0, BLOCK)]).result(60) is not None
     assert [tier["paused"] for tier in engine.tier_stats()] == [False, False]
 
 

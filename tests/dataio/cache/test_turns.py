@@ -133,7 +133,7 @@ def test_in_the_engine_a_job_with_many_blocks_waiting_does_not_keep_another_wait
     engine.assign(1, "greedy")
     engine.assign(2, "modest")
     for key in store.objects:  # their sizes are known
-        engine.open(store, key, []).result(10)
+        engine.open(store, key, []).result(60)
     store.gate.clear()
     many = [engine.open(store, "greedy", [(4096 * n, 4096)], 1) for n in range(40)]
     while len(store.reads) < 2:
@@ -142,8 +142,8 @@ def test_in_the_engine_a_job_with_many_blocks_waiting_does_not_keep_another_wait
     assert engine.turns()["greedy"]["waiting"] == 38
     assert engine.turns()["modest"]["waiting"] == 1
     store.gate.set()
-    assert one.result(10) is not None
-    assert all(future.result(10) is not None for future in many)
+    assert one.result(60) is not None
+    assert all(future.result(60) is not None for future in many)
     place = [key for key, _, _ in store.reads].index("modest")
     assert place < 5, f"its turn came after {place} of 40 blocks of the other"
     engine.close()
@@ -153,7 +153,7 @@ def test_in_the_engine_limits_hold_and_change_while_it_runs(tmp_path: Path) -> N
     store = MemoryStore(a=bytes(40 * 4096))
     engine = Engine(tmp_path, 100 * 4096, threads=8, block_bytes=4096)
     engine.limit(JobLimits(connections=2))
-    engine.open(store, "a", []).result(10)
+    engine.open(store, "a", []).result(60)
     store.gate.clear()
     futures = [engine.open(store, "a", [(4096 * n, 4096)], 1) for n in range(20)]
     while len(store.reads) < 2:
@@ -165,5 +165,5 @@ def test_in_the_engine_limits_hold_and_change_while_it_runs(tmp_path: Path) -> N
         time.sleep(0.001)
     assert engine.turns()["1"]["connections"] == 6
     store.gate.set()
-    assert all(future.result(10) is not None for future in futures)
+    assert all(future.result(60) is not None for future in futures)
     engine.close()
