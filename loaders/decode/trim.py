@@ -36,6 +36,7 @@ from loaders.clip import Wanted
 from loaders.decode.contract import MAX_CLIP_BYTES, Request
 
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
+_DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
 _DECODING = {
     "max_pixels": str(limits.FRAME_PIXELS)
 }  # the index knows the first frame's size; a later one may be a bomb
@@ -94,17 +95,19 @@ class ViewFile(io.RawIOBase):
 
 
 @contextmanager
-def open_media(data: memoryview, *, trusting: bool = False) -> Iterator[av.container.InputContainer]:
+def open_media(data: memoryview, *, trusting: bool = False, ext: str = "") -> Iterator[av.container.InputContainer]:
     """The container of `data`, complete and of a kind that cannot name other files; errors of libav become ours.
 
-    `trusting` believes what the container says of its streams; else libav decodes the first pictures to see for itself.
+    `trusting` believes what the container says of its streams, and `ext` that it is what the file's name says; else libav
+    decodes the first pictures to see for itself, and tries every demuxer.
     """
     check_complete(cast(BinaryIO, ViewFile(data)), len(data))
     options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_DECODING}
     if trusting:
         options["codec_whitelist"] = "none"  # of those that look; ours are others
     try:
-        with av.open(ViewFile(data), "r", buffer_size=_READ_BYTES, options=options) as container:
+        demuxer = _DEMUXER_OF.get(ext) if trusting else None
+        with av.open(ViewFile(data), "r", demuxer, buffer_size=_READ_BYTES, options=options) as container:
             yield container
     except (av.FFmpegError, OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -117,7 +120,7 @@ def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]
     what `tells_all` only."""
     if request.info.width * request.info.height * 3 * len(request.wanted.values) > MAX_CLIP_BYTES:
         raise CapacityError("the decoded clip would be too large", hint="ask for fewer frames a clip")
-    with open_media(request.data, trusting=trusting) as container:
+    with open_media(request.data, trusting=trusting, ext=request.info.ext) as container:
         yield _read(container, request)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,20 @@ def test_what_the_container_says_is_believed_and_gives_the_same_frames(
     assert isinstance(thoroughly, Decoded)
     assert torch.equal(quickly.frames, thoroughly.frames)
     assert quickly.pts == thoroughly.pts
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("pancake_h264.mkv", "mp4"), ("nasa_h264_aac.mp4", "mkv"), ("av1.mkv", "mp4")]
+)
+def test_a_container_that_is_not_what_the_files_name_says_gives_the_same_frames(
+    name: str, said: str, media: Path, info_of: InfoOf
+) -> None:
+    data = (media / name).read_bytes()
+    info = info_of(data, name[-3:])
+    asked = Request(memoryview(data), info, choose(info, Clip(4, 2), 0, 0, 0, 0))
+    (right,) = PyAVDecoder().decode([asked])
+    (wrong,) = PyAVDecoder().decode([replace(asked, info=replace(info, ext=said))])
+    assert isinstance(right, Decoded)
+    assert isinstance(wrong, Decoded)
+    assert torch.equal(right.frames, wrong.frames)
+    assert right.pts == wrong.pts
