@@ -27,7 +27,7 @@ def test_the_figures_are_measured_on_a_real_daemon(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:
         deliver(Path(folder) / "a", f"file://{tmp_path}", SMALL, 1, found)
         with daemon(Path(folder) / "b", cache_bytes="64MiB") as running:
-            assert mapped_ratio(running, f"file://{tmp_path}", tmp_path, SMALL) > 0
+            assert mapped_ratio(running, f"file://{tmp_path}", SMALL) > 0
             key, ranges = SMALL.read(0)
             with running.connect() as sidecar:
                 assert open_p50(sidecar, f"file://{tmp_path}", key, ranges[0]) > 0
