@@ -37,7 +37,7 @@ class Whole:
 
     def draw(self, number: int, frame: VideoFrame) -> None:
         picture = self._convert(frame, convert.rgb(frame, self._color))
-        self.clip[number] = convert.plane(picture, samples=3).reshape(frame.height, frame.width, 3)
+        self.clip[number] = convert.planes(picture, samples=3)[0].reshape(frame.height, frame.width, 3)
 
     def again(self, number: int) -> None:
         self.clip[number] = self.clip[number - 1]
@@ -56,9 +56,9 @@ class Quick:
         if frame.format.name not in self._ways:
             self._ways[frame.format.name] = self._way(frame)
         chain, y, x = self._ways[frame.format.name]
-        picture = self._convert(frame, chain)
-        for channel, number_of_plane in enumerate((2, 0, 1)):  # they are stored as G, B, R
-            kept = convert.plane(picture, number_of_plane)[y : y + self._down.kept, x : x + self._across.kept]
+        green, blue, red = convert.planes(self._convert(frame, chain))
+        for channel, plane in enumerate((red, green, blue)):
+            kept = plane[y : y + self._down.kept, x : x + self._across.kept]
             self.clip[number, channel] = kept[:, ::-1] if self._fit.mirror else kept
 
     def _way(self, frame: VideoFrame) -> tuple[Chain, int, int]:

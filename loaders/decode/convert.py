@@ -120,7 +120,8 @@ def _graph(frame: VideoFrame, chain: Chain) -> Graph:
     return graph
 
 
-def plane(frame: VideoFrame, number: int = 0, samples: int = 1) -> U8:
-    """A plane's memory as (height, width × samples), without a copy."""
-    one: Any = frame.planes[number]
-    return np.frombuffer(memoryview(one), np.uint8).reshape(-1, one.line_size)[: frame.height, : frame.width * samples]
+def planes(frame: VideoFrame, samples: int = 1) -> list[U8]:
+    """The planes' memory as (height, width × samples), without a copy."""
+    every: Any = frame.planes
+    height, width = frame.height, frame.width * samples
+    return [np.frombuffer(one, np.uint8).reshape(-1, one.line_size)[:height, :width] for one in every]

@@ -42,7 +42,7 @@ class Fitted:
             part = convert.with_margin(self._rows, self._columns, frame)
             self._ways[frame.format.name] = part, convert.rgb(frame, self._color, part)
         part, chain = self._ways[frame.format.name]
-        picture = convert.plane(self._convert(frame, chain), samples=3)
+        picture = convert.planes(self._convert(frame, chain), samples=3)[0]
         bottom, right = min(part.bottom, len(page)), min(part.right, page.shape[1])
         kept = picture[: bottom - part.top, : 3 * (right - part.left)]
         page[part.top : bottom, part.left : right] = kept.reshape(bottom - part.top, right - part.left, 3)

@@ -94,7 +94,7 @@ def test_a_part_of_a_frame_is_what_it_is_in_the_whole(
     span, all_ = (min(begin, side - 1), min(begin + length, side)), (0, frame.height if across else frame.width)
     rows, columns = (all_, span) if across else (span, all_)
     part = convert.with_margin(rows, columns, frame)
-    picture = convert.plane(Converter()(frame, convert.rgb(frame, "bt601", part)), samples=3)
+    (picture,) = convert.planes(Converter()(frame, convert.rgb(frame, "bt601", part)), samples=3)
     cut = picture.reshape(part.bottom - part.top, part.right - part.left, 3)
     cut = cut[rows[0] - part.top : rows[1] - part.top, columns[0] - part.left : columns[1] - part.left]
     assert np.array_equal(cut, whole(frame)[0, rows[0] : rows[1], columns[0] : columns[1]].numpy())
