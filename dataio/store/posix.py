@@ -30,7 +30,7 @@ from dataio.core.filesystem import is_local
 from dataio.store import nolinks
 from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from dataio.store.direct import fill_directly
+from dataio.store.direct import fill_directly, fill_together
 from dataio.store.oserrors import AMBIGUOUS, translated
 from dataio.store.writer import FileWriter
 
@@ -79,8 +79,12 @@ class PosixStore(Store):
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         direct = self._past_the_cache(key)
         with self._reading(key) as file:
-            for offset, buffer in ranges:
-                check_range(self._name(key), offset, len(target := writable_bytes(buffer)), file.size)
+            wanted = [(offset, writable_bytes(buffer)) for offset, buffer in ranges]
+            for offset, target in wanted:
+                check_range(self._name(key), offset, len(target), file.size)
+            if direct and len(wanted) > 1:
+                direct, wanted = False, fill_together(file.fd, wanted)
+            for offset, target in wanted:
                 file.fill(offset, target, direct=direct)
 
     def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:

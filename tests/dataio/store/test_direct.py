@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import re
@@ -20,7 +21,7 @@ from hypothesis import given
 
 from dataio.core.errors import CapacityError
 from dataio.store import direct
-from dataio.store.direct import ALIGN, LEAST_BYTES, aligned_part, fill_directly, mostly_cached
+from dataio.store.direct import ALIGN, LEAST_BYTES, aligned_part, fill_directly, fill_together, mostly_cached, pieces
 from dataio.store.open import open_location, open_store
 from dataio.store.posix import TEMPORARY, PosixStore
 from dataio.testing.conformance import some_bytes
@@ -120,6 +121,57 @@ def test_a_file_that_became_shorter_is_said_to_be(tmp_path: Path, monkeypatch: p
         start, stop = fill_directly(file.fileno(), 5, memoryview(buffer))
     assert (start, stop) in ((0, 2 * MIB + 95), (0, 0))
     assert bytes(buffer[:stop]) == path.read_bytes()[5 : 5 + stop]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3 * 10**5), st.integers(0, 9 * 10**6)), max_size=8))
+def test_ranges_are_cut_into_reads_that_have_room_and_hold_every_byte_once(gaps: list[tuple[int, int]]) -> None:
+    ranges, end = [], 0
+    for gap, length in gaps:
+        ranges.append((end + gap, memoryview(bytes(length))))
+        end += gap + length
+    found = [part for piece in pieces(ranges) for part in piece]
+    assert sum(len(view) for _, view in found) == sum(len(view) for _, view in ranges)
+    ends = [(offset, offset + len(view)) for offset, view in found]
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
+    assert all(any(a <= start and stop <= a + len(view) for a, view in ranges) for start, stop in ends)
+    for piece in pieces(ranges):
+        first, (last, tail) = piece[0][0], piece[-1]
+        assert last + len(tail) - first // ALIGN * ALIGN <= direct._BOUNCE_BYTES
+
+
+def test_what_lies_close_together_is_read_at_once_past_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, body = open_store(tmp_path / "store"), some_bytes(11 * MIB)
+    store.put("packs/k", body)
+    store.read_once("packs/")
+    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
+    reads: list[tuple[bool, int]] = []
+    preadv = os.preadv
+
+    def watched(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), offset))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    spans = [(5, 300_000), (300_005, 1), (304_000, 5 * MIB), (9 * MIB, 100), (9 * MIB + 8192, 0), (10 * MIB, MIB - 3)]
+    rooms = [(offset, memoryview(bytearray(length + 2))[1:-1]) for offset, length in spans]
+    store.get_ranges_into("packs/k", rooms)
+    assert [bytes(room) for _, room in rooms] == [body[offset : offset + length] for offset, length in spans]
+    if not any(straight for straight, _ in reads):
+        pytest.skip("this file system has no O_DIRECT; the bytes were right without it")
+    assert reads == [(True, 0), (True, 4 * MIB), (False, 9 * MIB), (False, 10 * MIB)]
+
+
+def test_a_piece_of_a_file_that_became_shorter_is_left_to_whoever_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
+    path = tmp_path / "short"
+    path.write_bytes(some_bytes(MIB))
+    parts = [(0, memoryview(bytearray(MIB))), (MIB, memoryview(bytearray(100)))]
+    with path.open("rb") as file:
+        assert fill_together(file.fileno(), parts) == parts
 
 
 def test_a_refusal_of_o_direct_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
