@@ -19,6 +19,7 @@ from dataio.cache.engine import Engine
 from dataio.cache.objects import STAT_SECONDS
 from dataio.cache.reader import CachedReader, PrivateReader
 from dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
+from dataio.core.metrics import REGISTRY
 from dataio.core.private import private_directory
 from dataio.testing.clock import ManualClock
 
@@ -67,6 +68,19 @@ def test_the_bytes_are_those_of_the_object(reader: CachedReader, store: MemorySt
         assert [bytes(v) for v in views] == [store.objects["a"][o : o + n] for o, n in ranges]
     assert store.stats == 1
     assert store.bytes_read == 4 * BLOCK + 100
+
+
+def test_the_metrics_have_every_byte_that_was_read_once_somebody_looks(reader: CachedReader, engine: Engine) -> None:
+    def told() -> float:
+        engine.stats()
+        return sum(
+            REGISTRY.get_sample_value("millrace_cache_bytes_total", {"source": s}) or 0 for s in ("cache", "store")
+        )
+
+    before = told()
+    for _ in range(3):
+        reader.read("a", [(5, 100), (300, 10)])
+    assert told() - before >= 330  # of an engine that another test left there may be more
 
 
 def test_views_are_read_only(reader: CachedReader) -> None:

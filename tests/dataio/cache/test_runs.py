@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataio.cache.events import ObjectId
-from dataio.cache.plan.files import Books, CacheFile
+from dataio.cache.plan.files import Books, CacheFile, blocks_of
 
 OBJECT = ObjectId("s", "k", 97, 0.0)
 """The last of its ten blocks is a short one."""
@@ -27,6 +27,15 @@ def test_runs_are_the_present_bytes_sorted_and_joined_and_a_list_once_given_stay
         assert sum(end - first for first, end in runs) == file.cost(file.present)
         assert file.runs(2) == runs[:2]
     assert all(runs == copy for runs, copy in given_out)
+
+
+@given(st.sets(st.integers(0, 9)), st.lists(st.tuples(st.integers(0, 97), st.integers(0, 97)), max_size=3))
+def test_a_file_has_ranges_when_it_has_all_their_blocks(numbers: set[int], wanted: list[tuple[int, int]]) -> None:
+    file = CacheFile(1, OBJECT, 0, Books(), 10)
+    for number in numbers:
+        file.arrived(number)
+    ranges = tuple((offset, min(length, 97 - offset)) for offset, length in wanted)
+    assert file.has(ranges) is (blocks_of(ranges, 10) <= file.present)
 
 
 def test_a_ring_files_parts_are_joined_where_they_touch() -> None:
