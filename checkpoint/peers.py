@@ -35,6 +35,8 @@ class Peers:
         self._held = watched(places, rank)
         self._beside = {r for r, place in enumerate(places) if self._held is not None and place == places[self._held]}
         self._line = Lifeline(told[self._held][3]) if self._held is not None else None
+        if self._held is None and door is not None:
+            door.close()  # one node: nobody will knock
 
     def gone(self, ranks: Sequence[int]) -> str:
         """Which of `ranks` have ended, in words; "" for none."""

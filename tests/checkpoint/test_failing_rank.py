@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.lifeline import Door, wait_closed
 from checkpoint.peers import Peers, card, watched
 from checkpoint.repository import steps as repository
 from dataio.store.open import open_store
@@ -62,7 +63,8 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
 
 def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", "from checkpoint.peers import card; print(card().hex(), flush=True); input()"],
+        [sys.executable, "-c", "from checkpoint.lifeline import Door, wait_closed
+from checkpoint.peers import card; print(card().hex(), flush=True); input()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -86,3 +88,10 @@ def test_the_ranks_of_a_node_hold_on_to_different_ranks_of_the_next() -> None:
     nodes = [b"a", b"a", b"a", b"b", b"b", b"c"]
     assert [watched(nodes, rank) for rank in range(6)] == [3, 4, 3, 5, 5, 0]
     assert [watched([b"a"] * 3, rank) for rank in range(3)] == [None] * 3
+
+
+def test_where_there_is_one_node_no_door_stays_open() -> None:
+    door = Door("127.0.0.1")
+    peers = Peers([card(door), card()], 0, door)
+    assert not peers.across
+    wait_closed(door.address)
