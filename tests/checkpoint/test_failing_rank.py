@@ -63,8 +63,7 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
 
 def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", "from checkpoint.lifeline import Door, wait_closed
-from checkpoint.peers import card; print(card().hex(), flush=True); input()"],
+        [sys.executable, "-c", "from checkpoint.peers import card; print(card().hex(), flush=True); input()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
