@@ -30,7 +30,7 @@ _MEDIA = Path(__file__).resolve().parents[2] / "shared" / "media"
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background; tests interrupt what they start
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if os.environ.get("MILLRACE_TESTS_LEFT") != "ignore":
+    if os.environ.get("MILLRACE_TESTS_LEFT") == "error":
         config.stash[_PLACE] = Place()
 
 
@@ -41,7 +41,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """By all tests of this process together: else the last one fails, saying what is there, unless MILLRACE_TESTS_LEFT=ignore."""
+    """By all tests of this process together: with MILLRACE_TESTS_LEFT=error the last one fails, and says what is there."""
     yield
     if (place := request.config.stash.get(_PLACE, None)) is not None:
         left = place.left()
