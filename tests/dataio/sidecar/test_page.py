@@ -21,6 +21,7 @@ from tests.dataio.sidecar.conftest import HERE, RunningDaemon, wait_for
 
 RUN = "flow-7b"
 SHOTS = os.environ.get("MILLRACE_SCREENSHOTS")
+NOTHING_CUT = "[...document.querySelectorAll('dd')].every((e) => e.scrollWidth <= e.clientWidth)"
 COMMANDS = {"checkpoint": [sys.executable, "-m", "checkpoint.carry"]}
 
 
@@ -74,6 +75,7 @@ def test_the_page_shows_a_real_job_at_both_widths_in_both_schemes(job: Job, tmp_
             assert text.count("Queue") == 2  # the job's, and all of the node
             assert not any(bad in text for bad in ("NaN", "undefined", "null", "Infinity"))
             assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"too wide at {width}"
+            assert browser.evaluate(NOTHING_CUT), f"a figure is cut off at {width}"
             picture = browser.screenshot(folder / f"page-{width}-{scheme}.png")
             assert (float(np.median(picture)) < 90) is (scheme == "dark")
             assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 50
