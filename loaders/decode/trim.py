@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right, insort
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import BinaryIO, TypeAlias, cast
+from typing import BinaryIO, TypeAlias, TypeVar, cast
 
 import av
 import av.container
+from av.audio.stream import AudioStream
 from av.packet import Packet
 from av.video.stream import VideoStream
 
@@ -35,6 +36,7 @@ from dataio.shards.media.probe import is_shown
 from loaders.clip import Wanted
 from loaders.decode.contract import MAX_CLIP_BYTES, Request
 
+_Stream = TypeVar("_Stream", VideoStream, AudioStream)
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
 _DECODING = {
@@ -145,6 +147,13 @@ def _read(container: av.container.InputContainer, request: Request) -> Window:
     return Window(stream, packets, times, _picks(wanted, times), all(p.pts is not None for p in packets))
 
 
+def demuxed(
+    container: av.container.InputContainer, stream: _Stream
+) -> AbstractContextManager[Iterator[Packet[_Stream]]]:
+    """The stream's packets; to be closed, as PyAV leaks one where its generator is only dropped before the end."""
+    return closing(cast("Generator[Packet[_Stream], None, None]", container.demux(stream)))
+
+
 def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
     """Whether packets are not frames, or carry their neighbours' stamps: packed B-frames, AVI."""
     return codec not in _ONE_PACKET_ONE_FRAME or ("avi" in container.format.name and codec != "mjpeg")
@@ -178,15 +187,16 @@ def _from_key(container: av.container.InputContainer, stream: VideoStream, wante
 def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: int) -> Packets:
     """Packets from the key frame at `pts` on; none when a later key frame comes first."""
     found = False
-    for packet in container.demux(stream):
-        if packet.size == 0:
-            return  # the end: what follows is only meant for flushing
-        if packet.is_keyframe and not found:
-            found = _stamp(packet) == pts
-            if _stamp(packet) > pts:
-                return
-        if found:
-            yield packet
+    with demuxed(container, stream) as packets:
+        for packet in packets:
+            if packet.size == 0:
+                return  # the end: what follows is only meant for flushing
+            if packet.is_keyframe and not found:
+                found = _stamp(packet) == pts
+                if _stamp(packet) > pts:
+                    return
+            if found:
+                yield packet
 
 
 def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]], list[int], bool]:

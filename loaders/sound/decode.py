@@ -22,7 +22,7 @@ from av.audio.stream import AudioStream
 
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo
-from loaders.decode.trim import open_media
+from loaders.decode.trim import demuxed, open_media
 from loaders.sound.spec import LAYOUTS, AudioSpec
 
 F32 = npt.NDArray[np.float32]
@@ -70,12 +70,13 @@ def _frames(
     assert stream.time_base is not None
     if start > 0:
         container.seek(int(start / stream.time_base), stream=stream, backward=True)
-    for frame in container.decode(stream):
-        if frame.pts is None or frame.time_base is None:
-            raise CorruptionError("the sound carries no time stamps")
-        if frame.pts * frame.time_base >= end:
-            return
-        yield frame
+    with demuxed(container, stream) as packets:
+        for frame in (frame for packet in packets for frame in packet.decode()):
+            if frame.pts is None or frame.time_base is None:
+                raise CorruptionError("the sound carries no time stamps")
+            if frame.pts * frame.time_base >= end:
+                return
+            yield frame
 
 
 def _lay_out(frames: list[AudioFrame], start: Fraction, seconds: Fraction) -> tuple[F32, Fraction]:

@@ -1,0 +1,71 @@
+"""Decoding a part of a file leaves no memory behind: a long training decodes some hundred million clips."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+
+from dataio.shards.media.probe import probe
+from loaders.clip import Clip, choose
+from loaders.decode.contract import Decoded, Request
+from loaders.decode.geometry import Fit
+from loaders.decode.pyav import PyAVDecoder
+from loaders.sound.decode import decode_audio
+from loaders.sound.spec import AudioSpec
+from tests.loaders import made
+
+_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
+
+
+def in_use() -> int:
+    """Bytes that libraries have from malloc."""
+    gc.collect()
+    about = ctypes.CDLL("libc.so.6").mallinfo2
+    about.restype = _Info
+    return int(about().uordblks)
+
+
+def grown(work: Callable[[], object], times: int = 300) -> float:
+    """Bytes left by each call. What other threads of this process do meanwhile counts too: the least of a few windows, since
+    a leak is in each."""
+    for _ in range(20):
+        work()
+    found = []
+    for _ in range(4):
+        before = in_use()
+        for _ in range(times):
+            work()
+        found.append((in_use() - before) / times)
+    return min(found)
+
+
+def test_memory_that_is_left_is_seen() -> None:
+    kept = list[ctypes.Array[ctypes.c_char]]()
+    assert grown(lambda: kept.append(ctypes.create_string_buffer(1000)), 50) > 900
+
+
+@pytest.mark.parametrize("name", ["h264.mp4", "h264-vfr.mkv"])
+def test_a_clip_that_ends_before_its_video_leaves_nothing(name: str) -> None:
+    data = made.make(next(one for one in made.ALL if one.name == name))
+    info = probe(data, ext=name.rsplit(".")[-1]).video
+    assert info is not None
+    decoder = PyAVDecoder()
+    request = Request(memoryview(data), info, choose(info, Clip(1), 0, 0, 0, 0), "bt601", Fit((16, 16)))
+    assert isinstance(decoder.decode([request])[0], Decoded)
+    assert grown(lambda: decoder.decode([request])) < 60  # a packet takes 149
+
+
+def test_sound_that_ends_before_its_recording_leaves_nothing() -> None:
+    data = made.make(next(one for one in made.ALL if one.name == "h264.mp4"))
+    info = probe(data, ext="mp4").audio
+    assert info is not None
+    spec = AudioSpec(8000, seconds=0.1)
+    assert grown(lambda: decode_audio(memoryview(data), info, Fraction(0), spec, 800)) < 60
