@@ -49,7 +49,9 @@ def grown(work: Callable[[], object], times: int = 300) -> float:
 
 def test_memory_that_is_left_is_seen() -> None:
     kept = list[ctypes.Array[ctypes.c_char]]()
-    assert grown(lambda: kept.append(ctypes.create_string_buffer(100_000)), 50) > 50_000  # others may free some meanwhile
+    assert (
+        grown(lambda: kept.append(ctypes.create_string_buffer(100_000)), 50) > 50_000
+    )  # others may free some meanwhile
 
 
 @pytest.mark.parametrize("name", ["h264.mp4", "h264-vfr.mkv"])
