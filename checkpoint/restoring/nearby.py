@@ -28,7 +28,7 @@ _FILE = "file://"
 NODE_BYTES = 8
 _LEAST, _MOST = 2, 8
 _WAITING = 4
-"""Threads that read from another machine at least: they mostly wait."""
+"""Threads at least that read from another machine, or of all ranks together from a disk: they mostly wait."""
 
 
 def on_this_node(store: Store) -> bool:
@@ -39,8 +39,10 @@ def on_this_node(store: Store) -> bool:
 
 def threads(store: Store, ranks_here: int) -> int:
     """How many of this rank should read and hash at once, with so many ranks on the node."""
-    cores = len(os.sched_getaffinity(0)) // max(ranks_here, 1)
-    return min(max(cores, _LEAST if on_this_node(store) else _WAITING), _MOST)
+    cores, ranks = len(os.sched_getaffinity(0)), max(ranks_here, 1)
+    if on_this_node(store):
+        return min(max(max(cores, _WAITING) // ranks, _LEAST), _MOST)
+    return min(max(cores // ranks, _WAITING), _MOST)
 
 
 @cache
