@@ -3,18 +3,20 @@
 Invariant: nothing but this file and `dataio.core` is imported before a sub-command is chosen, so `millrace --help` answers
 at once. Sub-commands are named by strings, so the dispatcher sits below all of them without importing any.
 Failure behaviour: a `MillraceError` becomes `millrace NAME: error: …` on standard error (with `--json`, a JSON object
-on standard output) and its exit code; anything else is a bug, said so, with exit code 70 and its traceback on request.
+on standard output) and its exit code, and so does a full disk behind standard output; anything else is a bug, said so, with
+exit code 70 and its traceback on request.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from dataio.core.errors import MillraceError
+from dataio.core.errors import CapacityError, MillraceError
 from dataio.core.redact import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -50,11 +52,35 @@ _EXIT_CODES = """\
 exit codes: 0 done · 1 done in part (some inputs were skipped or found damaged, and are listed) · 2 wrong use or missing
 object · 3 passing trouble, try again · 4 stored data is damaged · 5 another writer won · 6 no space or above a limit ·
 70 a bug in Millrace · 130 interrupted"""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name) and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    name = f"millrace {args[0]}" if args and args[0] in COMMANDS else "millrace"
+    try:
+        code = _run(args)
+        sys.stdout.flush()  # here, where somebody can still say that it failed
+        return code
+    except MillraceError as error:
+        _report(name, error, as_json="--json" in args)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _drop_output()
+        return 0
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            _drop_output()
+            _report(name, CapacityError(str(error), hint="free space, or send the output elsewhere"), as_json=False)
+            return CapacityError.exit_code
+        return _bug(name, error)
+
+
+def _run(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
@@ -70,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         meant = "".join(f", did you mean {close!r}?" for close in get_close_matches(name, COMMANDS, 1))
         print(f"millrace: error: no command {name!r}{meant or '; see millrace --help'}", file=sys.stderr)
         return 2
-    return _guarded(name, _load(COMMANDS[name][0]), args[1:])
+    return _load(COMMANDS[name][0])(args[1:])
 
 
 def usage() -> str:
@@ -87,34 +113,27 @@ def _load(target: str) -> Callable[[list[str]], int]:
     return loaded
 
 
-def _guarded(name: str, command: Callable[[list[str]], int], args: list[str]) -> int:
-    try:
-        return command(args)
-    except MillraceError as error:
-        _report(name, error, as_json="--json" in args)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"millrace {name}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        if os.environ.get("MILLRACE_DEBUG"):
-            raise
-        what = redact(f"{type(error).__name__}: {error}")
-        print(
-            f"millrace {name}: bug in Millrace: {what}\n  next: run again with MILLRACE_DEBUG=1 and report the traceback",
-            file=sys.stderr,
-        )
-        return 70
+def _drop_output() -> None:
+    """Leave nothing for the interpreter to write, and to complain of, at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _bug(name: str, error: Exception) -> int:
+    if os.environ.get("MILLRACE_DEBUG"):
+        raise error
+    what = redact(f"{type(error).__name__}: {error}")
+    print(
+        f"{name}: bug in Millrace: {what}\n  next: run again with MILLRACE_DEBUG=1 and report the traceback",
+        file=sys.stderr,
+    )
+    return 70
 
 
 def _report(name: str, error: MillraceError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": {"code": error.code, "message": error.message, "hint": error.hint}}))
         return
-    print(f"millrace {name}: error: {error.message}", file=sys.stderr)
+    print(f"{name}: error: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"  next: {error.hint}", file=sys.stderr)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -100,6 +101,31 @@ def test_any_other_error_is_a_bug_and_shows_no_secret(
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     _command(monkeypatch, KeyboardInterrupt())
     assert cli.main(["try"]) == 130
+
+
+def test_an_interrupt_while_a_command_is_imported_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(_: str) -> Sequence[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", load)
+    assert cli.main(["ckpt", "ls"]) == 130
+    assert capsys.readouterr().err == "millrace ckpt: interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "bench --help"])
+def test_a_full_disk_behind_standard_output_is_said_and_is_no_bug(command: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m dataio.cli {command} > /dev/full"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+    )
+    assert done.returncode == 6
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:

@@ -17,10 +17,11 @@ from typing import IO
 
 import xxhash
 
-from dataio.core.errors import AccessDeniedError, CapacityError, ConflictError, MillraceError, NotFoundError
+from dataio.core.errors import ConflictError, MillraceError, NotFoundError
 from dataio.shards import members
 from dataio.shards.contract import Member, Sample
 from dataio.shards.dataset import Dataset
+from dataio.store.oserrors import from_os_error
 
 _NAME_BYTES = 200
 _PLAIN = frozenset("-_.+=,@")
@@ -103,9 +104,8 @@ def _exists(path: Path) -> ConflictError:
 
 
 def _os_error(path: Path, error: OSError) -> MillraceError:
-    why = f"{path} cannot be written: {error.strerror or error}"
     if isinstance(error, FileNotFoundError):
-        return NotFoundError(why, hint="make the folder first, or name another")
-    if isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError):
-        return AccessDeniedError(why, hint="name a place where you may write")
-    return CapacityError(why, hint="free space, or name another place")
+        return NotFoundError(
+            f"writing {path}: its folder does not exist", hint="make the folder first, or name another"
+        )
+    return from_os_error(error, f"writing {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataio import Dataset, pack
-from dataio.core.errors import ConflictError, CorruptionError, NotFoundError
+from dataio.core.errors import AccessDeniedError, ConflictError, CorruptionError, NotFoundError
 from dataio.shards.look.export import export, safe_name
 
 
@@ -58,6 +59,18 @@ def test_what_is_not_there_is_named(dataset: Dataset, tmp_path: Path) -> None:
         list(export(dataset, ["zz"], tmp_path / "out"))
     with pytest.raises(ConflictError, match="no folder"):
         list(export(dataset, ["b"], tmp_path / "ds" / "dataset.json"))
+
+
+def test_a_folder_that_may_not_be_written_is_no_lack_of_space(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "link", read_only)
+    with pytest.raises(AccessDeniedError, match=r"b\.wav: Read-only file system"):
+        list(export(dataset, ["b"], tmp_path / "out"))
+    assert os.listdir(tmp_path / "out") == []
 
 
 _PARTS = st.tuples(st.text(min_size=1, max_size=300), st.sampled_from(["mp4", "txt", "a/b", "tar.gz"]))
