@@ -24,6 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from dataio.core import limits
 from dataio.core.errors import (
@@ -113,17 +115,35 @@ class FsspecStore(Store):
             return
         folder = f"{self._root}/{prefix.rpartition('/')[0]}".rstrip("/")
         with self._translated(prefix):
-            try:
-                found = self._fs.find(folder + "/" if self._protocol in _HTTP else folder, detail=True)
-            except FileNotFoundError:
-                return
-        if len(found) > LISTED:
-            raise CapacityError(
-                f"{self._url}: more than {LISTED:,} keys are not sorted in memory", hint="list by a longer prefix"
-            )
+            found = self._found(folder + "/" if self._protocol in _HTTP else folder)
         named = {self._key(path): entry for path, entry in found.items()}
         for key in sorted(key for key in named if key is not None and key.startswith(prefix)):
             yield _info(key, named[key]) if named[key].get("size") is not None else self.stat(key)
+
+    def _found(self, top: str) -> dict[str, Mapping[str, Any]]:
+        """What lies below the folder `top`, by path. fsspec's own walk passes over folders that cannot be listed, unsaid."""
+        if not _walks(self._fs):
+            with contextlib.suppress(FileNotFoundError):
+                return self._bounded(self._fs.find(top, detail=True))
+            return {}
+        found: dict[str, Mapping[str, Any]] = {}
+        folders = [top]
+        for folder in folders:
+            with contextlib.suppress(FileNotFoundError):
+                for entry in self._fs.ls(folder, detail=True):
+                    if entry["type"] != "directory":
+                        found[entry["name"]] = entry
+                    elif entry["name"].rstrip("/") != folder.rstrip("/"):
+                        folders.append(entry["name"])
+            self._bounded(found, len(folders) - 1)
+        return found
+
+    def _bounded(self, found: dict[str, Mapping[str, Any]], folders: int = 0) -> dict[str, Mapping[str, Any]]:
+        if len(found) + folders > LISTED:
+            raise CapacityError(
+                f"{self._url}: more than {LISTED:,} keys are not sorted in memory", hint="list by a longer prefix"
+            )
+        return found
 
     def stat(self, key: str) -> ObjectInfo:
         with self._translated(key):
@@ -236,6 +256,13 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
         ) from error
     except Exception as error:  # those that connect at once
         raise _from(error, f"opening {url}") from error
+
+
+def _walks(fs: Any) -> bool:
+    """Whether `find` is fsspec's own, folder by folder, and not one request or more of this file system."""
+    if isinstance(fs, AsyncFileSystem):
+        return type(fs)._find is AsyncFileSystem._find
+    return type(fs).find is AbstractFileSystem.find
 
 
 def _info(key: str, entry: Mapping[str, Any]) -> ObjectInfo:

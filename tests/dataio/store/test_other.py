@@ -206,8 +206,10 @@ def test_an_http_status_becomes_the_error_of_its_remedy(
 
 
 def test_an_http_server_that_is_away_is_passing_trouble() -> None:
-    with FsspecStore("http://127.0.0.1:9", {}) as store, pytest.raises(TransientError):
-        store.get("k")
+    with FsspecStore("http://127.0.0.1:9", {}) as store:
+        for ask in (lambda: store.get("k"), lambda: list(store.list("versions/"))):  # and not an empty listing
+            with pytest.raises(TransientError):
+                ask()
 
 
 class _Hosted(LocalFileSystem):
@@ -247,6 +249,18 @@ def test_the_host_of_a_url_is_the_file_systems_and_options_come_before_it(folder
         _reads(store)
         _refuses_to_write(store)
         assert other._fs.connected_to == ("there", 7)
+
+
+@pytest.mark.usefixtures("hosted")
+def test_a_folder_that_cannot_be_listed_is_not_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ls(self: LocalFileSystem, path: str, detail: bool = False, **options: Any) -> Any:
+        if path.endswith("/shards"):
+            raise PermissionError(path)
+        return LocalFileSystem.ls(self, path, detail, **options)
+
+    monkeypatch.setattr(_Hosted, "ls", ls)
+    with open_store(f"hosted://there{folder}") as store, pytest.raises(AccessDeniedError):
+        list(store.list())
 
 
 @pytest.mark.usefixtures("hosted")
