@@ -53,7 +53,12 @@ def quarantine(argv: list[str]) -> int:
 
 def _url(named: str) -> str:
     """As stores call themselves, which is how refusals are filed."""
-    return named if "://" in named else f"file://{Path(named).absolute()}"
+    if "://" in named and not named.startswith("file://"):
+        return named.rstrip("/")
+    from dataio.store.open import open_store
+
+    with open_store(named) as store:
+        return store.location.url
 
 
 def _is_missing(url: str) -> bool:

@@ -30,12 +30,12 @@ def damaged(tmp_path: Path) -> Path:
     folder.mkdir()
     for one in made.ALL[:6]:
         (folder / one.name).write_bytes(made.make(one))
-    with pack([folder], tmp_path / "ds", workers=1) as packed:
+    with pack([folder], tmp_path / "the sét", workers=1) as packed:
         sample = packed.find("h264-late")
-    with (tmp_path / "ds" / sample.shard).open("r+b") as shard:
+    with (tmp_path / "the sét" / sample.shard).open("r+b") as shard:
         shard.seek(sample.member("mkv").offset + 3000)
         shard.write(bytes(64))
-    return tmp_path / "ds"
+    return tmp_path / "the sét"
 
 
 def files(folder: Path) -> set[tuple[Path, int]]:

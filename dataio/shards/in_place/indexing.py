@@ -129,7 +129,7 @@ class _Indexer:
         self._unique = UniqueKeys(shards)
 
     def run(self, name: str | None, mounts: tuple[versions.Mount, ...], workers: int | None) -> PackReport:
-        name = name or self._store.location.url.rstrip("/").rpartition("/")[2] or "dataset"
+        name = name or versions.name_of(self._store)
         versions.claim(self._store, name)
         with ProbePool(workers) as pool:
             for number, shard in enumerate(self._shards):

@@ -174,7 +174,7 @@ class _Job:
             if found is not None:
                 return self._finish(work, tally, (), found)
             versions.refuse_existing(store)
-        name = name or store.location.url.rstrip("/").rpartition("/")[2] or "dataset"
+        name = name or versions.name_of(store)
         if not gathered.groups:
             raise tally.nothing()
         versions.claim(store, name)
@@ -360,7 +360,9 @@ def _nothing(skipped: Sequence[Skipped]) -> UsageError:
     if skipped:
         all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""
         why = f"{all_of_them}{skipped[0].path}: {skipped[0].reason}"
-    return UsageError(f"there is nothing to pack: {why}", hint="give media files, or folders of them")
+    return UsageError(
+        f"there is nothing to pack: {why}", hint="give media files, or folders of them; nothing below DST is packed"
+    )
 
 
 def _refuse_known(store: Store, base: versions.VersionDocument, keys: set[str]) -> None:

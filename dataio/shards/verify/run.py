@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -95,6 +95,7 @@ class _Run:
         self._store, self._copy, self._pool, self._threads = store, copy, pool, threads
         self._progress, self._lock = progress, threading.Lock()
         self._done = VerifyProgress(0, 0, 0, 0, 0)
+        self._stopped = False
 
     def run(self, version: int | str | None, decode: str, options: dict[str, Any], stack: ExitStack) -> VerifyReport:
         started = time.monotonic()
@@ -144,8 +145,10 @@ class _Run:
                         reports.append(flying.popleft().result())
                 reports += [future.result() for future in flying]
             except BaseException:
+                self._stopped = True
                 for future in flying:
                     future.cancel()
+                self._pool.close()  # a sample may take minutes to decode, and nobody waits for it any more
                 raise
         return reports
 
@@ -188,6 +191,8 @@ class _Run:
             return (error.message,)
 
     def _step(self, size: int) -> None:
+        if self._stopped:
+            raise CancelledError
         self._tell(size, 0, 0)
 
     def _tell(self, size: int, shards: int, damaged: int) -> None:

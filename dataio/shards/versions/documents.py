@@ -16,6 +16,7 @@ import random
 import re
 import secrets
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -207,6 +208,11 @@ def list_versions(store: Store) -> list[int]:
     """The versions that exist, ascending."""
     matches = (_VERSION_KEY.fullmatch(info.key) for info in store.list("versions/"))
     return sorted(int(match[1]) for match in matches if match)
+
+
+def name_of(store: Store) -> str:
+    """What a dataset is called that nobody named: the last part of its place, as people write it."""
+    return urllib.parse.unquote(store.location.url.rstrip("/").rpartition("/")[2]) or "dataset"
 
 
 def claim(store: Store, name: str) -> None:

@@ -72,7 +72,8 @@ def test_all_real_media_come_back_equal_through_every_reader(
 
 
 def test_the_index_says_where_the_tar_has_them(clips: Path, tmp_path: Path) -> None:
-    with pack(clips, tmp_path / "ds", shard_bytes=20_000) as dataset:
+    with pack(clips, tmp_path / "Clips für uns", shard_bytes=20_000) as dataset:
+        assert dataset.name == "Clips für uns"
         indexed = [(s.shard, f"{s.key}.{m.ext}", m.offset, m.length) for s in dataset for m in s.members]
         scanned = []
         for shard in dataset.document.shards:

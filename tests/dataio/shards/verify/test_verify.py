@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataio import Dataset, cli, index, open_store, pack
-from dataio.core.errors import CorruptionError, NotFoundError, UsageError
+from dataio.core.errors import CorruptionError, DeadlineError, NotFoundError, TransientError, UsageError
 from dataio.shards import tar
-from dataio.shards.verify import sampling
+from dataio.shards.contract import Sample
+from dataio.shards.verify import run, sampling
 from dataio.shards.verify.findings import VerifyProgress, VerifyReport
 from dataio.shards.verify.run import verify
+from dataio.shards.workers import media_jobs
+from dataio.shards.workers.decoding import decode_sample
+from dataio.shards.workers.process import WorkerPool
+from dataio.store.contract import Store
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +316,31 @@ def test_a_video_that_breaks_off_inside_is_found_by_decoding_only(
     said = capsys.readouterr().out
     assert "as they were packed; millrace remove" in said
     assert "--repair" not in said, "no copy has other bytes"
+
+
+def test_what_ends_the_run_waits_for_no_decoder(ds: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs.py"
+    hello = f"import struct; os.write(1, struct.pack('>I', {len(media_jobs.HELLO)}) + {media_jobs.HELLO!r})"
+    hangs.write_text(f"import os, time; {hello}; time.sleep(600)")
+    first, asked, ended = f"shards/{shards(ds)[0].name}", threading.Event(), list[type[Exception]]()
+
+    def decode(store: Store, sample: Sample, pool: WorkerPool) -> tuple[str, ...]:
+        if sample.shard == first:
+            assert asked.wait(60)
+            raise TransientError("the store is away")
+        asked.set()
+        try:
+            return decode_sample(store, sample, pool)
+        except Exception as error:
+            ended.append(type(error))
+            raise
+
+    monkeypatch.setattr(run, "decode_sample", decode)
+    monkeypatch.setattr(run, "run_module", lambda _: (sys.executable, str(hangs)))
+    with pytest.raises(TransientError, match="away"):
+        verify(ds, decode="100%", workers=2)
+    assert ended
+    assert DeadlineError not in ended  # which would have been a minute later
 
 
 def test_the_same_samples_are_chosen_every_time_and_about_as_many_as_asked_for() -> None:
