@@ -3,20 +3,19 @@
 Invariant: nothing but this file and `dataio.core` is imported before a sub-command is chosen, so `millrace --help` answers
 at once. Sub-commands are named by strings, so the dispatcher sits below all of them without importing any.
 Failure behaviour: a `MillraceError` becomes `millrace NAME: error: …` on standard error (with `--json`, a JSON object
-on standard output) and its exit code, and so does a full disk behind standard output; anything else is a bug, said so, with
-exit code 70 and its traceback on request.
+on standard output) and its exit code, and so does what the machine refuses (full disks, read-only places); anything else is
+a bug, said so, with exit code 70 and its traceback on request.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from dataio.core.errors import CapacityError, MillraceError
+from dataio.core.errors import AccessDeniedError, CapacityError, MillraceError
 from dataio.core.redact import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -52,7 +51,6 @@ _EXIT_CODES = """\
 exit codes: 0 done · 1 done in part (some inputs were skipped or found damaged, and are listed) · 2 wrong use or missing
 object · 3 passing trouble, try again · 4 stored data is damaged · 5 another writer won · 6 no space or above a limit ·
 70 a bug in Millrace · 130 interrupted"""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,11 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()
         return 0
+    except OSError as error:
+        return _machine(name, error, as_json="--json" in args)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            _drop_output()
-            _report(name, CapacityError(str(error), hint="free space, or send the output elsewhere"), as_json=False)
-            return CapacityError.exit_code
         return _bug(name, error)
 
 
@@ -116,6 +112,19 @@ def _load(target: str) -> Callable[[list[str]], int]:
 def _drop_output() -> None:
     """Leave nothing for the interpreter to write, and to complain of, at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _machine(name: str, error: OSError, *, as_json: bool) -> int:
+    """What no room foresaw: a full disk, behind standard output too, or a place where nobody may write, is no bug."""
+    from dataio.store.oserrors import from_os_error
+
+    found = from_os_error(error, str(error.filename or "output"))
+    if not isinstance(found, CapacityError | AccessDeniedError):
+        return _bug(name, error)
+    if error.filename is None:
+        _drop_output()
+    _report(name, found, as_json=as_json and error.filename is not None)
+    return found.exit_code
 
 
 def _bug(name: str, error: Exception) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -126,6 +127,18 @@ def test_a_full_disk_behind_standard_output_is_said_and_is_no_bug(command: str) 
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_what_the_machine_refuses_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _command(monkeypatch, OSError(errno.EROFS, os.strerror(errno.EROFS), "/mnt/cache"))
+    assert cli.main(["try"]) == 2
+    assert "/mnt/cache: Read-only file system\n  next: check the owner" in capsys.readouterr().err
+    assert cli.main(["try", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "access_denied"
+    _command(monkeypatch, OSError(errno.EBADF, os.strerror(errno.EBADF)))
+    assert cli.main(["try"]) == 70
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:
