@@ -151,7 +151,7 @@ class Checkpointer:
         return self._saver.start(step, state, urgent, check)
 
     def warm_up(self, state: dict[str, Any]) -> None:
-        """Allocate the memory that saves of `state` need now, in a thread, so that the first save need not.
+        """Allocate the memory that saves of `state` need, and look at the store, in threads, so that the first save need not.
 
         Worth calling once the optimizer has its state: after its first step, or after `restore`. Takes no part in anything
         that ranks do together.
@@ -245,6 +245,7 @@ class Checkpointer:
             self._lineage.let_go()
             if self._owns_store and self._saves.all_done:
                 self._store.close()
+            self._saver.join()
 
     def __enter__(self) -> Self:
         return self

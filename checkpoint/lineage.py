@@ -2,7 +2,7 @@
 
 A trainer that starts has no timeline yet. It restores a step (its parent then) or none; its first save opens the run's next
 timeline, and leans on the latest step of the run, or on a step of another run that it started from. From its first commit on it
-leans on its own last step.
+leans on its own last step. Whoever comes first sees that the store holds a repository.
 Invariant: what was restored is held by a lease until a step of this trainer's own is committed, so no collection removes
 what the timeline is to begin with, or what the first save is to lean on.
 Failure behaviour: `ConflictError` when the parent was removed meanwhile, or is not the latest step any more although it was
@@ -10,6 +10,8 @@ restored as that while the store was away. A step of another run that is gone is
 """
 
 from __future__ import annotations
+
+import threading
 
 import msgspec
 
@@ -38,7 +40,7 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lineage:
-    """Of one trainer. `timeline` is 0 until one is opened. For one thread at a time, but for `let_go`."""
+    """Of one trainer. `timeline` is 0 until one is opened. For one thread at a time, but for `prepare` and `let_go`."""
 
     def __init__(self, store: Store, run: str, origin: Origin = None) -> None:
         if origin is not None:
@@ -46,17 +48,25 @@ class Lineage:
         self._store, self._run = store, run
         self._origin = (origin, "latest") if isinstance(origin, str) else origin
         self.timeline = 0
+        self._preparing, self._prepared = threading.Lock(), False
         self._parent: StepName | None = None
         self._held, self._fork_held = Parent(store), Parent(store)
         self._base: Base | None = None
         self._fork: Base | None = None
         self._unsure: Base | None = None
 
+    def prepare(self) -> None:
+        """Connect to the store and see that a repository is there: what the first `draw` does first, if nobody has done it."""
+        with self._preparing:
+            if not self._prepared:
+                repository.ensure_repo(self._store)
+                self._prepared = True
+
     def draw(self) -> Ticket:
         """On rank 0. Opens the run's next timeline before the first save; otherwise asks the store nothing."""
         number = self.timeline
         if not number:
-            repository.ensure_repo(self._store)
+            self.prepare()
             if self._base is None:
                 self._base = repository.find(self._store, self._run, "latest")
             self._check_sure()

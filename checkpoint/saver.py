@@ -55,7 +55,7 @@ _TELLING, _SLOW = 64 << 20, 300e6
 """A save of so many bytes, slower than so many a second, tells the next one that compression may pay from its first byte on."""
 
 _ABORT_SECONDS = 30.0
-"""How long closing waits for the other ranks to be told of a failure."""
+"""How long closing waits for the other ranks to be told of a failure, and for what looks at the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class Saver:
         self._gates, self._planner = governed.Gates(), Planner()
         self._peers: Peers | None = None
         self._aborting: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
         self.upload_hint = 0.0
 
     def start(self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object]) -> Handle:
@@ -115,8 +116,16 @@ class Saver:
         return handle
 
     def warm_up(self, state: dict[str, Any]) -> None:
-        """Allocate the memory that saves of `state` need, in a thread; talks to no other rank."""
+        """Allocate the memory that saves of `state` need, and look at the store, in threads; talks to no other rank."""
         self.staging.warm_up(expected(self._taken(state), self._ranks.rank, self._ranks.world_size))
+        if self._ranks.rank == 0 and self._preparing is None:
+            self._preparing = threading.Thread(target=self._prepare, name="millrace-prepare")
+            self._preparing.start()
+
+    def join(self) -> None:
+        """Wait for the thread that looks at the store, which ends soon once that is closed."""
+        if self._preparing is not None:
+            self._preparing.join(_ABORT_SECONDS)
 
     def close(self) -> None:
         """Let go of memory and hooks."""
@@ -126,6 +135,12 @@ class Saver:
             self._peers.close()
         self._gates.close()
         self.staging.close()
+
+    def _prepare(self) -> None:
+        try:
+            self._lineage.prepare()
+        except MillraceError as error:  # the first save will say the same to somebody who listens
+            _log.warning("the store could not be looked at ahead of time: %s", error)
 
     def _taken(self, state: dict[str, Any]) -> Taken:
         return take_apart(state, _KINDS, self._options.everywhere)

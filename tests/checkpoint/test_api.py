@@ -27,6 +27,7 @@ from dataio.core.errors import (
     ConflictError,
     CorruptionError,
     DeadlineError,
+    MillraceError,
     MismatchError,
     NotFoundError,
     UnsupportedError,
@@ -34,6 +35,7 @@ from dataio.core.errors import (
 )
 from dataio.store.contract import Buffer, Store
 from dataio.store.open import open_store
+from dataio.store.wrapper import Wrapper
 from tests.checkpoint.making import Wrapped, flip
 
 
@@ -417,6 +419,45 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_restored(tmp_path: 
             checkpointer.restore(state)
         assert checkpointer.restore(state, step=1) == 1
     assert torch.equal(state["big"], first)
+
+
+class Told(Wrapper):
+    """Remembers what the thread of the test asked for itself."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.asked = list[tuple[str, str]]()
+        self._mine = threading.current_thread()
+
+    def _through(self, operation: str, key: str, size: int, work: Any) -> Any:
+        if threading.current_thread() is self._mine:
+            self.asked.append((operation, key))
+        return work()
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_whoever_warms_up_spares_the_first_save_the_look_at_the_store(tmp_path: Path, warm: bool) -> None:
+    with open_store(str(tmp_path)) as store, open_at(told := Told(store)) as checkpointer:
+        if warm:
+            checkpointer.warm_up(Trainer().state())
+            thread = checkpointer._saver._preparing
+            assert thread is not None
+            thread.join(30)
+            assert told.asked == []
+        checkpointer.save(1, Trainer().state()).result(60)
+        assert [key for operation, key in told.asked if operation == "put_if_absent"][-1].startswith("runs/exp/")
+        assert any(operation == "delete_many" for operation, _ in told.asked) == (not warm), "what the look left behind"
+
+
+def test_a_store_that_is_not_there_when_it_is_warmed_up_is_the_first_saves_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "away").write_text("no directory")
+    with open_at(tmp_path / "away") as checkpointer:
+        checkpointer.warm_up(Trainer().state())
+        with pytest.raises(MillraceError, match="away"):
+            checkpointer.save(1, Trainer().state())
+    assert "ahead of time" in caplog.text
 
 
 def test_a_step_that_is_not_there_and_a_bad_step_are_refused(tmp_path: Path) -> None:
