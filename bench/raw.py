@@ -3,9 +3,9 @@
 How: every candidate reads the same shuffled samples, each of three files side by side in tars on local disk, in one thread, and
 delivers each batch in one staging buffer. The plain loop does the least that does so: it knows where everything lies, keeps the
 shards open, and lets the kernel copy straight into the staging buffer. Ours is what a loader does before it decodes: the order,
-the index, announcements eight batches ahead, a read of the sample into the staging buffer, the digest of every file; once more
-as a loader reads: in two threads, one batch ahead, into one of two staging buffers. The first epoch, which fills caches and has
-a column of its own, comes before; the page cache holds everything.
+the index, announcements eight batches ahead, a read of the sample into the staging buffer, the digest of every file. Both once
+more as a loader reads: in two threads, one batch ahead, into one of two staging buffers. The first epoch, which fills caches and
+has a column of its own, comes before; the page cache holds everything.
 Invariant: every candidate delivers the same bytes (their digest is compared). "Without digests" explains what checking takes; it
 is no way of reading that Millrace offers. Failure behaviour: a candidate that fails is named; the others go on.
 """
@@ -22,9 +22,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -37,7 +38,7 @@ from bench.sidecar_node import daemon
 from bench.sidecar_rank import AHEAD
 from dataio import Dataset
 from dataio.core.options import count
-from dataio.shards.contract import Member, Sample
+from dataio.shards.contract import Files
 from dataio.sidecar.client import open_reader
 from loaders.order import Order
 from loaders.samples import source
@@ -45,7 +46,7 @@ from loaders.samples import source
 BATCH, EPOCHS, AT_ONCE = 16, 3, 32
 MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
 PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Millrace through the sidecar", "Millrace in one process"
-TWO = "Millrace in one process, 2 threads"
+TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
 UNCHECKED = "{}, without digests"
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
@@ -54,6 +55,10 @@ METRICS = {
     "first_epoch_per_s": Metric("first epoch, samples/s", "1/s", "higher"),
 }
 Batches = Iterator[memoryview]
+Epochs = Callable[[int], Batches]
+Wanted = tuple[int, int, int]
+"""A descriptor, and offset and length of a file in what it opens."""
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,37 +105,37 @@ def make(folder: Path, samples: int, tell: Callable[[str, float], None]) -> None
 # the candidates
 
 
-def _order(dataset: Dataset, epoch: int) -> Iterator[list[Sample]]:
-    """The batches of an epoch. Order and index are asked for many of them at once, which takes a tenth of the time."""
+def _order(dataset: Dataset, epoch: int) -> Iterator[list[Files]]:
+    """Where the batches of an epoch lie. Order and index are asked for many of them at once, which takes a tenth of the time."""
     order = Order.of(len(dataset), BATCH, sample_bytes=dataset.total_bytes / len(dataset), seed=1)
     batches = order.full_batches + bool(order.tail)
     for first in range(0, batches, AT_ONCE):
         slots = [order.slots(number) for number in range(first, min(first + AT_ONCE, batches))]
-        found = iter(dataset.samples(order.take(epoch, np.concatenate(slots)).tolist()))
+        found = iter(dataset.files(order.take(epoch, np.concatenate(slots)).tolist()))
         for batch in slots:
             yield list(itertools.islice(found, len(batch)))
 
 
-def _plain(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Callable[[int], Batches]:
+def _plain(folder: Path, staging: memoryview, stack: contextlib.ExitStack, threads: int = 1) -> Epochs:
     """What there is to know is looked up before, and costs nothing."""
     with Dataset(str(folder / "dataset")) as dataset:
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
     shards = {sample.shard for batch in epochs[0] for sample in batch}
     opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
     known = [
-        [[(opened[s.shard], m.offset, m.length) for s in batch for m in s.members] for batch in batches]
+        [[(opened[s.shard], offset, length) for s in batch for offset, length, _ in s.each] for batch in batches]
         for batches in epochs
     ]
 
-    def batches(epoch: int) -> Batches:
-        for batch in known[epoch]:
-            at = 0
-            for fd, offset, length in batch:
-                os.preadv(fd, [staging[at : at + length]], offset)
-                at += length
-            yield staging[:at]
+    def fill(batch: Sequence[Wanted], memory: memoryview) -> int:
+        at = 0
+        for fd, offset, length in batch:
+            os.preadv(fd, [memory[at : at + length]], offset)
+            at += length
+        return at
 
-    return batches
+    read = _reading(fill, lambda wanted: wanted[2], staging, stack, threads)
+    return lambda epoch: read(known[epoch])
 
 
 def _path(folder: Path, key: str) -> Path:
@@ -139,52 +144,63 @@ def _path(folder: Path, key: str) -> Path:
 
 def _millrace(
     folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None, threads: int = 1
-) -> Callable[[int], Batches]:
+) -> Epochs:
     dataset = stack.enter_context(Dataset(str(folder / "dataset")))
     reader = stack.enter_context(contextlib.closing(open_reader(dataset.store, sidecar)))
     samples = source.Source(reader, dataset.store)
-    pool = stack.enter_context(ThreadPoolExecutor(threads))
 
-    def fill(batch: Sequence[Sample], memory: memoryview) -> int:
+    def fill(batch: Sequence[Files], memory: memoryview) -> int:
         at = 0
-        for sample in batch:
-            at += samples.fetch_into(sample, _exts(sample.members), memory[at:])
+        for files in batch:
+            at += samples.fetch_into(files, memory[at:])
         return at
 
-    def begin(batch: Sequence[Sample], memory: memoryview) -> Callable[[], memoryview]:
-        """Have the batch filled by all threads; call what this returns for the batch."""
-        each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
-        for first in range(0, len(batch), each):
-            part = batch[first : first + each]
-            parts.append(pool.submit(fill, part, memory[at:]))
-            at += sum(member.length for sample in part for member in sample.members)
-        return lambda: memory[: sum(part.result() for part in parts)]
-
-    def ahead(epoch: int) -> Batches:
-        buffers = itertools.cycle([staging, _staging()])
-        filling = deque[Callable[[], memoryview]]()
-        for batch in planned(epoch):
-            filling.append(begin(batch, next(buffers)))
-            if len(filling) > 1:
-                yield filling.popleft()()
-        yield from (one() for one in filling)
-
-    def in_turn(epoch: int) -> Batches:
-        return (staging[: fill(batch, staging)] for batch in planned(epoch))
-
-    def planned(epoch: int) -> Iterator[list[Sample]]:
+    def planned(epoch: int) -> Iterator[list[Files]]:
         """Each batch, when those behind it are announced."""
-        coming, order = deque[tuple[list[Sample], list[source.Range]]](), _order(dataset, epoch)
+        coming, order = deque[tuple[list[Files], list[source.Range]]](), _order(dataset, epoch)
         while True:
             for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
-                coming.append((batch, [read for one in batch for read in source.ranges(one, _exts(one.members))]))
+                coming.append((batch, [(one.shard, at, length) for one in batch for at, length, _ in one.each]))
             if not coming:
                 return
             now, _ = coming.popleft()
             samples.announce([read for _, reads in coming for read in reads])
             yield now
 
-    return ahead if threads > 1 else in_turn
+    read = _reading(fill, lambda files: sum(length for _, length, _ in files.each), staging, stack, threads)
+    return lambda epoch: read(planned(epoch))
+
+
+def _reading(
+    fill: Callable[[Sequence[T], memoryview], int],
+    size: Callable[[T], int],
+    staging: memoryview,
+    stack: contextlib.ExitStack,
+    threads: int,
+) -> Callable[[Iterable[Sequence[T]]], Batches]:
+    """Batches filled in turn; or one ahead, by several threads at once, into one of two buffers."""
+    if threads == 1:
+        return lambda batches: (staging[: fill(batch, staging)] for batch in batches)
+    pool, both = stack.enter_context(ThreadPoolExecutor(threads)), (staging, _staging())
+
+    def begin(batch: Sequence[T], memory: memoryview) -> Callable[[], memoryview]:
+        """Have the batch filled by all threads; call what this returns for the batch."""
+        each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
+        for first in range(0, len(batch), each):
+            part = batch[first : first + each]
+            parts.append(pool.submit(fill, part, memory[at:]))
+            at += sum(map(size, part))
+        return lambda: memory[: sum(part.result() for part in parts)]
+
+    def ahead(batches: Iterable[Sequence[T]]) -> Batches:
+        buffers, filling = itertools.cycle(both), deque[Callable[[], memoryview]]()
+        for batch in batches:
+            filling.append(begin(batch, next(buffers)))
+            if len(filling) > 1:
+                yield filling.popleft()()
+        yield from (one() for one in filling)
+
+    return ahead
 
 
 def _staging() -> memoryview:
@@ -194,16 +210,12 @@ def _staging() -> memoryview:
     return memory
 
 
-def _exts(members: Sequence[Member]) -> list[str]:
-    return [member.ext for member in members]
-
-
 def measure(name: str, folder: Path) -> dict[str, float]:
     """Figures of one candidate: the first epoch by itself, then the others."""
     with contextlib.ExitStack() as stack:
         staging = _staging()
-        if name != PLAIN and name.endswith(UNCHECKED.format("")):
-            source._is_right = lambda view, member: True  # explains what checking takes; nothing else can do so
+        if name.endswith(UNCHECKED.format("")):
+            source._is_right = lambda view, xxh3: True  # explains what checking takes; nothing else can do so
         batches = CANDIDATES[name](folder, staging, stack)
         began = time.perf_counter()
         first = sum(1 for _ in batches(0))
@@ -223,14 +235,15 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     }
 
 
-def _through(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Callable[[int], Batches]:
+def _through(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Epochs:
     place = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))
     running = stack.enter_context(daemon(Path(place) / "node", cache_bytes="4GiB"))
     return _millrace(folder, staging, stack, running.socket)
 
 
-CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Callable[[int], Batches]]] = {
+CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epochs]] = {
     PLAIN: _plain,
+    PLAIN_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2),
     SIDECAR: _through,
     ALONE: lambda folder, staging, stack: _millrace(folder, staging, stack, None),
     TWO: lambda folder, staging, stack: _millrace(folder, staging, stack, None, 2),

@@ -18,7 +18,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -87,7 +87,8 @@ class DirectReader:
         self._other: ShardReader | None = None
         self._memory = _Memory()
         self._announced: Range | None = None  # the last of all that were looked at
-        self._cached = 0  # announced ranges, one after the other, that were there already
+        self._cached = 0  # announced ranges that were looked at, one after the other, and were there already
+        self._passing = 0  # so many of the next ones are not looked at
         self._read = 0
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -112,14 +113,13 @@ class DirectReader:
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Have the kernel read what it has not read yet. Lists that go on where the last one was cost what is new in them."""
-        first = _behind(upcoming, self._announced)
-        for number, (key, offset, length) in enumerate(upcoming[first:], first):
-            self._cached += 1
-            if self._cached <= SURE or not self._cached % SURE:
-                if number > first and sum([one[2] for one in upcoming[: number + 1]]) > ADVISED_BYTES:
-                    return
-                self._advise(key, offset, length)
-            self._announced = (key, offset, length)
+        at = _behind(upcoming, self._announced)
+        while at < len(upcoming):
+            passed = min(self._passing, len(upcoming) - at)
+            if not passed and not self._look(upcoming, at):
+                break
+            at, self._passing = at + max(1, passed), self._passing - passed
+            self._announced = upcoming[at - 1]
         if self._other is not None:
             elsewhere = {key for key in {one[0] for one in upcoming} if not self._is_here(key)}
             self._other.announce([one for one in upcoming if one[0] in elsewhere])
@@ -178,7 +178,7 @@ class DirectReader:
 
     def _fill(self, key: str, descriptor: Descriptor, pieces: Pieces) -> None:
         try:
-            size = sum([_run(descriptor.fileno(), start, run) for start, run in _runs(pieces)])
+            size = sum([_run(descriptor.fileno(), *run) for run in _runs(pieces)])
         except (OSError, EOFError):
             self._forget(key)
             self._store.get_ranges_into(key, [(offset, buffer) for offset, buffer in pieces if len(buffer)])
@@ -189,13 +189,20 @@ class DirectReader:
         if told:
             _READ.inc(told)
 
-    def _advise(self, key: str, offset: int, length: int) -> None:
-        """Name a range to the kernel, unless it has it."""
+    def _look(self, upcoming: Sequence[Range], at: int) -> bool:
+        """Name a range to the kernel, unless it has it; False when that has to wait, since enough before it was named."""
+        key, offset, length = upcoming[at]
         with contextlib.suppress(MillraceError):  # a hint that cannot be followed; the read that comes will say why
             descriptor = self._opened(key)
             if descriptor is not None and not mostly_cached(descriptor.fileno(), offset, length):
                 self._cached = 0
+                if at and sum([one[2] for one in upcoming[: at + 1]]) > ADVISED_BYTES:
+                    return False
                 os.posix_fadvise(descriptor.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
+                return True
+        self._cached += 1
+        self._passing = SURE - 1 if self._cached >= SURE else 0
+        return True
 
     def _is_here(self, key: str) -> bool:
         """Whether it is a file of this machine, or one that nobody can open."""
@@ -212,24 +219,28 @@ def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
     return 0
 
 
-def _runs(pieces: Pieces) -> list[tuple[int, list[memoryview]]]:
-    """Where to begin reading, and what is filled from there on: neighbours together, with what lies between them."""
-    runs, end = list[tuple[int, list[memoryview]]](), -1
+def _runs(pieces: Pieces) -> Iterator[tuple[int, int, list[memoryview]]]:
+    """From where to where to read, and what is filled by it: neighbours together, with what lies between them."""
+    start, end, buffers = 0, 0, list[memoryview]()
     for offset, buffer in pieces:
         gap = offset - end
-        if runs and 0 <= gap <= GAP_BYTES and len(runs[-1][1]) < PIECES:
+        if buffers and 0 <= gap <= GAP_BYTES and len(buffers) < PIECES:
             if gap:
-                runs[-1][1].append(_GAP[:gap])
-            runs[-1][1].append(buffer)
+                buffers.append(_GAP[:gap])
         else:
-            runs.append((offset, [buffer]))
+            if buffers:
+                yield start, end, buffers
+            start, buffers = offset, []
+        buffers.append(buffer)
         end = offset + len(buffer)
-    return runs
+    if buffers:
+        yield start, end, buffers
 
 
-def _run(fd: int, start: int, buffers: Sequence[memoryview]) -> int:
+def _run(fd: int, start: int, end: int, buffers: Sequence[memoryview]) -> int:
     """Fill all of them; how many bytes that were."""
-    size = sum([len(buffer) for buffer in buffers])
-    if os.preadv(fd, buffers, start) != size:  # the file is shorter, or the kernel gave less than it was asked for
+    if (
+        os.preadv(fd, buffers, start) != end - start
+    ):  # the file is shorter, or the kernel gave less than it was asked for
         raise EOFError
-    return size
+    return end - start

@@ -11,9 +11,10 @@ Failure behaviour: none here; whoever builds these from stored bytes checks them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +97,11 @@ class Sample:
             if member.ext == ext:
                 return member
         raise KeyError(ext)
+
+
+class Files(NamedTuple):
+    """Where all files of one sample lie, and nothing of what they are: plain numbers, since a reader of bytes alone makes
+    thousands a second. `each` is (offset, length, XXH3-64 of the payload), in the order of the sample's members."""
+
+    shard: str
+    each: Sequence[tuple[int, int, int]]

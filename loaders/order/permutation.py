@@ -24,15 +24,21 @@ I64 = npt.NDArray[np.int64]
 _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_LOW = np.uint64((1 << 32) - 1)
+_27, _30, _31, _32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_ROUND_KEYS = [np.uint64((number + 1) * _GOLDEN & _MASK) for number in range(_ROUNDS)]
 
 
 def mix(values: U64) -> U64:
     """The splitmix64 finaliser, element by element: every input bit reaches every output bit."""
-    values = values ^ (values >> np.uint64(30))
-    values = values * np.uint64(0xBF58476D1CE4E5B9)
-    values = values ^ (values >> np.uint64(27))
-    values = values * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed = values >> _30
+    mixed ^= values
+    mixed *= _FIRST
+    mixed ^= mixed >> _27
+    mixed *= _SECOND
+    mixed ^= mixed >> _31
+    return mixed
 
 
 def key_of(*parts: int | I64) -> U64:
@@ -95,7 +101,7 @@ def _feistel(x: U64, left: U64, right: U64, key: U64, rounds: range) -> U64:
     upper_mask, lower_mask = (one << left) - one, (one << right) - one
     upper, lower = x >> right, x & lower_mask
     for number in rounds:
-        round_key = key + np.uint64((number + 1) * _GOLDEN & _MASK)
+        round_key = key + _ROUND_KEYS[number]
         if number % 2 == 0:
             upper = upper ^ (mix(lower ^ round_key) & upper_mask)
         else:
@@ -104,10 +110,7 @@ def _feistel(x: U64, left: U64, right: U64, key: U64, rounds: range) -> U64:
 
 
 def _bit_length(values: U64) -> U64:
-    """Bits needed for each value, exactly: 0 for 0."""
-    length: U64 = np.zeros(values.shape, np.uint64)
-    for shift in (32, 16, 8, 4, 2, 1):
-        big = values >> (length + np.uint64(shift)) != 0
-        length += np.where(big, np.uint64(shift), np.uint64(0))
-    length += (values != 0).astype(np.uint64)
+    """Bits needed for each value: 0 for 0. Exactly, since a half of the 64 bits fits into the 53 that a float has."""
+    high, low = values >> _32, values & _LOW
+    length: U64 = np.where(high != 0, np.frexp(high)[1] + 32, np.frexp(low)[1]).astype(np.uint64)
     return length

@@ -17,7 +17,7 @@ import xxhash
 from dataio.cache.contract import ShardReader
 from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, UsageError
 from dataio.core.log import get_logger, warn_once
-from dataio.shards.contract import Member, Sample
+from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
 
 _log = get_logger(__name__)
@@ -64,23 +64,23 @@ class Source:
         members = [_member(sample, ext) for ext in dict.fromkeys(exts)]
         try:
             views = self._reader.read(sample.shard, [(m.offset, m.length) for m in members])
-            return {m.ext: self._checked(sample, m, view) for m, view in zip(members, views, strict=True)}
+            return {m.ext: self._checked(sample.shard, m, view) for m, view in zip(members, views, strict=True)}
         except (NotFoundError, UsageError) as error:
-            raise _lost(sample, error) from error
+            raise _lost(sample.shard, error) from error
 
-    def fetch_into(self, sample: Sample, exts: Sequence[str], memory: memoryview) -> int:
-        """The same, one after the other into writable `memory`, which is long enough; how many bytes they are."""
-        members, at, pieces = [_member(sample, ext) for ext in exts], 0, list[tuple[int, memoryview]]()
-        for member in members:
-            pieces.append((member.offset, memory[at : at + member.length]))
-            at += member.length
+    def fetch_into(self, files: Files, memory: memoryview) -> int:
+        """All files of a sample, one after the other into writable `memory`, which is long enough; how many bytes they are."""
+        at, pieces = 0, list[tuple[int, memoryview]]()
+        for offset, length, _ in files.each:
+            pieces.append((offset, memory[at : at + length]))
+            at += length
         try:
-            self._reader.read_into(sample.shard, pieces)
-            for member, (_, view) in zip(members, pieces, strict=True):
-                if (checked := self._checked(sample, member, view)) is not view:
-                    view[:] = checked
+            self._reader.read_into(files.shard, pieces)
+            for (offset, view), (_, _, xxh3) in zip(pieces, files.each, strict=True):
+                if not _is_right(view, xxh3):
+                    view[:] = self._again(files.shard, offset, len(view), xxh3)
         except (NotFoundError, UsageError) as error:
-            raise _lost(sample, error) from error
+            raise _lost(files.shard, error) from error
         return at
 
     def announce(self, upcoming: Sequence[Range]) -> None:
@@ -90,26 +90,30 @@ class Source:
     def close(self) -> None:
         self._reader.close()
 
-    def _checked(self, sample: Sample, member: Member, view: memoryview) -> memoryview:
-        if _is_right(view, member):
+    def _checked(self, shard: str, member: Member, view: memoryview) -> memoryview:
+        if len(view) == member.length and _is_right(view, member.xxh3):
             return view
-        again = self._direct.read(sample.shard, [(member.offset, member.length)])[0]
-        if _is_right(again, member):
-            warn_once(_log, f"the cache returned wrong bytes of {sample.shard}; the store's are right and were used")
+        return self._again(shard, member.offset, member.length, member.xxh3)
+
+    def _again(self, shard: str, offset: int, length: int, xxh3: int) -> memoryview:
+        """What was wrong once more, straight from the store."""
+        again = self._direct.read(shard, [(offset, length)])[0]
+        if _is_right(again, xxh3):
+            warn_once(_log, f"the cache returned wrong bytes of {shard}; the store's are right and were used")
             return again
         raise CorruptionError(
-            f"{sample.shard}: the {member.length} bytes at {member.offset} are not those that were packed",
+            f"{shard}: the {length} bytes at {offset} are not those that were packed",
             hint="check the dataset with `millrace verify`",
         )
 
 
-def _lost(sample: Sample, error: MillraceError) -> CorruptionError:
+def _lost(shard: str, error: MillraceError) -> CorruptionError:
     """The shard is gone, or too short for the range."""
-    return CorruptionError(f"{sample.shard}: {error.message}", hint=error.hint)
+    return CorruptionError(f"{shard}: {error.message}", hint=error.hint)
 
 
-def _is_right(view: memoryview, member: Member) -> bool:
-    return len(view) == member.length and xxhash.xxh3_64_intdigest(view) == member.xxh3
+def _is_right(view: memoryview, xxh3: int) -> bool:
+    return xxhash.xxh3_64_intdigest(view) == xxh3
 
 
 def _member(sample: Sample, ext: str) -> Member:

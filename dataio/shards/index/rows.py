@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
 from dataio.shards.index import checks as index_checks
 from dataio.shards.index import kernels as pc
 
@@ -152,6 +152,19 @@ def from_row(row: Mapping[str, Any], number: int) -> Sample:
         text=row["text"],
         fields=_fields(row["fields"], row["key"]),
     )
+
+
+def files_of(table: Any) -> Iterator[Files]:
+    """Where the files of each of these checked rows lie; whole columns at a time, which is what makes it quick."""
+    members = (
+        pa.concat_arrays(table["members"].chunks) if table["members"].num_chunks > 1 else table["members"].chunk(0)
+    )
+    flat = pc.list_flatten(members)
+    each = list(zip(*(pc.struct_field(flat, [name]).to_pylist() for name in ("offset", "length", "xxh3")), strict=True))
+    counts, first = pc.list_value_length(members).to_pylist(), 0
+    for shard, count in zip(table["shard"].to_pylist(), counts, strict=True):
+        yield Files(shard, each[first : first + count])
+        first += count
 
 
 def _refuse_constant(name: str) -> Any:

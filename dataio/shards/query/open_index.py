@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
+from dataio.shards.contract import Files
 from dataio.shards.index import kernels as pc
 from dataio.shards.index import rows as index
 from dataio.shards.query import kept
@@ -36,6 +37,8 @@ CACHE_BYTES = 256 * limits.MIB
 READERS = 256
 _FEW = 1_000_000
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
+
+_NONE = Files("", ())
 
 I64 = npt.NDArray[np.int64]
 
@@ -67,6 +70,16 @@ class OpenIndex:
             table = pc.rows(self.group(part, group), pa.array([row for _, row in wanted], pa.int64()))
             for (place, _), row in zip(wanted, table.to_pylist(), strict=True):
                 found[place] = row
+        return found
+
+    def files(self, numbers: Sequence[int]) -> list[Files]:
+        """Where the files of these samples lie, in this order. Numbers are in range."""
+        found: list[Files] = [_NONE] * len(numbers)
+        for (part, group), wanted in self._places(numbers).items():
+            columns = self.group(part, group).select(["shard", "members"])
+            table = pc.rows(columns, pa.array([row for _, row in wanted], pa.int64()))
+            for (place, _), files in zip(wanted, index.files_of(table), strict=True):
+                found[place] = files
         return found
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:

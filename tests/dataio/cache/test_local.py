@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from dataio.cache import local
-from dataio.cache.local import BELIEVED_SECONDS, FILES, DirectReader
+from dataio.cache.local import BELIEVED_SECONDS, FILES, SURE, DirectReader
 from dataio.cache.own import own_reader
 from dataio.cache.reader import PrivateReader
 from dataio.core import filesystem
@@ -234,6 +235,36 @@ def test_no_more_is_named_than_the_page_cache_should_be_asked_for(
     monkeypatch.setattr(local, "mostly_cached", lambda *_: False)
     reader.announce([("a", n, local.ADVISED_BYTES // 4) for n in range(10)])
     assert len(said) == 4
+
+
+def test_where_all_is_there_few_ranges_are_looked_at_and_what_is_not_there_is_found_again(
+    reader: DirectReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, said, cached = list[int](), list[int](), True
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: said.append(offset))
+    monkeypatch.setattr(local, "mostly_cached", lambda fd, offset, length: looked.append(offset) or cached)
+    upcoming = [("a", n, 1) for n in range(40 * SURE)]
+    for first in range(0, 20 * SURE, 10):
+        reader.announce(upcoming[first : first + 25])
+    assert looked[:SURE] == list(range(SURE))
+    assert set(np.diff(looked[SURE - 1 :])) == {SURE}
+    assert looked[-1] > 19 * SURE
+    cached, before = False, looked[-1]
+    reader.announce(upcoming[20 * SURE :])
+    assert said[0] - before <= SURE
+    assert said == list(range(said[0], 40 * SURE))
+
+
+def test_what_lies_beyond_the_limit_is_named_when_its_turn_comes(
+    reader: DirectReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[int]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: said.append(offset))
+    monkeypatch.setattr(local, "mostly_cached", lambda *_: False)
+    upcoming = [("a", n, local.ADVISED_BYTES // 4) for n in range(10)]
+    for first in range(10):
+        reader.announce(upcoming[first:])
+        assert said == list(range(min(10, first + 4)))
 
 
 def test_files_of_a_network_go_through_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,22 @@ def test_samples_are_numbered_and_answered_by_number_key_and_iteration(posix: St
     assert repr(dataset) == f"Dataset({dataset.url!r}, version=1, samples=4)"
 
 
+def test_where_files_lie_is_said_without_what_they_are(posix: Store) -> None:
+    several = tuple(
+        Member(ext, 4096 + offset, length, 2**64 - length) for ext, offset, length in (("a", 0, 9), ("b", 512, 3))
+    )
+    write(posix, [[SAMPLES[0], sample(1, members=several)], SAMPLES[2:]])
+    dataset = Dataset(posix)
+    assert dataset.files([3, 1, 0, 1]) == [
+        (SAMPLES[3].shard, [(2048, 4, 7)]),
+        (SAMPLES[1].shard, [(4096, 9, 2**64 - 9), (4608, 3, 2**64 - 3)]),
+        (SAMPLES[0].shard, [(512, 4, 7)]),
+        (SAMPLES[1].shard, [(4096, 9, 2**64 - 9), (4608, 3, 2**64 - 3)]),
+    ]
+    assert dataset.files([]) == []
+    assert [found.shard for found in dataset.where("key = 'k2'").files([0])] == [SAMPLES[2].shard]
+
+
 def test_the_digest_is_that_of_the_version_document(posix: Store) -> None:
     write(posix)
     assert Dataset(posix).digest == index.digest(posix.get("versions/00000001.json"))
@@ -87,6 +103,8 @@ def test_numbers_and_keys_that_do_not_exist_are_errors(posix: Store) -> None:
     for number in (4, -1):
         with pytest.raises(UsageError, match=f"no sample {number}"):
             dataset.sample(number)
+        with pytest.raises(UsageError, match=f"no sample {number}"):
+            dataset.files([0, number])
     with pytest.raises(NotFoundError, match="no sample 'k9'"):
         dataset.find("k9")
 

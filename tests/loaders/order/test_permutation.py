@@ -39,10 +39,18 @@ def test_sizes_and_keys_may_differ_from_element_to_element(cases: list[tuple[int
 
 def test_results_never_change_between_versions() -> None:
     assert permute(np.arange(10), 10, key_of(1, 2, 3)).tolist() == GOLDEN
+    for n, expected in LARGE.items():
+        assert permute(np.array([0, n // 2, n - 1]), n, key_of(n)).tolist() == expected
     assert key_of(1, -1).tolist() == [11917333196513764506]
 
 
 GOLDEN = [1, 8, 5, 0, 2, 7, 4, 3, 6, 9]
+LARGE = {
+    1000: [796, 937, 894],
+    2**32 + 1: [373234036, 3234176070, 2151601868],
+    2**53 + 1: [700973115668461, 6273202433344101, 2248053491069561],
+    2**62 - 1: [1952660940842280469, 3453285748944284743, 1788938465548462532],
+}
 
 
 def test_a_value_outside_the_range_is_refused() -> None:
