@@ -14,7 +14,10 @@ from bench.core.results import Part, Samples
 def test_every_candidate_delivers_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "MEMBERS", {"video.bin": 30_000, "sound.bin": 5_000, "text.bin": 60})
     raw.make(tmp_path, 40, lambda *_: None)
-    found = [raw.measure(name, tmp_path) for name in (raw.PLAIN, raw.PLAIN_TWO, raw.ALONE, raw.TWO, raw.SIDECAR)]
+    found = [
+        raw.measure(name, tmp_path)
+        for name in (raw.PLAIN, raw.PLAIN_TWO, raw.PLAIN_CHECKED, raw.ALONE, raw.TWO, raw.SIDECAR)
+    ]
     assert len({figures["digest"] for figures in found}) == 1
     assert all(figures["samples_per_s"] > 0 for figures in found)
 
