@@ -10,19 +10,33 @@ import re
 from collections.abc import Mapping
 
 _HIDDEN = "***"
-_SECRET_WORDS = r"(?:secret|token|passw(?:or)?d|credential|signature|access[_-]?key|authorization|private[_-]?key)"
+_PASSES = 8
+_KEYS = r"(?:access|account|api|customer|encryption|master|private|shared)[_-]?key"
+_SECRET_WORDS = rf"(?:secret|token|passw(?:or)?d|credential|signature|authorization|connection[_-]?string|{_KEYS})"
+_NAMED = rf"{_SECRET_WORDS}[\w-]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}}"  # bounded: a long text costs what it is long
 _PATTERNS = (
     (re.compile(r"(?<=://)[^/\s@]+@"), _HIDDEN + "@"),  # user:password@ in a URL
-    (re.compile(rf"(?i)([\w-]*{_SECRET_WORDS}[\w-]*[\"']?\s*[=:]\s*[\"']?)([^\s\"'&,;)}}\]]+)"), r"\1" + _HIDDEN),
+    (
+        re.compile(r"(?i)(authorization[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*"),
+        r"\1" + _HIDDEN,
+    ),  # has several words
+    (re.compile(rf"(?i)({_NAMED})([\"'])(?:(?!\2)[^\r\n])+\2"), rf"\1\2{_HIDDEN}\2"),
+    (re.compile(rf"(?i)({_NAMED}[\"']?)([^\s\"'&,;)}}\]]+)"), r"\1" + _HIDDEN),
+    (re.compile(r"(?i)([?&](?:sig|sas)=)[^\s\"'&]+"), r"\1" + _HIDDEN),
+    (re.compile(r"\b(Bearer\s)[\w.~+/=-]{16,}"), r"\1" + _HIDDEN),
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), _HIDDEN),
 )
-_SECRET_NAME = re.compile(rf"(?i){_SECRET_WORDS}|^(?:key|sas)$")
+_SECRET_NAME = re.compile(rf"(?i){_SECRET_WORDS}|^(?:key|sas|sig|auth|cookies?)$")
 
 
 def redact(text: str) -> str:
     """`text` with anything that looks like a secret replaced by `***`."""
-    for pattern, replacement in _PATTERNS:
-        text = pattern.sub(replacement, text)
+    for _ in range(_PASSES):  # what is hidden may make more of what is beside it look like a secret
+        before = text
+        for pattern, replacement in _PATTERNS:
+            text = pattern.sub(replacement, text)
+        if text == before:
+            break
     return text
 
 
@@ -36,12 +50,18 @@ def without_secrets(options: Mapping[str, object]) -> dict[str, object]:
     return {
         name: without_secrets(value) if isinstance(value, Mapping) else value
         for name, value in options.items()
-        if not is_secret_name(name)
+        if not _is_secret(name, value)
     }
 
 
 def has_secrets(options: Mapping[str, object]) -> bool:
     """Whether nested `options` hold a secret anywhere."""
     return any(
-        is_secret_name(name) or (isinstance(value, Mapping) and has_secrets(value)) for name, value in options.items()
+        _is_secret(name, value) or (isinstance(value, Mapping) and has_secrets(value))
+        for name, value in options.items()
     )
+
+
+def _is_secret(name: str, value: object) -> bool:
+    """By its name, or as a text that holds one, such as the URL of a proxy with a password."""
+    return is_secret_name(name) or (isinstance(value, str) and redact(value) != value)

@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import inspect
 import itertools
+import re
 import socket
 import threading
 import urllib.parse
@@ -233,7 +234,10 @@ def _check_url(url: str, path: str) -> None:
     if "@" in path.partition("/")[0]:
         raise UsageError("the URL holds credentials", hint="give them as storage options")
     if "?" in url or "#" in url:
-        raise UsageError(f"{url!r} names more than a place", hint="give a URL without query and fragment")
+        place = re.split("[?#]", url)[0]  # what follows may be a signature
+        raise UsageError(
+            f"{place!r} is followed by a query or a fragment", hint="give a URL without query and fragment"
+        )
 
 
 def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:

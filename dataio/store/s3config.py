@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dataio.core.errors import UsageError
-from dataio.core.redact import has_secrets, without_secrets
+from dataio.core.redact import has_secrets, redact, without_secrets
 from dataio.store.contract import check_key
 
 CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
@@ -152,6 +152,8 @@ def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = 
         raise UsageError(f"unknown S3 storage option {', '.join(unknown)}", hint=f"known are {known}")
     bucket, prefix = _bucket_and_prefix(url)
     client = _mapping(options, "client_kwargs")
+    if twice := [b for o, b in zip(_CREDENTIALS, _BOTO_CREDENTIALS, strict=True) if options.get(o) and client.get(b)]:
+        raise UsageError(f"{twice[0]} in client_kwargs is given twice", hint="leave one of the two out")
     endpoint = _first(options.get("endpoint_url"), client.pop("endpoint_url", None), *_from(environ, _ENDPOINTS))
     region = _first(options.get("region"), client.pop("region_name", None), *_from(environ, _REGIONS))
     if endpoint is not None:
@@ -187,7 +189,8 @@ def _client(name: object) -> str | None:
 
 def _bucket_and_prefix(url: str) -> tuple[str, str]:
     bucket, _, prefix = url.partition("://")[2].partition("/")
-    if "@" in bucket or ":" in bucket:
+    query = url.partition("?")[2]
+    if "@" in bucket or ":" in bucket or redact(query) != query:
         raise UsageError(
             f"{url!r} holds more than a bucket", hint="put credentials into the AWS variables or a profile"
         )

@@ -44,6 +44,9 @@ def test_an_unknown_scheme_names_the_known_ones() -> None:
         ("s3://bucket", {"endpoint_url": "localhost:9000"}),
         ("s3://bucket", {"endpoint_url": "http://user:hunter2@host"}),
         ("s3://bucket", {"client_kwargs": "x"}),
+        ("s3://bucket", {"key": "a", "secret": "hunter2", "client_kwargs": {"aws_secret_access_key": "hunter2"}}),
+        ("s3://bucket/x?token=hunter2", {}),
+        ("s3://bucket/x?sp=r&sig=hunter2", {}),
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error_without_secrets(url: str, options: dict[str, object]) -> None:
@@ -102,6 +105,15 @@ def test_secrets_reach_the_client_and_nothing_else() -> None:
     arguments = config.s3fs_arguments()
     assert (arguments["key"], arguments["secret"]) == ("AK-hidden", "s-hidden")
     assert arguments["client_kwargs"] == {"aws_session_token": "t-hidden", "region_name": "eu"}
+
+
+def test_the_password_of_a_proxy_reaches_the_client_and_nothing_else() -> None:
+    given = {"config_kwargs": {"proxies": {"http": "http://me:hidden@proxy:1"}, "read_timeout": 7}}
+    config = parse("s3://bucket/x", given, {"AWS_REGION": "eu"})
+    assert "hidden" not in f"{config!r} {config.public}"
+    assert not config.shareable
+    assert "proxies" in str(config.beyond_obstore())
+    assert config.s3fs_arguments()["config_kwargs"]["proxies"] == given["config_kwargs"]["proxies"]  # type: ignore[index]
 
 
 def test_a_store_opened_with_secrets_is_not_opened_elsewhere_by_its_location() -> None:

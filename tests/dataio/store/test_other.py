@@ -276,6 +276,7 @@ def test_a_host_that_is_missing_or_unknown_is_told_in_one_line() -> None:
     [
         ("http://user:hunter2@host/x", UsageError),
         ("http://host/x?token=hunter2", UsageError),
+        ("http://host/x?sp=hunter2", UsageError),
         ("zip://x::memory://y", UnsupportedError),
         ("gs://bucket/x", UnsupportedError),
     ],
