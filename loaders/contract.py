@@ -12,10 +12,12 @@ when it fails as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dataio.core.errors import MillraceError
@@ -94,12 +96,18 @@ class Plan(Coming, Protocol):
         ...
 
 
+Room = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
+"""Where a batch will hold pixels of this shape, (T, 3, H, W); None when it will hold something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A place whose bytes were read and checked: `members` by extension."""
+    """A place whose bytes were read and checked: `members` by extension. "video" may be drawn in the `room` that its batch has
+    for it, which holds nothing until the sample is finished."""
 
     place: Place
     members: Mapping[str, memoryview]
+    room: Room | None = None
 
 
 @dataclass(frozen=True, slots=True)

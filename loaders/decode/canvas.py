@@ -28,6 +28,13 @@ class Canvas(Protocol):
     def again(self, number: int) -> None: ...
 
 
+def sheet(request: Request, fit: Fit) -> U8:
+    """Memory for the fitted clip: the request's room where it has one."""
+    shape = (len(request.wanted.values), 3, *fit.size)
+    room = None if request.room is None else request.room(shape)
+    return np.empty(shape, np.uint8) if room is None else room
+
+
 class Whole:
     """`clip`: uint8 (T, H, W, 3), frames as they are."""
 
@@ -50,7 +57,7 @@ class Quick:
         self._fit, self._convert = fit, converter
         self._down, self._across = axes(request.info.height, request.info.width, fit)
         self._ways: dict[str, tuple[Chain, int, int]] = {}
-        self.clip: U8 = np.empty((len(request.wanted.values), 3, *fit.size), np.uint8)
+        self.clip = sheet(request, fit)
 
     def draw(self, number: int, frame: VideoFrame) -> None:
         if frame.format.name not in self._ways:

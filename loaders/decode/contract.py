@@ -20,8 +20,8 @@ Failure behaviour: `decode` returns, at the place of each bad request, the error
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from dataio.core.errors import MillraceError
@@ -31,6 +31,8 @@ from loaders.clip import Wanted
 from loaders.decode.geometry import Fit
 
 if TYPE_CHECKING:  # a process that decodes for another needs no torch
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 Color = Literal["bt601", "tagged", "fast"]
@@ -40,13 +42,15 @@ MAX_CLIP_BYTES = 4 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One clip to decode. `data` is the whole member of the shard; it must stay valid until `decode` returns."""
+    """One clip to decode. `data` is the whole member of the shard; it must stay valid until `decode` returns. `room(shape)` is
+    memory, or None, that the fitted frames may be given in, rather than in memory of their own."""
 
     data: memoryview
     info: VideoInfo
     wanted: Wanted
     color: Color = "bt601"
     fit: Fit | None = None
+    room: Callable[[tuple[int, ...]], npt.NDArray[np.uint8] | None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

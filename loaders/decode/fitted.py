@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from av.video.frame import VideoFrame
 
 from loaders.decode import convert, resize
+from loaders.decode.canvas import sheet
 from loaders.decode.contract import Request
 from loaders.decode.convert import Chain, Converter, Part
 from loaders.decode.geometry import Axis, Fit, axes
@@ -34,7 +35,7 @@ class Fitted:
         height, width, self._scale = _scaling(self._down, self._across, self._rows[1], self._columns[1], fit.antialias)
         self._ways: dict[str, tuple[Part, Chain]] = {}
         self._page = torch.empty((1, height, width, 3), dtype=torch.uint8)
-        self.clip = torch.empty((len(request.wanted.values), 3, *fit.size), dtype=torch.uint8)
+        self.clip = torch.from_numpy(sheet(request, fit))
 
     def draw(self, number: int, frame: VideoFrame) -> None:
         page = self._page[0].numpy()

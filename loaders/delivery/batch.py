@@ -1,21 +1,25 @@
 """The tensors of one batch, filled in any order by any thread.
 
 Purpose: each thread writes its sample straight into the batch, converted on the way, so the trainer's thread copies nothing.
-Invariants: the first sample decides the shapes; a slot is written once. What was left out is closed up when the batch is
-delivered. Batches of no samples have None in place of every tensor.
+Where a batch holds pixels as decoders draw them, they draw in it.
+Invariants: the first sample decides the shapes; a slot is put once, whatever was drawn in its room before. What was left out is
+closed up when the batch is delivered. Batches of no samples have None in place of every tensor.
 Failure behaviour: `UsageError` names the sample whose shape is another.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dataio.core.errors import UsageError
-from loaders.contract import Finished, Layout
+from loaders.contract import Finished, Layout, Room
 from loaders.delivery.buffers import Buffers
 
 AXES: dict[str, tuple[int, int, int, int]] = {"TCHW": (0, 1, 2, 3), "CTHW": (1, 0, 2, 3), "THWC": (0, 2, 3, 1)}
@@ -36,9 +40,14 @@ class Output:
     dtype: torch.dtype | None = None
     axes: str = "TCHW"
 
-    def dtype_of(self, video: torch.Tensor) -> torch.dtype:
-        """What clips like `video` become."""
-        return self.dtype or (torch.float32 if self.mean else video.dtype)
+    def dtype_of(self, pixels: torch.dtype) -> torch.dtype:
+        """What clips of such pixels become."""
+        return self.dtype or (torch.float32 if self.mean else pixels)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether uint8 pixels (T, 3, H, W) stay as they are."""
+        return self.device.type == "cpu" and self.dtype_of(torch.uint8) == torch.uint8 and self.axes == "TCHW"
 
 
 class Batch:
@@ -55,12 +64,24 @@ class Batch:
         """Bytes of its tensors, as far as they are known."""
         return sum(tensor.nbytes for tensor in list(self._tensors.values()))
 
+    def room(self, slot: int) -> Room | None:
+        """Where uint8 pixels may be drawn that are put into this slot next; None where they become something else."""
+
+        def drawn(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
+            target = self._target("video", shape, torch.uint8)[slot]
+            pixels: npt.NDArray[np.uint8] = target.numpy()
+            return pixels if pixels.shape == shape and pixels.dtype == np.uint8 else None
+
+        return drawn if self._output.is_plain and "video" in self._layout.tensors else None
+
     def put(self, slot: int, sample: Finished) -> None:
-        """Write `sample` into its place; its tensors are let go."""
+        """Write `sample` into its place, unless it was drawn there; its tensors are let go."""
         for name, tensor in sample.tensors.items():
-            target = self._target(name, tensor)[slot]
-            if target.shape != _shape(name, tensor, self._output):
+            target = self._target(name, tensor.shape, tensor.dtype)[slot]
+            if target.shape != _shape(name, tensor.shape, self._output):
                 raise _other_shape(sample, name, tensor, target)
+            if tensor.data_ptr() == target.data_ptr():
+                continue
             if name == "video" and tensor.ndim == 4:
                 write_pixels(target, tensor, self._output)
             else:
@@ -89,15 +110,16 @@ class Batch:
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _target(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What all samples' tensors of this name are written into; the first one's shape and dtype decide."""
         with self._lock:
             if name not in self._tensors:
-                dtype = self._output.dtype_of(like) if name == "video" else like.dtype
-                self._tensors[name] = self._prepared(self._buffers.empty(self._shape_of(name, like), dtype))
+                dtype = self._output.dtype_of(dtype) if name == "video" else dtype
+                self._tensors[name] = self._prepared(self._buffers.empty(self._shape_of(name, shape), dtype))
             return self._tensors[name]
 
-    def _shape_of(self, name: str, like: torch.Tensor) -> tuple[int, ...]:
-        return (len(self.samples), *_shape(name, like, self._output))
+    def _shape_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        return (len(self.samples), *_shape(name, shape, self._output))
 
     def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -106,13 +128,15 @@ class Batch:
         tensor = self._tensors.get(name)
         if tensor is None or len(whole) == len(self.samples):
             return tensor
+        if not whole:
+            return None
         return tensor[torch.tensor(whole, dtype=torch.int64, device=tensor.device)]
 
 
-def _shape(name: str, tensor: torch.Tensor, output: Output) -> torch.Size:
-    if name != "video" or tensor.ndim != 4:
-        return tensor.shape
-    return torch.Size(tensor.shape[axis] for axis in AXES[output.axes])
+def _shape(name: str, shape: Sequence[int], output: Output) -> torch.Size:
+    if name != "video" or len(shape) != 4:
+        return torch.Size(shape)
+    return torch.Size(shape[axis] for axis in AXES[output.axes])
 
 
 def _other_shape(sample: Finished, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dataio.core.errors import DeadlineError
-from loaders.contract import Finished, Layout, Place
+from loaders.contract import Finished, Layout, Place, Room
 from loaders.decode.giving_up import GivenUp, giving_up
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
@@ -28,7 +28,8 @@ from loaders.delivery.rows import RowBatch
 
 STALL_SECONDS = 600.0
 _THREADS = "millrace-loader"
-Make = Callable[[Sequence[Place]], list[Finished]]
+Make = Callable[[Sequence[Place], Sequence[Room | None]], list[Finished]]
+"""Samples of these places, each maybe already in the room that its batch has for it."""
 
 
 class _Threads:
@@ -151,7 +152,8 @@ class Prefetcher:
 
     def _put(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
         try:
-            for slot, sample in zip(slots, self._make(places), strict=True):
+            made = self._make(places, [batch.room(slot) for slot in slots])
+            for slot, sample in zip(slots, made, strict=True):
                 batch.put(slot, sample)
         except (Closed, GivenUp):
             return  # nobody asks for this batch any more

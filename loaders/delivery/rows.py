@@ -32,7 +32,8 @@ class RowBatch(Batch):
         fit = self._fits[slot]
         for name, tensor in sample.tensors.items():
             assert fit is not None
-            self._target(name, tensor)[fit.row, :, fit.at : fit.at + fit.length].copy_(tensor, non_blocking=True)
+            row = self._target(name, tensor.shape, tensor.dtype)[fit.row]
+            row[:, fit.at : fit.at + fit.length].copy_(tensor, non_blocking=True)
         left = dict.fromkeys(sample.tensors, torch.empty(0))
         self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
 
@@ -52,9 +53,9 @@ class RowBatch(Batch):
             batch[name] = [[one.values[name] for _, one in row] for row in rows]
         return batch
 
-    def _shape_of(self, name: str, like: torch.Tensor) -> tuple[int, ...]:
+    def _shape_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         assert self._layout.capacity is not None
-        return (self._rows, like.shape[0], self._layout.capacity)
+        return (self._rows, shape[0], self._layout.capacity)
 
     def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.zero_()

@@ -18,7 +18,7 @@ from typing import Literal
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
 from dataio.core.trace import span
 from dataio.shards.contract import Sample
-from loaders.contract import Finished, Loaded, Place, Plan, Work
+from loaders.contract import Finished, Loaded, Place, Plan, Room, Work
 from loaders.delivery.memory import Memory
 from loaders.refusals import Refusal
 from loaders.samples.quarantine import Quarantine
@@ -47,17 +47,18 @@ class Maker:
         self._plan, self._work, self._sources = plan, work, sources
         self._quarantine, self._memory, self._on_bad = quarantine, memory, on_bad
 
-    def make(self, places: Sequence[Place]) -> list[Finished]:
-        """The samples of `places`, worked on together where the work can. Left out is what has no tensors."""
-        outcomes = self._try(places)
+    def make(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Finished]:
+        """The samples of `places`, worked on together where the work can, maybe each in its room. Left out is what has no
+        tensors."""
+        outcomes = self._try(places, rooms)
         return [
-            self._instead(place, outcome) if isinstance(outcome, MillraceError) else outcome
-            for place, outcome in zip(places, outcomes, strict=True)
+            self._instead(place, room, outcome) if isinstance(outcome, MillraceError) else outcome
+            for place, room, outcome in zip(places, rooms, outcomes, strict=True)
         ]
 
-    def _try(self, places: Sequence[Place]) -> list[Finished | MillraceError]:
+    def _try(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Finished | MillraceError]:
         with self._memory.admitted(sum(self._cost(place.sample) for place in places)):
-            loaded = self._load_all(places)
+            loaded = self._load_all(places, rooms)
             with span("decode", clips=len(places)):
                 done = iter(self._work.do([one for one in loaded if isinstance(one, Loaded)]))
             return [next(done) if isinstance(one, Loaded) else one for one in loaded]
@@ -66,17 +67,17 @@ class Maker:
         exts = self._work.members(sample)
         return sum(member.length for member in sample.members if member.ext in exts) + self._work.cost(sample)
 
-    def _load_all(self, places: Sequence[Place]) -> list[Loaded | MillraceError]:
+    def _load_all(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Loaded | MillraceError]:
         """Parts of one sample share its bytes."""
         there = dict[tuple[int, int], Loaded | MillraceError]()
         for place in places:
             which = place.source, place.sample.id
             if which not in there:
                 there[which] = self._load(place)
-        found = [(place, there[place.source, place.sample.id]) for place in places]
+        found = [there[place.source, place.sample.id] for place in places]
         return [
-            one if isinstance(one, MillraceError) or one.place is place else replace(one, place=place)
-            for place, one in found
+            one if isinstance(one, MillraceError) else replace(one, place=place, room=room)
+            for place, room, one in zip(places, rooms, found, strict=True)
         ]
 
     def _load(self, place: Place) -> Loaded | MillraceError:
@@ -90,12 +91,12 @@ class Maker:
             self._quarantine.condemn(place, error)
             return error
 
-    def _instead(self, place: Place, error: MillraceError) -> Finished:
+    def _instead(self, place: Place, room: Room | None, error: MillraceError) -> Finished:
         if self._on_bad == "replace" or not isinstance(error, DAMAGE):
-            return self._substitute(place, error)
+            return self._substitute(place, room, error)
         return Finished(place.sample, {}, refusals=(self._refusal(place, error),))
 
-    def _substitute(self, place: Place, error: MillraceError) -> Finished:
+    def _substitute(self, place: Place, room: Room | None, error: MillraceError) -> Finished:
         """The first neighbour that is whole."""
         refusals: list[Refusal] = []
         refused, first = place, error
@@ -107,7 +108,7 @@ class Maker:
             if other is None:
                 break
             refused = other
-            outcome = self._try([refused])[0]
+            outcome = self._try([refused], [room])[0]
             if not isinstance(outcome, MillraceError):
                 return replace(outcome, refusals=tuple(refusals))
             error = outcome

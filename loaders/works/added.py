@@ -43,7 +43,7 @@ class Around:
         return self._inner.cost(sample)
 
     def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
-        done = self._inner.do(loaded)
+        done = self._inner.do(self._given(loaded))
         return [
             result if isinstance(result, MillraceError) else self._more(one.place, result)
             for one, result in zip(loaded, done, strict=True)
@@ -51,6 +51,10 @@ class Around:
 
     def close(self) -> None:
         self._inner.close()
+
+    def _given(self, loaded: Sequence[Loaded]) -> Sequence[Loaded]:
+        """What the inner work gets."""
+        return loaded
 
     def _more(self, place: Place, finished: Finished) -> Finished:
         raise NotImplementedError
@@ -94,6 +98,10 @@ class Transformed(Around):
     def __init__(self, inner: Work, transform: Transform) -> None:
         super().__init__(inner)
         self._transform = transform
+
+    def _given(self, loaded: Sequence[Loaded]) -> Sequence[Loaded]:
+        """Without room in the batch: what the transform keeps, or returns turned, is memory of its own."""
+        return [replace(one, room=None) for one in loaded]
 
     def _more(self, place: Place, finished: Finished) -> Finished:
         generator = torch.Generator().manual_seed(int(place.key(_TRANSFORM)[0]) >> 1)

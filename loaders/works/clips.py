@@ -114,7 +114,8 @@ class ClipWork:
             wanted = wanted_by(place, video, self._look.clip)
         except CorruptionError as error:
             return error
-        return Request(loaded.members[video.ext], video, wanted, self._look.color, self._cut(place, video))
+        cut = self._cut(place, video)
+        return Request(loaded.members[video.ext], video, wanted, self._look.color, cut, loaded.room)
 
     def _cut(self, place: Place, video: VideoInfo) -> Fit | None:
         """What the decoder is to make of the frames; nothing where they are turned before."""

@@ -211,6 +211,20 @@ def test_a_transform_may_change_shapes_and_sound_but_not_names(make: Any) -> Non
         first(make(transform=lambda tensors, _: {"video": tensors["video"] / 2}, normalize=((0.5,) * 3, (0.5,) * 3)))
 
 
+def test_what_a_transform_gets_is_its_own_to_keep_and_to_turn(make: Any) -> None:
+    kept: list[torch.Tensor] = []
+
+    def turned(tensors: dict[str, torch.Tensor], _: torch.Generator) -> dict[str, torch.Tensor]:
+        kept.append(tensors["video"])
+        return {"video": tensors["video"].transpose(2, 3)}
+
+    plain = first(make(size=(32, 32)))["video"]
+    batch = first(make(size=(32, 32), transform=turned, threads=1))["video"]
+    assert torch.equal(batch, plain.transpose(3, 4))
+    batch.zero_()
+    assert all(torch.equal(one, other) for one, other in zip(kept, plain, strict=False))
+
+
 def test_an_error_of_the_transform_is_raised_as_it_is_and_names_the_sample(make: Any) -> None:
     def broken(tensors: dict[str, torch.Tensor], _: torch.Generator) -> dict[str, torch.Tensor]:
         raise ZeroDivisionError("mine")

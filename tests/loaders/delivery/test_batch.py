@@ -13,7 +13,8 @@ from dataio.core.errors import CorruptionError, DeadlineError, UsageError
 from dataio.shards.contract import Sample
 from loaders.contract import Finished, Layout, Place
 from loaders.delivery import prefetch
-from loaders.delivery.batch import Output
+from loaders.delivery.batch import Batch, Output
+from loaders.delivery.buffers import Buffers
 from loaders.delivery.prefetch import Prefetcher
 
 CPU = Output(torch.device("cpu"), pinned=False)
@@ -33,7 +34,7 @@ def prefetcher() -> Iterator[Callable[..., Prefetcher]]:
     made: list[Prefetcher] = []
 
     def make(work: Callable[[Place], Finished], threads: int = 2, group: int = 1) -> Prefetcher:
-        def many(some: Sequence[Place]) -> list[Finished]:
+        def many(some: Sequence[Place], _: object) -> list[Finished]:
             return [work(place) for place in some]
 
         made.append(Prefetcher(many, VIDEO, CPU, threads, group))
@@ -126,3 +127,40 @@ def test_a_batch_of_no_clips_has_no_video(prefetcher: Any) -> None:
     batch = ahead.next().tensors()
     assert batch["video"] is None
     assert len(batch["id"]) == 0
+
+
+def test_what_was_drawn_in_a_batchs_room_is_in_the_batch_without_a_copy() -> None:
+    batch = Batch(2, VIDEO, CPU, Buffers(CPU.device))
+    room = batch.room(1)
+    assert room is not None
+    drawn = room((1, 3, 2, 2))
+    assert drawn is not None
+    drawn[:] = 7
+    second, first = places(1, 0)
+    batch.put(1, Finished(second.sample, {"video": torch.from_numpy(drawn)}))
+    batch.put(0, finished(first))
+    video = batch.tensors()["video"]
+    assert video.flatten(1).tolist() == [[0] * 12, [7] * 12]
+    drawn[:] = 8
+    assert video[1].unique().tolist() == [8]
+
+
+def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_shape() -> None:
+    floats = Output(CPU.device, pinned=False, dtype=torch.float16)
+    turned = Output(CPU.device, pinned=False, axes="THWC")
+    for output in (floats, turned):
+        assert Batch(1, VIDEO, output, Buffers(CPU.device)).room(0) is None
+    batch = Batch(2, VIDEO, CPU, Buffers(CPU.device))
+    batch.put(0, finished(*places(0)))
+    room = batch.room(1)
+    assert room is not None
+    assert room((2, 3, 2, 2)) is None
+
+
+def test_a_batch_whose_samples_were_all_left_out_after_they_were_drawn_has_no_video() -> None:
+    batch = Batch(1, VIDEO, CPU, Buffers(CPU.device))
+    room = batch.room(0)
+    assert room is not None
+    assert room((1, 3, 2, 2)) is not None
+    batch.put(0, Finished(places(0)[0].sample, {}))
+    assert batch.tensors()["video"] is None

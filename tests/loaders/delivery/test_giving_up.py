@@ -52,7 +52,7 @@ def test_a_decoder_stops_between_two_pictures(
 def test_closing_ends_long_samples_and_begins_no_others() -> None:
     begun, go, steps = threading.Event(), threading.Event(), []
 
-    def make(places: Sequence[Place]) -> list[Finished]:
+    def make(places: Sequence[Place], _: object) -> list[Finished]:
         for step in range(1000):
             check()
             steps.append(step)
