@@ -98,7 +98,8 @@ def read(folder: Path, dataset: str | None = None) -> Iterator[Record | None]:
     paths = [file_of(folder, dataset)] if dataset is not None else sorted(folder.glob(f"*{_SUFFIX}"))
     for path in paths:
         if path.is_file():
-            yield from map(_record, path.read_bytes()[:FILE_BYTES].splitlines())
+            with path.open("rb") as file:
+                yield from map(_record, file.read(FILE_BYTES).splitlines())
 
 
 def distinct(folder: Path, dataset: str | None = None) -> tuple[list[Record], int]:

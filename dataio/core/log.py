@@ -1,4 +1,4 @@
-"""Logging: standard library loggers under `millrace`, with secrets redacted in every record.
+"""Logging: standard library loggers under `millrace`, with secrets redacted in every record, tracebacks included.
 
 Invariant: importing Millrace configures nothing of the application's logging; only `setup` (used by the command line and
 the daemon) installs a handler. Redaction happens in the logger itself, so it holds for the application's handlers too.
@@ -14,12 +14,15 @@ from dataio.core.redact import redact
 
 _ROOT = "millrace"
 _ONCE_LIMIT = 1000
+_FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _said: set[str] = set()
 
 
 class _Redacting(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = redact(record.getMessage()), ()
+        if record.exc_info:  # handlers print this text instead of making their own
+            record.exc_text = redact(_FORMATTER.formatException(record.exc_info))
         return True
 
 
@@ -43,6 +46,6 @@ def setup(level: str = "INFO") -> None:
     root = logging.getLogger(_ROOT)
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_FORMATTER)
         root.addHandler(handler)
     root.setLevel(level.upper())

@@ -114,6 +114,14 @@ def test_a_full_list_takes_no_more_and_says_so(
     assert "is full" in caplog.text
 
 
+def test_of_a_list_that_somebody_made_too_large_the_beginning_is_read(tmp_path: Path) -> None:
+    refusals.write(refusal(), 1, tmp_path / "list")
+    (file,) = (tmp_path / "list").iterdir()
+    os.truncate(file, 1 << 40)
+    found, unreadable = refusals.distinct(tmp_path / "list")
+    assert (len(found), unreadable) == (1, 1)
+
+
 def test_lines_that_are_no_records_are_counted_and_control_characters_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

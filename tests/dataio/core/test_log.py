@@ -19,6 +19,19 @@ def test_secrets_are_redacted_for_handlers_of_the_application_too(caplog: pytest
     assert caplog.records[0].args == ()
 
 
+def test_secrets_of_other_libraries_are_redacted_in_tracebacks_too(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        try:
+            raise OSError("no way through http://me:hunter2@proxy:1")
+        except OSError as error:
+            raise RuntimeError("a job failed") from error
+    except RuntimeError:
+        get_logger("test.redact").exception("it failed")
+    assert "RuntimeError: a job failed" in caplog.text
+    assert "http://***@proxy:1" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
 def test_a_message_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_said", set())
     logger = get_logger("test.once")
