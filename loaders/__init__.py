@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from loaders.audio import AudioLoader
     from loaders.clip import Clip
+    from loaders.files import FileLoader
     from loaders.mixture import Mixture
     from loaders.order import Bucket, Buckets, Durations, Order, Packing
     from loaders.samples.shared_list import QuarantineList
@@ -29,6 +30,7 @@ __all__ = [
     "Buckets",
     "Clip",
     "Durations",
+    "FileLoader",
     "LogMel",
     "Mixture",
     "Order",
@@ -45,6 +47,7 @@ _HOME = {
     "Buckets": "loaders.order",
     "Clip": "loaders.clip",
     "Durations": "loaders.order",
+    "FileLoader": "loaders.files",
     "LogMel": "loaders.sound.features",
     "Mixture": "loaders.mixture",
     "Order": "loaders.order",

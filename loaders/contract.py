@@ -124,11 +124,13 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What a work's samples consist of, known before the first: names of `tensors`, and the dtype of each of `numbers`
-    (None: a list). With `capacity`, samples lie one after the other in rows of so many."""
+    (None: a list). With `capacity`, samples lie one after the other in rows of so many; with `joined`, which says how many bytes
+    each has, in one run of bytes."""
 
     tensors: tuple[str, ...]
     numbers: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     capacity: int | None = None
+    joined: Callable[[Sample], int] | None = None
 
 
 class Work(Protocol):

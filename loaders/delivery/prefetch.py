@@ -23,6 +23,7 @@ from loaders.contract import Finished, Layout, Place, Room
 from loaders.decode.giving_up import GivenUp, giving_up
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
+from loaders.delivery.joined import JoinedBatch
 from loaders.delivery.memory import Closed
 from loaders.delivery.rows import RowBatch
 
@@ -84,14 +85,18 @@ class Prefetcher:
 
     def start(self, places: Sequence[Place]) -> None:
         """Begin the next batch."""
-        if self._layout.capacity is None:
-            batch = Batch(len(places), self._layout, self._output, self._buffers)
-        else:
-            batch = RowBatch(places, self._layout, self._output, self._buffers)
+        batch = self._begun(places)
         groups = self._groups(places)
         self._batches.append(
             (batch, [self._pool.submit(self._fill, batch, group, [places[n] for n in group]) for group in groups])
         )
+
+    def _begun(self, places: Sequence[Place]) -> Batch:
+        if self._layout.joined is not None:
+            return JoinedBatch(places, self._layout, self._output, self._buffers)
+        if self._layout.capacity is not None:
+            return RowBatch(places, self._layout, self._output, self._buffers)
+        return Batch(len(places), self._layout, self._output, self._buffers)
 
     def _groups(self, places: Sequence[Place]) -> list[Sequence[int]]:
         """Which slots are made together."""

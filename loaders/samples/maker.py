@@ -70,23 +70,26 @@ class Maker:
     def _load_all(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Loaded | MillraceError]:
         """Parts of one sample share its bytes."""
         there = dict[tuple[int, int], Loaded | MillraceError]()
-        for place in places:
+        for place, room in zip(places, rooms, strict=True):
             which = place.source, place.sample.id
             if which not in there:
-                there[which] = self._load(place)
+                there[which] = self._load(place, room)
         found = [there[place.source, place.sample.id] for place in places]
         return [
             one if isinstance(one, MillraceError) else replace(one, place=place, room=room)
             for place, room, one in zip(places, rooms, found, strict=True)
         ]
 
-    def _load(self, place: Place) -> Loaded | MillraceError:
-        """Read and check the bytes."""
+    def _load(self, place: Place, room: Room | None) -> Loaded | MillraceError:
+        """Read and check the bytes; where they are delivered as they are, where they belong."""
         known = self._quarantine.condemned(place)
         if known:
             return known
         try:
-            return Loaded(place, self._sources[place.source].fetch(place.sample, self._work.members(place.sample)))
+            joined = self._work.layout.joined
+            into = None if joined is None or room is None else room((joined(place.sample),))
+            exts = self._work.members(place.sample)
+            return Loaded(place, self._sources[place.source].fetch(place.sample, exts, into))
         except CorruptionError as error:
             self._quarantine.condemn(place, error)
             return error

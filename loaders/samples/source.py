@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from dataio.cache.contract import ShardReader
@@ -59,9 +61,20 @@ class Source:
     def __init__(self, reader: ShardReader, store: Store) -> None:
         self._reader, self._direct = reader, StoreReader(store)
 
-    def fetch(self, sample: Sample, exts: Sequence[str]) -> dict[str, memoryview]:
-        """The members of these extensions, read-only; each extension once."""
+    def fetch(
+        self, sample: Sample, exts: Sequence[str], into: npt.NDArray[np.uint8] | None = None
+    ) -> dict[str, memoryview]:
+        """The members of these extensions, read-only; each extension once. They lie one after the other `into` memory of just
+        their length, where that is given."""
         members = [_member(sample, ext) for ext in dict.fromkeys(exts)]
+        if into is not None:
+            files = Files(sample.shard, [(m.offset, m.length, m.xxh3) for m in members])
+            memory, at, found = into.data, 0, dict[str, memoryview]()
+            self.fetch_into(files, memory)
+            for m in members:
+                found[m.ext] = memory[at : at + m.length].toreadonly()
+                at += m.length
+            return found
         try:
             views = self._reader.read(sample.shard, [(m.offset, m.length) for m in members])
             return {m.ext: self._checked(sample.shard, m, view) for m, view in zip(members, views, strict=True)}

@@ -1,0 +1,64 @@
+"""A batch whose samples lie one after the other in one run of bytes, each as long as it is.
+
+Purpose: what `loaders.delivery.batch.Batch` is for samples of one shape, for files as they are stored.
+Invariants: samples lie in the order of their slots without gaps; the index says how long each will be, so all have their place
+before the first is read.
+Failure behaviour: where a sample was left out, or one of another length stands in for it, the batch is put together anew when
+it is delivered, which costs a copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loaders.contract import Finished, Layout, Place, Room
+from loaders.delivery.batch import Batch, Output
+from loaders.delivery.buffers import Buffers
+
+
+class JoinedBatch(Batch):
+    """The samples at `places`; each gives one tensor of bytes, of as many as `layout.joined` says."""
+
+    def __init__(self, places: Sequence[Place], layout: Layout, output: Output, buffers: Buffers) -> None:
+        super().__init__(len(places), layout, output, buffers)
+        assert layout.joined is not None
+        self._ends = list(itertools.accumulate((layout.joined(place.sample) for place in places), initial=0))
+        self._other: dict[int, torch.Tensor] = {}
+
+    def room(self, slot: int) -> Room | None:
+        """Where the sample of this slot belongs; None where the processor cannot write it there."""
+
+        def stretch(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
+            part: npt.NDArray[np.uint8] = self._stretch(self._layout.tensors[0], slot).numpy()
+            return part if part.shape == shape else None
+
+        return stretch if self._output.device.type == "cpu" else None
+
+    def put(self, slot: int, sample: Finished) -> None:
+        """Write `sample` into its stretch, or beside it where it is of another length; its tensor is let go."""
+        for name, tensor in sample.tensors.items():
+            stretch = self._stretch(name, slot)
+            if len(stretch) != len(tensor):
+                self._other[slot] = tensor.to(stretch.device, copy=True)
+            elif stretch.data_ptr() != tensor.data_ptr():
+                stretch.copy_(tensor, non_blocking=True)
+        left = dict.fromkeys(sample.tensors, torch.empty(0))
+        self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
+
+    def _stretch(self, name: str, slot: int) -> torch.Tensor:
+        with self._lock:
+            if name not in self._tensors:
+                self._tensors[name] = self._buffers.empty((self._ends[-1],), torch.uint8)
+            return self._tensors[name][self._ends[slot] : self._ends[slot + 1]]
+
+    def _close_up(self, name: str, whole: list[int]) -> torch.Tensor | None:
+        joined = self._tensors.get(name)
+        if joined is None or (len(whole) == len(self.samples) and not self._other):
+            return joined
+        pieces = [self._other.get(slot, joined[self._ends[slot] : self._ends[slot + 1]]) for slot in whole]
+        return torch.cat(pieces) if pieces else None

@@ -1,0 +1,110 @@
+"""`FileLoader`: batches of files as they are stored, for whoever decodes them: latents, features, tokens, other formats.
+
+Purpose: check what is asked for and put plan and work together; `loaders.engine` does the rest.
+Invariants: those of the engine.
+Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the engine's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import numpy as np
+
+from dataio.core.errors import UsageError
+from dataio.shards.dataset import Dataset
+from dataio.shards.index import kernels as pc
+from loaders import arguments
+from loaders.common import Asked, Common, explicit
+from loaders.contract import Work
+from loaders.engine import Loader
+from loaders.mixture import Mixture
+from loaders.order.permutation import I64
+from loaders.works.files import BYTES, SIZES, FileWork
+
+MAX_FILES = 64
+
+
+@explicit
+class FileLoader(Loader):
+    """Batches of the `files` of each sample, named by their extensions, such as `["npy", "json"]`, as they are stored.
+
+    Samples that have not all of them are left out. Every file is compared with its digest; what is in it is looked at by nobody.
+    All else is as in `loaders.VideoLoader`, but for `transform` and `isolate`, which need something decoded.
+
+    A batch is a dict: "bytes" uint8 (N,), all files of the batch one after the other, sample by sample, in the order of `files`;
+    "sizes" int64 (B, F), the bytes of each, so `batch["bytes"].split(batch["sizes"].flatten().tolist())` are the files; "id"
+    int64 (B,); "key" and "text" lists; and the columns.
+
+    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `loaders.samples.maker` says.
+    """
+
+    def __init__(
+        self,
+        url_or_dataset: str | os.PathLike[str] | Dataset | Mixture,
+        batch_size: int | None = None,
+        *,
+        files: Sequence[str],
+        **common: Unpack[Common],
+    ) -> None:
+        asked = Asked.of(self, common)
+        names = _checked(files)
+        if asked.transform is not None or asked.isolate:
+            raise UsageError(
+                "FileLoader decodes nothing: there is nothing to transform or isolate",
+                hint="work on the batches; VideoLoader and AudioLoader decode",
+            )
+        for name in asked.columns:
+            if name in (BYTES, SIZES):
+                raise UsageError(
+                    f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out"
+                )
+        output = arguments.output(asked.device, None)
+        delivery = asked.delivery(output, group=1)
+        each = -(-(batch_size or 1) // delivery.threads)
+
+        def work() -> Work:
+            return asked.finished(FileWork(names), None, output.device, made.names)
+
+        made, owned = asked.planned(
+            url_or_dataset, lambda dataset: (holding(dataset, names), 1), ["files", *names], asked.sampling(batch_size)
+        )
+        super().__init__(made, work, replace(delivery, group=each), asked.refusing, owned)
+
+
+def holding(dataset: Dataset, files: Sequence[str]) -> I64:
+    """The numbers of the samples that have files of all these extensions."""
+    found, start, there = list[I64](), 0, set[str]()
+    for table in dataset.index.tables(["members"]):
+        for members in table["members"].chunks:
+            has = np.zeros((len(members), len(files)), bool)
+            extensions = pc.struct_field(pc.list_flatten(members), ["ext"])
+            parents = pc.list_parent_indices(members).to_numpy()
+            for number, ext in enumerate(files):
+                has[parents[pc.equal(extensions, ext).to_numpy(zero_copy_only=False)], number] = True
+            there |= set(pc.unique(extensions).to_pylist())
+            found.append(np.flatnonzero(has.all(axis=1)) + start)
+            start += len(members)
+    ids: I64 = np.concatenate([np.empty(0, np.int64), *found])
+    if not len(ids):
+        wanted = ", ".join(f".{ext}" for ext in files)
+        raise UsageError(
+            f"{dataset.url} has no sample with {wanted}",
+            hint=f"there are: {', '.join(f'.{ext}' for ext in sorted(there)[:MAX_FILES]) or 'no files'}",
+        )
+    return ids
+
+
+def _checked(files: Any) -> list[str]:
+    if isinstance(files, str) or not isinstance(files, Sequence) or not 1 <= len(files) <= MAX_FILES:
+        raise UsageError(f"files={files!r:.200} is no list of extensions", hint='give files=["npy", "json"]')
+    names = [name.removeprefix(".") if isinstance(name, str) else name for name in files]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"files cannot hold {name!r}", hint='give extensions, such as "npy"')
+    if len(set(names)) < len(names):
+        raise UsageError("files names one extension twice", hint="name each once")
+    return names

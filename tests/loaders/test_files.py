@@ -1,0 +1,161 @@
+"""Files as they are stored: each of them, byte for byte, in the exact order, whatever else is in the dataset."""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataio import index
+from dataio.core.errors import UsageError
+from dataio.shards.dataset import Dataset
+from loaders import FileLoader
+
+SAMPLES, SHARD = 40, 9
+Make = Callable[..., FileLoader]
+
+
+def files_of(number: int) -> dict[str, bytes]:
+    """What sample `number` consists of; every seventh has no latents, and one has an empty file."""
+    rng = random.Random(number)
+    length = 0 if number == 3 else rng.randrange(1, 5_000)
+    latents = {} if number % 7 == 6 else {"latents.npy": rng.randbytes(length)}
+    return {"json": b'{"n": %d}' % number, **latents, "txt": f"sample {number}".encode()}
+
+
+WITH_LATENTS = [number for number in range(SAMPLES) if "latents.npy" in files_of(number)]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds shards/ and the dataset ds/."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "shards").mkdir()
+    for first in range(0, SAMPLES, SHARD):
+        with tarfile.open(folder / "shards" / f"{first:03}.tar", "w") as tar:
+            for number in range(first, min(first + SHARD, SAMPLES)):
+                for ext, data in files_of(number).items():
+                    member = tarfile.TarInfo(f"{number:03}.{ext}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    index([str(folder / "shards")], str(folder / "ds")).close()
+    return folder
+
+
+@pytest.fixture
+def make(packed: Path) -> Iterator[Make]:
+    made = []
+
+    def loader(source: Any = None, batch_size: int | None = 4, **options: Any) -> FileLoader:
+        options = {"files": ["latents.npy", "json"], "sidecar": None, "threads": 2, "drop_last": False} | options
+        made.append(FileLoader(str(packed / "ds") if source is None else source, batch_size, **options))
+        return made[-1]
+
+    yield loader
+    for one in made:
+        one.close()
+
+
+def contents(batch: dict[str, Any]) -> list[tuple[str, list[bytes]]]:
+    """Every sample's key and files, by the recipe of the documentation."""
+    if batch["bytes"] is None:
+        return []
+    each = [bytes(part.numpy()) for part in batch["bytes"].split(batch["sizes"].flatten().tolist())]
+    wide = batch["sizes"].shape[1]
+    assert batch["bytes"].dtype == torch.uint8
+    assert len(each) == wide * len(batch["key"])
+    return [(key, each[n * wide : (n + 1) * wide]) for n, key in enumerate(batch["key"])]
+
+
+def expected(key: str, *exts: str) -> list[bytes]:
+    return [files_of(int(key))[ext] for ext in exts]
+
+
+@pytest.mark.parametrize("exts", [("latents.npy", "json"), ("json", "txt", "latents.npy"), ("txt",)])
+def test_an_epoch_holds_every_file_that_was_asked_for_once_and_byte_for_byte(make: Make, exts: tuple[str, ...]) -> None:
+    found = [one for batch in make(files=list(exts)) for one in contents(batch)]
+    assert all(files == expected(key, *exts) for key, files in found)
+    complete = WITH_LATENTS if "latents.npy" in exts else list(range(SAMPLES))
+    assert sorted(key for key, _ in found) == [f"{number:03}" for number in complete]
+
+
+def test_the_rest_of_an_epoch_is_the_same_on_another_world_size(make: Make) -> None:
+    whole = [contents(batch) for batch in make(seed=3)]
+    first = make(seed=3)
+    reader = iter(first)
+    for _ in range(3):
+        next(reader)
+    state = first.state_dict()
+    ranks = [make(seed=3, batch_size=2, rank=rank, world_size=2) for rank in range(2)]
+    for one in ranks:
+        one.load_state_dict(state)
+    rest = [contents(a) + contents(b) for a, b in zip(*ranks, strict=True)]
+    assert rest == whole[3:]
+    assert len(rest) == 6
+
+
+def test_batches_that_are_kept_stay_as_they_were(make: Make) -> None:
+    kept = list(make())
+    assert sorted(key for batch in kept for key, _ in contents(batch)) == [f"{number:03}" for number in WITH_LATENTS]
+    assert all(files == expected(key, "latents.npy", "json") for batch in kept for key, files in contents(batch))
+
+
+@pytest.fixture
+def damaged(packed: Path, tmp_path: Path) -> Path:
+    """The dataset with one bit of sample 011's latents turned over."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(packed, folder)
+    shutil.rmtree(folder / "ds")
+    index([str(folder / "shards")], str(folder / "ds")).close()
+    with Dataset(str(folder / "ds")) as dataset:
+        member = dataset.find("011").member("latents.npy")
+    with (folder / "shards" / "009.tar").open("r+b") as tar:
+        tar.seek(member.offset)
+        (byte,) = tar.read(1)
+        tar.seek(member.offset)
+        tar.write(bytes([byte ^ 1]))
+    return folder / "ds"
+
+
+def test_another_sample_of_another_length_stands_in_for_a_damaged_one(make: Make, damaged: Path) -> None:
+    loader = make(str(damaged), quarantine_limit=1)
+    batches = list(loader)
+    found = [one for batch in batches for one in contents(batch)]
+    assert all(files == expected(key, "latents.npy", "json") for key, files in found)
+    (refusal,) = loader.quarantine
+    assert refusal.key == "011"
+    assert "not those that were packed" in refusal.reason
+    assert len(found) == len(WITH_LATENTS)
+    assert "011" not in {key for key, _ in found}
+
+
+def test_a_damaged_sample_can_be_left_out(make: Make, damaged: Path) -> None:
+    loader = make(str(damaged), quarantine_limit=1, on_bad="shorter")
+    found = [one for batch in loader for one in contents(batch)]
+    assert all(files == expected(key, "latents.npy", "json") for key, files in found)
+    assert sorted(key for key, _ in found) == [f"{number:03}" for number in WITH_LATENTS if number != 11]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"files": "json"}, "no list of extensions"),
+        ({"files": []}, "no list of extensions"),
+        ({"files": ["json", ""]}, "cannot hold ''"),
+        ({"files": ["json", ".json"]}, "twice"),
+        ({"files": ["json", "flac"]}, r"no sample with \.json, \.flac \(there are: \.json, \.latents\.npy, \.txt\)"),
+        ({"transform": lambda tensors, generator: tensors}, "decodes nothing"),
+        ({"isolate": True}, "decodes nothing"),
+        ({"columns": ["sizes"]}, "columns cannot hold 'sizes'"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_said(make: Make, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(**options)
