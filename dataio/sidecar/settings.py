@@ -144,6 +144,7 @@ SETTINGS = (
     ),
     Setting("drain_seconds", _seconds, "300", "how long SIGTERM waits for checkpoints", "SECONDS"),
     Setting("fetch_threads", _count(2, 256), "16", "the most requests to stores at once, for the cache"),
+    Setting("fetch_memory", _size, "24MiB", "memory for blocks that are being fetched, 4 MiB each", "SIZE"),
     Setting(
         "job_connections", _no_more(_count(1, 256)), "off", "the most requests to stores at once for one job", "N|off"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -91,3 +92,10 @@ def test_sighup_reads_limits_again_and_keeps_them_when_the_file_is_wrong(daemon:
     daemon.process.send_signal(signal.SIGHUP)
     wait_for(lambda: "the configuration stays as it was" in daemon.log.read_text())
     assert daemon.status()["cache"]["budget_bytes"] == 32 * MIB
+
+
+def test_the_page_names_every_setting_and_no_other() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "sidecar.md").read_text()
+    table = page.partition("### Settings")[2].partition("\n## ")[0]
+    first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for cell in first for name in re.findall(r"`(\w+)`", cell)} == {s.name for s in settings.SETTINGS}
