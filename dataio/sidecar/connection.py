@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import select
 import socket
@@ -29,6 +30,7 @@ from dataio.core.log import get_logger
 from dataio.core.trace import context, span
 from dataio.sidecar import messages as m
 from dataio.sidecar import paths, wire
+from dataio.sidecar.spin import Spin
 from dataio.sidecar.transfer.memfd import sealed
 
 CONNECT_SECONDS = 2.0
@@ -140,6 +142,7 @@ class Sidecar:
         self._early: deque[m.JobEvent] = deque(maxlen=BATCH)
         self._lock = threading.Lock()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self.spin = Spin()
         self._events, self._poll = select.epoll(), select.poll()
         self._events.register(sock, select.EPOLLIN)
         self._poll.register(sock, select.POLLIN)
@@ -344,11 +347,16 @@ class Sidecar:
         if slot.waiting is not None:
             slot.waiting.acquire(timeout=timeout)
             return
-        until = time.monotonic() + timeout
+        began = time.monotonic()
+        until, looks = began + timeout, self.spin.worth
+        sleeps = min(until, began + self.spin.seconds) if looks else began
         try:
+            while not slot.over and self._broken is None and time.monotonic() < sleeps:
+                self._take(wait=False)
             while not slot.over and self._broken is None and (left := until - time.monotonic()) > 0:
                 if left >= TICK_SECONDS or self._poll.poll(left * 1000):
                     self._take(wait=left >= TICK_SECONDS)
+            self.spin.waited(time.monotonic() - began if slot.over else math.inf, looked=looks)
         except MillraceError as error:
             self._break(error.message)
         except (OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from dataio.core.limits import MIB
 from dataio.sidecar import messages as m
 from dataio.sidecar import wire
 from dataio.sidecar.client import Sidecar, open_reader
+from dataio.sidecar.spin import Spin
 from dataio.store.contract import Location, Store
 from dataio.store.open import open_store
 
@@ -108,6 +109,39 @@ def test_a_closed_connection_refuses_to_be_used(daemon: RunningDaemon) -> None:
         sidecar.status()
 
 
+def quick() -> Spin:
+    """Where all answers have come quickly, and minutes count as quick."""
+    spin = Spin(600.0, processors=2)
+    for _ in range(100):
+        spin.waited(0.0, looked=False)
+    return spin
+
+
+def test_an_answer_that_comes_while_it_is_looked_for_is_the_same(daemon: RunningDaemon, store: Store) -> None:
+    with daemon.connect() as sidecar:
+        expected = sidecar.status()["pid"]
+        sidecar.spin = quick()
+        assert [sidecar.status()["pid"] for _ in range(3)] == [expected] * 3
+        assert (sidecar.spin.looked, sidecar.spin.helped) == (3, 3)
+
+
+def test_looking_ends_with_the_connection(impostor: socket.socket, daemon: RunningDaemon) -> None:
+    def hang_up() -> None:
+        with impostor.accept()[0] as sock:
+            sock.recv(1000)
+            sock.sendall(wire.frame(m.encode(m.Welcome(m.VERSION, 1))))
+            sock.recv(1000)
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    sidecar = Sidecar.find(daemon.folder / "odd.sock")
+    assert sidecar is not None
+    sidecar.spin = quick()
+    with pytest.raises(TransientError, match="the daemon ended it"):
+        sidecar.call(m.AskStatus)
+    thread.join()
+
+
 @pytest.fixture
 def impostor(daemon: RunningDaemon) -> Iterator[socket.socket]:
     """A socket where somebody listens who is no daemon."""
@@ -135,7 +169,10 @@ def test_who_does_not_speak_like_a_sidecar_is_none(
     reader.close()
 
 
-def test_a_daemon_that_never_answers_costs_a_deadline(impostor: socket.socket, daemon: RunningDaemon) -> None:
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_daemon_that_never_answers_costs_a_deadline(
+    impostor: socket.socket, daemon: RunningDaemon, looks: bool
+) -> None:
     accepted = list[socket.socket]()
 
     def welcome() -> None:
@@ -149,7 +186,10 @@ def test_a_daemon_that_never_answers_costs_a_deadline(impostor: socket.socket, d
     sidecar = Sidecar.find(daemon.folder / "odd.sock")
     thread.join()
     assert sidecar is not None
+    if looks:
+        sidecar.spin = quick()
     with pytest.raises(DeadlineError):
         sidecar.call(m.AskStatus, timeout=0.1)
+    assert (sidecar.spin.looked, sidecar.spin.helped) == (int(looks), 0)
     accepted[0].close()
     wait_for(lambda: sidecar.broken)
