@@ -31,6 +31,16 @@ class Descriptor:
         os.close(self._fd)
 
 
+def fill(file: Descriptor, offset: int, into: memoryview) -> None:
+    """Fill `into` with the cache file's bytes at `offset`; OSError when it ends before."""
+    done = 0
+    while done < len(into):
+        got = os.preadv(file.fileno(), [into[done:]], offset + done)
+        if not got:
+            raise OSError(errno.EIO, "a cache file is shorter than it was")
+        done += got
+
+
 class BlockFile:
     """A sparse file of `size` bytes. `reader` is open read-only."""
 
@@ -47,12 +57,7 @@ class BlockFile:
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes at `offset`; OSError when the file ends before."""
-        done = 0
-        while done < len(into):
-            got = os.preadv(self.reader.fileno(), [into[done:]], offset + done)
-            if not got:
-                raise OSError(errno.EIO, "a cache file is shorter than it was")
-            done += got
+        fill(self.reader, offset, into)
 
     def wrote(self, block: int, digest: int) -> None:
         """All bytes of the block are in the file, and this is their digest. A file without a name keeps no list of them."""

@@ -16,14 +16,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from dataio.cache.blocks import Descriptor
 from dataio.cache.contract import ShardReader
+from dataio.cache.lent import Lent
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import CapacityError, MillraceError
@@ -33,15 +31,12 @@ from dataio.store.direct import mostly_cached
 FILES = 128
 BELIEVED_SECONDS = 30.0
 ADVISED_BYTES = 256 * limits.MIB
-KEPT_BYTES = 64 * limits.MIB
-"""What a thread needs more than this for is not kept for its next read."""
 GAP_BYTES = 4096
 """Bytes between two members (a tar header) that are read along, rather than asking the kernel once more."""
 PIECES = 512
 """The most that one system call fills."""
 SURE = 16
 """So many announced ranges in the page cache, one after the other, and only every `SURE`-th is looked at."""
-_GRAIN = 1 << 16
 _TOLD_BYTES = 64 * limits.MIB
 _GAP = memoryview(bytearray(GAP_BYTES))  # whatever lies between members, from any thread
 _READ = metrics.store_bytes.labels("posix", "read")
@@ -59,24 +54,6 @@ class _File:
         self.descriptor, self.since = descriptor, since
 
 
-class _Memory(threading.local):
-    """This thread's memory for reads, lent to one at a time."""
-
-    def __init__(self) -> None:
-        self._block = np.empty(0, np.uint8)
-        self._lent: weakref.ref[np.ndarray] | None = None
-
-    def lend(self, size: int) -> memoryview:
-        """`size` writable bytes, which nothing else refers to for as long as anything refers to them."""
-        if size > KEPT_BYTES:
-            return np.empty(size, np.uint8).data
-        if size > len(self._block) or (self._lent is not None and self._lent() is not None):
-            self._block = np.empty(max(size + size // 8, _GRAIN), np.uint8)
-        loan = self._block[:size]
-        self._lent = weakref.ref(loan)
-        return loan.data
-
-
 class DirectReader:
     """A `ShardReader` of `store`'s files; what is none is left to `other`. Closing it closes that, and not the store."""
 
@@ -85,7 +62,7 @@ class DirectReader:
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._other: ShardReader | None = None
-        self._memory = _Memory()
+        self._memory = Lent()
         self._announced: Range | None = None  # the last of all that were looked at
         self._cached = 0  # announced ranges that were looked at, one after the other, and were there already
         self._passing = 0  # so many of the next ones are not looked at
@@ -96,12 +73,9 @@ class DirectReader:
         descriptor = self._opened(key)
         if descriptor is None:
             return self._elsewhere().read(key, ranges)
-        memory, at, views = self._memory.lend(sum([length for _, length in ranges])), 0, list[memoryview]()
-        for _, length in ranges:
-            views.append(memory[at : at + length])
-            at += length
-        self._fill(key, descriptor, [(offset, view) for (offset, _), view in zip(ranges, views, strict=True)])
-        return [view.toreadonly() for view in views]
+        pieces = self._memory.pieces(ranges)
+        self._fill(key, descriptor, pieces)
+        return [view.toreadonly() for _, view in pieces]
 
     def read_into(self, key: str, pieces: Pieces) -> None:
         """Fill every (offset, buffer) from the object `key`."""

@@ -1,12 +1,13 @@
 """Reads shards through a cache engine inside this process.
 
 Invariant: a view stays valid and unchanged for as long as it is referenced, whatever the cache evicts meanwhile.
-Failure behaviour: what the cache has no room for is read from the store into memory; the store's errors pass through;
-a wait that reaches `WAIT_SECONDS` raises `DeadlineError`.
+Failure behaviour: what the cache has no room for, or its disk fails to give, is read from the store into memory; the store's
+errors pass through; a wait that reaches `WAIT_SECONDS` raises `DeadlineError`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -15,10 +16,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataio.cache.blocks import MappedFile, map_file
+from dataio.cache.blocks import MappedFile, fill, map_file
 from dataio.cache.contract import copy_into
 from dataio.cache.engine import Engine
 from dataio.cache.lease import Lease
+from dataio.cache.lent import Lent
 from dataio.core import limits
 from dataio.core.errors import DeadlineError
 from dataio.store.contract import Store
@@ -29,6 +31,7 @@ MAPPED_FILES = 64
 PRIVATE_BUDGET = 1 * limits.GIB
 PRIVATE_THREADS = 4
 PRIVATE_FILES = 128
+COPIED_BYTES = 16 * limits.MIB
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -75,10 +78,8 @@ class CachedReader:
 
     def read(self, key: str, ranges: Ranges) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        lease = self._engine.open_present(self._store, key, ranges, id(self)) or self._wait(key, ranges)
-        if lease is None:
-            return stream(self._store, key, ranges)
-        return views(self._mapped(lease), ranges)
+        lease = self._leased(key, ranges)
+        return stream(self._store, key, ranges) if lease is None else views(self._mapped(lease), ranges)
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) from the object `key`."""
@@ -93,6 +94,10 @@ class CachedReader:
         self._unsubscribe()
         self._engine.withdraw(id(self))
         self._maps.clear()
+
+    def _leased(self, key: str, ranges: Ranges) -> Lease | None:
+        """A file that has them; None when they are to be read from the store."""
+        return self._engine.open_present(self._store, key, ranges, id(self)) or self._wait(key, ranges)
 
     def _wait(self, key: str, ranges: Ranges) -> Lease | None:
         try:
@@ -115,7 +120,11 @@ class CachedReader:
 
 class PrivateReader(CachedReader):
     """A `CachedReader` with an engine of its own, for a process without a sidecar whose shards are no files of
-    this machine. Nothing of it outlives the process."""
+    this machine. Nothing of it outlives the process.
+
+    Up to `COPIED_BYTES` are copied out of the cache's file: what is mapped counts as this process's memory, which would then
+    grow with everything it has read.
+    """
 
     def __init__(self, store: Store, *, budget: int = PRIVATE_BUDGET) -> None:
         directory = Path(tempfile.gettempdir())
@@ -123,7 +132,26 @@ class PrivateReader(CachedReader):
         budget = min(budget, free.f_bavail * free.f_frsize // 4)
         engine = Engine(directory, budget, threads=PRIVATE_THREADS, max_files=PRIVATE_FILES)
         super().__init__(store, engine)
+        self._memory = Lent()
         self._end = weakref.finalize(self, engine.close)
+
+    def read(self, key: str, ranges: Ranges) -> list[memoryview]:
+        """A read-only view for every (offset, length) of the object `key`."""
+        if sum([length for _, length in ranges]) > COPIED_BYTES or any(length < 0 for _, length in ranges):
+            return super().read(key, ranges)
+        pieces = self._memory.pieces(ranges)
+        self.read_into(key, pieces)
+        return [view.toreadonly() for _, view in pieces]
+
+    def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill every (offset, buffer) from the object `key`."""
+        lease = self._leased(key, [(offset, len(buffer)) for offset, buffer in pieces])
+        if lease is not None:
+            with contextlib.suppress(OSError):  # the cache's disk fails: the store has the bytes too
+                for offset, buffer in pieces:
+                    fill(lease.descriptor, offset, buffer)
+                return
+        self._store.get_ranges_into(key, [(offset, buffer) for offset, buffer in pieces if buffer])
 
     def close(self) -> None:
         super().close()

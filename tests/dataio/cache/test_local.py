@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from dataio.cache import local
+from dataio.cache import lent, local
 from dataio.cache.local import BELIEVED_SECONDS, FILES, SURE, DirectReader
 from dataio.cache.own import own_reader
 from dataio.cache.reader import PrivateReader
@@ -96,8 +96,8 @@ def test_a_view_keeps_its_bytes_for_as_long_as_it_is_held_and_memory_that_nobody
     reader: DirectReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[int]()
-    empty = local.np.empty
-    monkeypatch.setattr(local.np, "empty", lambda size, dtype: made.append(size) or empty(size, dtype))
+    empty = lent.np.empty
+    monkeypatch.setattr(lent.np, "empty", lambda size, dtype: made.append(size) or empty(size, dtype))
     held = reader.read("a", [(0, 1000), (5000, 1000)])[1][10:20]
     for offset in range(50):
         assert bytes(reader.read("b", [(offset, 1000)])[0]) == payload("b")[offset : offset + 1000]
@@ -272,8 +272,10 @@ def test_files_of_a_network_go_through_the_cache(folder: Path, monkeypatch: pyte
     mounts.write_text("22 1 0:9 / / rw - nfs4 server:/x rw\n")
     monkeypatch.setattr(posix, "is_local", lambda path: filesystem.is_local(path, mounts))
     made = list[str]()
-    private = PrivateReader.read
-    monkeypatch.setattr(PrivateReader, "read", lambda self, key, ranges: made.append(key) or private(self, key, ranges))
+    leased = PrivateReader._leased
+    monkeypatch.setattr(
+        PrivateReader, "_leased", lambda self, key, ranges: made.append(key) or leased(self, key, ranges)
+    )
     with open_store(folder) as store:
         assert store.open_file("a") is None
         reader = own_reader(store)

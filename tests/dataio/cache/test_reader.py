@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -270,7 +271,52 @@ def test_a_private_reader_leaves_nothing_on_disk(
     assert bytes(view) == store.objects["a"][:100]
 
 
-def test_random_reads_under_pressure_are_exact(reader: CachedReader, store: MemoryStore) -> None:
+def mapped_of(folder: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+def test_a_process_that_reads_by_itself_maps_only_what_is_large(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("dataio.cache.reader.COPIED_BYTES", 2 * BLOCK)
+    with contextlib.closing(PrivateReader(store)) as reader:
+        small = reader.read("a", [(5, BLOCK), (9 * BLOCK, 100), (7, 0)])
+        assert mapped_of(tmp_path) == []
+        assert [bytes(view) for view in small] == [
+            store.objects["a"][o : o + n] for o, n in ((5, BLOCK), (9 * BLOCK, 100), (7, 0))
+        ]
+        assert all(view.readonly for view in small)
+        (large,) = reader.read("a", [(5, 2 * BLOCK + 1)])
+        assert len(mapped_of(tmp_path)) == 1
+        assert bytes(large) == store.objects["a"][5 : 6 + 2 * BLOCK]
+
+
+def test_what_a_failing_cache_disk_has_comes_from_the_store(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[int] = []
+
+    def preadv(fd: int, buffers: object, offset: int) -> int:
+        failed.append(fd)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with contextlib.closing(PrivateReader(store)) as reader:
+        reader.read("a", [(0, 10)])
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert bytes(reader.read("a", [(3, 100)])[0]) == store.objects["a"][3:103]
+    assert failed
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["mapped", "copied"])
+def test_random_reads_under_pressure_are_exact(
+    reader: CachedReader, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: bool
+) -> None:
+    if private:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        reader = PrivateReader(store)
+
     def some(seed: int) -> None:
         rng = random.Random(seed)
         kept: list[tuple[memoryview, bytes]] = []
@@ -284,7 +330,7 @@ def test_random_reads_under_pressure_are_exact(reader: CachedReader, store: Memo
         for view, expected in kept:
             assert bytes(view) == expected
 
-    with ThreadPoolExecutor(6) as pool:
+    with contextlib.closing(reader), ThreadPoolExecutor(6) as pool:
         for done in [pool.submit(some, seed) for seed in range(6)]:
             done.result()
 
