@@ -4,8 +4,8 @@ How: every candidate reads the same shuffled samples, each of three files side b
 delivers each batch in one staging buffer. The plain loop does the least that does so: it knows where everything lies, keeps the
 shards open, and lets the kernel copy straight into the staging buffer. Ours is what a loader does before it decodes: the order,
 the index, announcements eight batches ahead, a read of the sample into the staging buffer, the digest of every file. Both once
-more as a loader reads: in two threads, one batch ahead, into one of two staging buffers. The first epoch, which fills caches and
-has a column of its own, comes before; the page cache holds everything.
+more as a loader reads: in two threads, one batch ahead, into one of two staging buffers; and then `FileLoader` itself. The first
+epoch, which fills caches and has a column of its own, comes before; the page cache holds everything.
 Invariant: every candidate delivers the same bytes (their digest is compared). The loop "with digests" is the least for whoever
 checks what `pread` brought in one thread. "Without digests" explains what checking takes; it is no way of reading that Millrace
 offers. Failure behaviour: a candidate that fails is named; the others go on.
@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -48,6 +48,7 @@ BATCH, EPOCHS, AT_ONCE = 16, 3, 32
 MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
 PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Millrace through the sidecar", "Millrace in one process"
 TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
+LOADER = "FileLoader in one process, 2 threads"
 PLAIN_CHECKED, UNCHECKED = f"{PLAIN}, with digests", "{}, without digests"
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
@@ -212,6 +213,23 @@ def _reading(
     return ahead
 
 
+def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Epochs:
+    """`FileLoader`, which puts batches into memory of its own."""
+    from loaders import FileLoader
+
+    options: dict[str, Any] = {"seed": 1, "sidecar": None, "threads": 2, "drop_last": False}
+    loader = stack.enter_context(FileLoader(str(folder / "dataset"), BATCH, files=sorted(MEMBERS), **options))
+    begun = dict[int, dict[str, Any]]()
+
+    def batches(epoch: int) -> Batches:
+        if loader.epoch != epoch:
+            loader.load_state_dict(begun[epoch])
+        begun[epoch] = loader.state_dict()
+        return (memoryview(batch["bytes"].numpy()) for batch in loader)
+
+    return batches
+
+
 def _staging() -> memoryview:
     """Room for a batch, in memory that is there."""
     memory = memoryview(bytearray(BATCH * sum(MEMBERS.values())))
@@ -257,6 +275,7 @@ CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epoc
     SIDECAR: _through,
     ALONE: lambda folder, staging, stack: _millrace(folder, staging, stack, None),
     TWO: lambda folder, staging, stack: _millrace(folder, staging, stack, None, 2),
+    LOADER: _loader,
     UNCHECKED.format(SIDECAR): _through,
     UNCHECKED.format(ALONE): lambda folder, staging, stack: _millrace(folder, staging, stack, None),
 }
