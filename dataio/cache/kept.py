@@ -27,6 +27,7 @@ from dataio.core.log import get_logger
 _MAGIC = b"millrace-cache-1"
 _HEAD = struct.Struct("<16sIIQ")  # magic, block size, bytes of the object's name, digest of it
 _RECORD = struct.Struct("<IQ")  # block, XXH3-64 of its bytes
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 NAME_BYTES = 16 << 10
 MAP_BYTES = 64 << 20
 
@@ -41,22 +42,19 @@ def digest(data: memoryview | bytes) -> int:
 
 
 class KeptFile(BlockFile):
-    """A cache file with a name. `digests` are those of the blocks that an earlier daemon listed."""
+    """A cache file with a name; `listing` is its map, open to be appended to. `digests` are those of the blocks that an earlier
+    daemon listed."""
 
-    __slots__ = ("_path", "digests")
+    __slots__ = ("_listing", "_path", "digests")
 
-    def __init__(self, path: Path, writer: Descriptor, reader: Descriptor, size: int) -> None:
+    def __init__(self, path: Path, writer: Descriptor, reader: Descriptor, listing: Descriptor, size: int) -> None:
         super().__init__(writer, reader, size)
-        self._path = path
+        self._path, self._listing = path, listing
         self.digests: dict[int, int] = {}
 
     def wrote(self, block: int, digest: int) -> None:
         with contextlib.suppress(OSError):
-            fd = os.open(_map_of(self._path), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.write(fd, _RECORD.pack(block, digest))
-            finally:
-                os.close(fd)
+            os.write(self._listing.fileno(), _RECORD.pack(block, digest))
 
     def unlink(self) -> None:
         for path in (_map_of(self._path), self._path):  # without its map a file is nothing
@@ -78,19 +76,15 @@ def create(directory: Path, obj: ObjectId, block_bytes: int) -> KeptFile:
     writer = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
         os.ftruncate(writer.fileno(), obj.size)
-        made = KeptFile(path, writer, Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)), obj.size)
+        reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        listing = Descriptor(os.open(_map_of(path), _APPEND | os.O_CREAT | os.O_EXCL, 0o600))
         name = _encode((obj.source, obj.key, obj.size, obj.modified))
-        head = _HEAD.pack(_MAGIC, block_bytes, len(name), digest(name)) + name
-        fd = os.open(_map_of(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, head)
-        finally:
-            os.close(fd)
+        os.write(listing.fileno(), _HEAD.pack(_MAGIC, block_bytes, len(name), digest(name)) + name)
     except OSError:
         with contextlib.suppress(OSError):
             path.unlink()
         raise
-    return made
+    return KeptFile(path, writer, reader, listing, obj.size)
 
 
 def adopt(directory: Path, block_bytes: int) -> Iterator[Adopted]:
@@ -116,7 +110,8 @@ def _open(map_path: Path, block_bytes: int) -> Adopted:
     found = os.fstat(writer.fileno())
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != obj.size:
         raise ValueError(f"{path.name} is not the file that its map describes")
-    file = KeptFile(path, writer, Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)), obj.size)
+    reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    file = KeptFile(path, writer, reader, Descriptor(os.open(map_path, _APPEND)), obj.size)
     file.digests = digests
     return Adopted(obj, file)
 

@@ -1,7 +1,8 @@
 """The bytes of one part on their way from a store into a cache file, piece by piece.
 
-Purpose: a piece is written and digested while it is still in the processor's caches; a whole block that passes through memory
-before it is written takes a fifth more processor time as soon as several do at once.
+Purpose: what arrives piece by piece, from a network, is written and digested while it is still in the processor's caches. What a
+store has at once comes as one piece: each more is three more hand-overs of the interpreter's lock, which take longer than the
+caches save.
 Invariants: of two attempts at a part only one writes piece by piece, the other all at once; the one that has all of it in the
 file first is the one that counts, and after it the other writes nothing. So a part's bytes are those of one attempt, and so is
 its digest, which is worked out only for files that keep them.

@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 from dataio.cache.blocks import MappedFile, map_file
 from dataio.cache.contract import ShardReader, copy_into
@@ -163,14 +165,8 @@ class SidecarReader:
         if self._told is connection and self._all_known(upcoming):
             return  # nothing is left to prefetch, which is so for most of a later epoch
         self._told = connection
-        cut, left = list[tuple[str, int, int]](), _ANNOUNCE_BYTES
-        for key, offset, length in upcoming[: m.RANGES]:
-            left -= len(key.encode()) + 24
-            if left < 0:
-                break
-            cut.append((key, offset, length))
         try:
-            connection.tell(m.Announce(self._where, cut, context()))
+            connection.tell(m.Announce(self._where, _fitting(upcoming[: m.RANGES]), context()))
         except MillraceError as error:
             _log.debug("not announced: %s", error)
 
@@ -300,6 +296,12 @@ class SidecarReader:
             if self._private is None:
                 self._private = own_reader(self._store)
             return self._private
+
+
+def _fitting(upcoming: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """As many of the first as a message holds."""
+    sizes = [24 + (len(key) if key.isascii() else len(key.encode())) for key, _, _ in upcoming]
+    return list(upcoming[: bisect_right(list(accumulate(sizes)), _ANNOUNCE_BYTES)])
 
 
 def _with_id(message: m.Open, id: int) -> m.Open:

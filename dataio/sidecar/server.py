@@ -86,7 +86,7 @@ class Daemon:
             os.close(lock)
 
     def _build(self) -> None:
-        files = _raise_descriptor_limit() // 4
+        files = _raise_descriptor_limit() // 5  # of three descriptors each
         self._cache = CacheDirectories.claim(self._config.tiers, self._config.keep_cache)
         first, *slower = self._cache.places(self._config.cache_bytes)
         self._engine = Engine(

@@ -38,8 +38,6 @@ TEMPORARY = ".millrace-tmp"
 _STALE_SECONDS = 24 * 3600.0
 _STALE_SCAN = 1024
 _PUBLISH_TRIES = 16
-_PIECE_BYTES = 1 << 20
-"""Less than a processor's own cache, more than a system call is worth."""
 _ADVICE = 16
 """Prefixes that are remembered; advice beyond them is not heard."""
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK}
@@ -86,18 +84,6 @@ class PosixStore(Store):
                 direct, wanted = False, fill_together(file.fd, wanted)
             for offset, target in wanted:
                 file.fill(offset, target, direct=direct)
-
-    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
-        if self._past_the_cache(key):
-            super().get_pieces(key, offset, buffer, take)
-            return
-        target = writable_bytes(buffer)
-        with self._reading(key) as file:
-            check_range(self._name(key), offset, len(target), file.size)
-            for at in range(0, len(target), _PIECE_BYTES):
-                piece = target[: min(_PIECE_BYTES, len(target) - at)]  # the same memory every time
-                file.fill(offset + at, piece)
-                take(offset + at, piece)
 
     def open_file(self, key: str) -> int | None:
         if self._local is None:

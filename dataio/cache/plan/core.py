@@ -325,6 +325,8 @@ class CachePlan:
         """Start what `want` needs; False when it must wait for room."""
         first_new = self._tiers.next_file
         file = self._find(want.object, want.ranges)
+        if file is not None and not file.ring and not file.adopted:
+            return True  # all of it is there, or on its way
         if file is None:
             flying = set(self._flying(want.object))
             if self._scattered(want.object, want.ranges, out, stream):

@@ -168,7 +168,10 @@ def blocks_of(ranges: Iterable[tuple[int, int]], block_bytes: int) -> set[int]:
     blocks: set[int] = set()
     for offset, length in ranges:
         if length:
-            blocks.update(range(offset // block_bytes, (offset + length - 1) // block_bytes + 1))
+            first, last = offset // block_bytes, (offset + length - 1) // block_bytes
+            blocks.add(first)
+            if first < last:
+                blocks.update(range(first + 1, last + 1))
     return blocks
 
 

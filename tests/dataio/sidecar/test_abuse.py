@@ -39,7 +39,7 @@ def quiet(daemon: RunningDaemon, store: Store, shards: dict[str, bytes]) -> Iter
         assert reader._private is None
         files = daemon.status()["cache"]["files"]
         assert files == len(shards)
-        wait_for(lambda: daemon.descriptors() == before + 2 * files)  # each is open for writing and for reading
+        wait_for(lambda: daemon.descriptors() == before + 3 * files)  # to write, to read, and its list of blocks
     reader.close()
     assert "Traceback" not in daemon.log.read_text()
 

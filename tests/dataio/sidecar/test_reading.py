@@ -266,7 +266,7 @@ def test_the_end_of_a_client_lets_go_of_all_it_held(daemon: RunningDaemon, store
     client.kill()
     client.communicate()
     wait_for(lambda: daemon.status()["clients"] == 1)
-    wait_for(lambda: daemon.descriptors() <= before + 3)  # the cached file, open for writing and for reading
+    wait_for(lambda: daemon.descriptors() <= before + 3)  # the cached file, open to write and to read, and its list
 
 
 def ask(port: int, request: bytes) -> bytes:
