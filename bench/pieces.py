@@ -25,6 +25,7 @@ import numpy as np
 from bench.core import command
 from bench.core.measure import Candidate, alternate, cpu_seconds
 from bench.core.results import Metric, Part
+from dataio.core.errors import UsageError
 
 SECONDS = 0.6
 METRICS = {
@@ -48,6 +49,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def fill(job: command.Job, part: Part) -> None:
     """All inputs, then all candidates in turn."""
     names = [name for name in CANDIDATES if job.args.only in name]
+    if not names:
+        raise UsageError(f"no step has {job.args.only!r} in its name", hint=f"there are {', '.join(CANDIDATES)}")
     make(job.scratch, job.tell)
     part.title, part.metrics = "Single steps, one thread", METRICS
     part.settings = {"seconds": SECONDS}

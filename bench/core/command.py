@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench.core.environment import environment
 from bench.core.measure import Tell
-from bench.core.results import Part, Run, encode, shown, write
+from bench.core.results import Part, Run, encode, prepare, shown, write
 from bench.core.table import part_table
 from dataio.core.errors import UsageError
 from dataio.core.options import count
@@ -73,6 +73,8 @@ def run(
     made = parser(name, description, rounds=rounds)
     options(made)
     args = made.parse_args(argv)
+    if args.output:
+        prepare(args.output)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     found = Run(shown(["millrace", "bench", name, *argv]), started, environment(args.directory))
     with terminable(), tempfile.TemporaryDirectory(prefix="mrb-", dir=args.directory) as scratch:

@@ -19,6 +19,7 @@ import msgspec
 
 from dataio.core.errors import UsageError
 from dataio.core.limits import MIB, format_bytes
+from dataio.store.oserrors import translated
 
 FORMAT = "millrace-bench"
 VERSION = 1
@@ -114,12 +115,27 @@ def encode(run: Run) -> str:
     return msgspec.json.format(_ENCODER.encode(known), indent=1).decode()
 
 
+def prepare(path: Path) -> None:
+    """Find out that nothing can be written to `path` before the measuring rather than behind it."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", hint="name a file for the results")
+    with translated(f"writing {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(path)
+        partial.touch()
+        partial.unlink()
+
+
 def write(run: Run, path: Path) -> None:
     """Write the document to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     partial.write_text(encode(run) + "\n")
     partial.replace(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def read(path: Path) -> Run:

@@ -32,6 +32,7 @@ def demo(argv: list[str]) -> int:
     """Run the demo; see `millrace demo --help`."""
     args = _parser().parse_args(argv)
     settings = _settings(args)
+    args.out.mkdir(parents=True, exist_ok=True)  # before a minute of work
     from bench.demo.figures import figures  # what the journey needs takes a second to import: not for --help
     from bench.demo.journey import travel
     from bench.demo.page import page
@@ -41,7 +42,6 @@ def demo(argv: list[str]) -> int:
         journey = travel(settings, args.media, tell)
     seconds = time.monotonic() - begun
     known = figures(journey)
-    args.out.mkdir(parents=True, exist_ok=True)
     written = args.out / "index.html"
     written.write_text(page(journey, rows(journey, known, seconds)))
     fell = _loss_fell(known)

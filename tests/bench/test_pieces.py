@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import pieces
+from dataio.core.errors import UsageError
 from loaders.decode.dali import dali_installed
 
 
@@ -32,3 +33,8 @@ def test_clips_of_one_video_are_as_many_apart_as_together(made: Path) -> None:
     for name in pairs:
         apart, together = (pieces.CANDIDATES[n](made)[1] for n in (name, name.replace(", apart", ", together")))
         assert apart == together >= 1
+
+
+def test_a_name_that_no_step_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'nix'"):
+        pieces.main(["--only", "nix", "--directory", str(tmp_path)])

@@ -105,6 +105,18 @@ def test_a_part_that_raises_is_in_the_results_as_failed(tmp_path: Path, capsys: 
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"], "scratch was left behind"
 
 
+def test_a_place_for_results_that_is_none_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    def fill(*_: object) -> None:
+        raise AssertionError("it was measured")
+
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a folder"):
+        command.run(["-o", str(tmp_path)], "x", "about", fill)
+    with pytest.raises(UsageError, match=r"writing .*/it\.json"):
+        command.run(["-o", str(tmp_path / "file" / "it.json")], "x", "about", fill)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
     """A real Ctrl-C, or a scheduler's signal, to the real command in the middle of a sweep."""

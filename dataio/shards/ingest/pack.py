@@ -356,13 +356,12 @@ class _Tally:
 
 
 def _nothing(skipped: Sequence[Skipped]) -> UsageError:
-    why = "no media files were found"
+    why, hint = "no media files were found", "give media files, or folders of them; nothing below DST is packed"
     if skipped:
+        hint = "give media files, or folders of them"
         all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""
         why = f"{all_of_them}{skipped[0].path}: {skipped[0].reason}"
-    return UsageError(
-        f"there is nothing to pack: {why}", hint="give media files, or folders of them; nothing below DST is packed"
-    )
+    return UsageError(f"there is nothing to pack: {why}", hint=hint)
 
 
 def _refuse_known(store: Store, base: versions.VersionDocument, keys: set[str]) -> None:
