@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from av.video.frame import VideoFrame
@@ -34,11 +35,12 @@ class Fitted:
         self._rows, self._columns = self._down.needed(fit.antialias), self._across.needed(fit.antialias)
         height, width, self._scale = _scaling(self._down, self._across, self._rows[1], self._columns[1], fit.antialias)
         self._ways: dict[str, tuple[Part, Chain]] = {}
-        self._page = torch.empty((1, height, width, 3), dtype=torch.uint8)
-        self.clip = torch.from_numpy(sheet(request, fit))
+        self._page = np.empty((height, width, 3), np.uint8)
+        self._seen = torch.from_numpy(self._page)[None].permute(0, 3, 1, 2)
+        self.clip = sheet(request, fit)
 
     def draw(self, number: int, frame: VideoFrame) -> None:
-        page = self._page[0].numpy()
+        page = self._page
         if frame.format.name not in self._ways:
             part = convert.with_margin(self._rows, self._columns, frame)
             self._ways[frame.format.name] = part, convert.rgb(frame, self._color, part)
@@ -48,9 +50,9 @@ class Fitted:
         kept = picture[: bottom - part.top, : 3 * (right - part.left)]
         page[part.top : bottom, part.left : right] = kept.reshape(bottom - part.top, right - part.left, 3)
         down, across = self._down, self._across
-        scaled = self._scale(self._page.permute(0, 3, 1, 2))[0]
-        fitted = scaled[:, down.first : down.first + down.kept, across.first : across.first + across.kept]
-        self.clip[number] = fitted.flip(2) if self._fit.mirror else fitted
+        scaled = self._scale(self._seen).numpy()
+        fitted = scaled[0, :, down.first : down.first + down.kept, across.first : across.first + across.kept]
+        self.clip[number] = fitted[:, :, ::-1] if self._fit.mirror else fitted
 
     def again(self, number: int) -> None:
         self.clip[number] = self.clip[number - 1]

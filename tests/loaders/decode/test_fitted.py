@@ -123,7 +123,7 @@ def test_fitting_frame_by_frame_is_fitting_the_clip(
     canvas.draw(0, frame)
     canvas.again(1)
     expected = resize.apply(whole(frame), fit)
-    assert torch.equal(canvas.clip, expected.expand(2, -1, -1, -1))
+    assert torch.equal(torch.from_numpy(canvas.clip), expected.expand(2, -1, -1, -1))
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000), st.data())
