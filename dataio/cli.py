@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"millrace {args[0]}" if args and args[0] in COMMANDS else "millrace"
     try:
         code = _run(args)
-        sys.stdout.flush()  # here, where somebody can still say that it failed
+        print(end="", flush=True)  # here, where somebody can still say that it failed; nothing when it is closed
         return code
     except MillraceError as error:
         _report(name, error, as_json="--json" in args)

@@ -129,6 +129,13 @@ def test_a_full_disk_behind_standard_output_is_said_and_is_no_bug(command: str) 
     assert "Exception ignored" not in done.stderr
 
 
+def test_a_closed_standard_output_is_no_bug() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m dataio.cli --version >&-"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_the_machine_refuses_is_no_bug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
