@@ -39,6 +39,7 @@ _FEW = 1_000_000
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
 
 _NONE = Files("", ())
+_EMPTY = dict[str, Any].fromkeys(index.SCHEMA.names)
 
 I64 = npt.NDArray[np.int64]
 
@@ -69,7 +70,7 @@ class OpenIndex:
         for (part, group), wanted in self._places(numbers).items():
             table = pc.rows(self.group(part, group), pa.array([row for _, row in wanted], pa.int64()))
             for (place, _), row in zip(wanted, table.to_pylist(), strict=True):
-                found[place] = row
+                found[place] = _EMPTY | row
         return found
 
     def files(self, numbers: Sequence[int]) -> list[Files]:
@@ -182,11 +183,15 @@ class OpenIndex:
         return found
 
     def group(self, part: int, group: int) -> Any:
-        """All rows of a row group, also those that are no samples."""
+        """All rows of a row group, also those that are no samples; without the columns in which none of them has a value, which
+        would take as long to look up as the others."""
         with self._lock:
             table = self._groups.get((part, group))
             if table is None:
                 table = self._reader(part).read(None, [group])
+                table = table.select(
+                    [name for name in table.column_names if table[name].null_count < max(1, table.num_rows)]
+                )
                 self._groups[part, group] = table
                 self._held += table.nbytes
                 while self._held > CACHE_BYTES and len(self._groups) > 1:

@@ -92,6 +92,15 @@ def test_where_files_lie_is_said_without_what_they_are(posix: Store) -> None:
     assert [found.shard for found in dataset.where("key = 'k2'").files([0])] == [SAMPLES[2].shard]
 
 
+def test_columns_in_which_no_sample_has_a_value_are_not_looked_up(posix: Store) -> None:
+    write(posix)
+    dataset = Dataset(posix)
+    assert [dataset.sample(number) for number in (1, 3)] == [SAMPLES[1], SAMPLES[3]]
+    required = ["key", "shard", "bytes", "duration"]
+    assert dataset.index.group(0, 0).column_names == [*required, "text", "members"]
+    assert dataset.index.group(1, 0).column_names == [*required, "fields", "members"]
+
+
 def test_the_digest_is_that_of_the_version_document(posix: Store) -> None:
     write(posix)
     assert Dataset(posix).digest == index.digest(posix.get("versions/00000001.json"))
