@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import csv
 import datetime
+import itertools
 import json
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UsageError
@@ -129,7 +130,7 @@ def _csv(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(_FIELDS_BYTES)
     delimiter = "\t" if manifest.suffix.lower() == ".tsv" else ","
     with manifest.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        reader = csv.reader(_lines(file, name), delimiter=delimiter, strict=True)
         try:
             names = next(reader, None)
             if not names or len(set(names)) != len(names):
@@ -143,6 +144,21 @@ def _csv(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield where, {name: _cell(cell) for name, cell in zip(names, cells, strict=True)}
         except csv.Error as error:
             raise UsageError(f"{name}, line {reader.line_num}: {error}", hint=_CORRECT) from error
+
+
+def _lines(file: TextIO, name: str) -> Iterator[str]:
+    """The lines of a text; one that is too long is not read whole."""
+    for number in itertools.count(1):
+        line = file.readline(_FIELDS_BYTES + 1)
+        if not line:
+            return
+        if len(line) > _FIELDS_BYTES:
+            raise _too_long(f"{name}, line {number}")
+        yield line
+
+
+def _too_long(where: str) -> UsageError:
+    return UsageError(f"{where}: longer than {limits.format_bytes(_FIELDS_BYTES)}", hint=_CORRECT)
 
 
 def _cell(cell: str) -> Any:
@@ -164,7 +180,7 @@ def _json_lines(manifest: Path, name: str) -> Iterator[tuple[str, dict[str, Any]
             number += 1
             where = f"{name}, line {number}"
             if len(line) > _FIELDS_BYTES:
-                raise UsageError(f"{where}: longer than {limits.format_bytes(_FIELDS_BYTES)}", hint=_CORRECT)
+                raise _too_long(where)
             if not line.strip():
                 continue
             try:

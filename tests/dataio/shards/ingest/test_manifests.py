@@ -108,6 +108,13 @@ def test_a_mistake_in_a_manifest_is_named_with_its_row(
         pack(sounds / name, tmp_path / "ds", workers=1)
 
 
+@pytest.mark.parametrize("name", ["list.csv", "list.tsv", "list.jsonl"])
+def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("path,\t" * (1 << 19))
+    with pytest.raises(UsageError, match=f"{name}, line 1: longer than 1.0 MiB"):
+        list(rows(tmp_path / name, Columns()))
+
+
 def test_two_rows_of_one_key_are_refused(sounds: Path, tmp_path: Path) -> None:
     table = [{"path": "media/a.wav", "key": "k"}, {"path": "media/b.wav", "key": "k"}]
     with pytest.raises(UsageError, match="would both be the sample 'k'"):
