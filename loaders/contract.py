@@ -103,11 +103,13 @@ Room = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A place whose bytes were read and checked: `members` by extension. "video" may be drawn in the `room` that its batch has
-    for it, which holds nothing until the sample is finished."""
+    for it, which holds nothing until the sample is finished. What is delivered as it is was read into the room: `joined`, with
+    all members one after the other, and `members` is empty."""
 
     place: Place
     members: Mapping[str, memoryview]
     room: Room | None = None
+    joined: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,8 +218,10 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._epoch, self._batch = self._epoch + 1, 0
             return None
         batch = self._wait()
-        for sample in batch.samples:
-            metrics.loader_samples.labels("substituted" if sample and sample.refusals else "delivered").inc()
+        substituted = sum(1 for sample in batch.samples if sample and sample.refusals)
+        for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
+            if count:
+                metrics.loader_samples.labels(name).inc(count)
         about = self._plan.about(self._epoch, self._batch)
         self._batch += 1
         return batch.tensors() | about

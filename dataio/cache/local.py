@@ -18,6 +18,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 from dataio.cache.blocks import Descriptor
 from dataio.cache.contract import ShardReader
@@ -185,6 +186,9 @@ class DirectReader:
         return True
 
 
+_OFFSET = itemgetter(0)
+
+
 def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
     """Where in the list begins what comes behind the `last` range of another one."""
     for number in range(len(upcoming) - 1, -1, -1):
@@ -194,9 +198,10 @@ def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
 
 
 def _runs(pieces: Pieces) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """From where to where to read, and what is filled by it: neighbours together, with what lies between them."""
+    """From where to where to read, and what is filled by it: neighbours together, with what lies between them, in whatever order
+    they are wanted."""
     start, end, buffers = 0, 0, list[memoryview]()
-    for offset, buffer in pieces:
+    for offset, buffer in sorted(pieces, key=_OFFSET):
         gap = offset - end
         if buffers and 0 <= gap <= GAP_BYTES and len(buffers) < PIECES:
             if gap:

@@ -28,33 +28,37 @@ class JoinedBatch(Batch):
         super().__init__(len(places), layout, output, buffers)
         assert layout.joined is not None
         self._ends = list(itertools.accumulate((layout.joined(place.sample) for place in places), initial=0))
+        self._name = layout.tensors[0]
         self._other: dict[int, torch.Tensor] = {}
 
     def room(self, slot: int) -> Room | None:
         """Where the sample of this slot belongs; None where the processor cannot write it there."""
 
         def stretch(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
-            part: npt.NDArray[np.uint8] = self._stretch(self._layout.tensors[0], slot).numpy()
+            whole: npt.NDArray[np.uint8] = self._joined.numpy()
+            part = whole[self._ends[slot] : self._ends[slot + 1]]
             return part if part.shape == shape else None
 
         return stretch if self._output.device.type == "cpu" else None
 
     def put(self, slot: int, sample: Finished) -> None:
         """Write `sample` into its stretch, or beside it where it is of another length; its tensor is let go."""
-        for name, tensor in sample.tensors.items():
-            stretch = self._stretch(name, slot)
-            if len(stretch) != len(tensor):
-                self._other[slot] = tensor.to(stretch.device, copy=True)
-            elif stretch.data_ptr() != tensor.data_ptr():
-                stretch.copy_(tensor, non_blocking=True)
+        tensor = sample.tensors.get(self._name)
+        if tensor is not None:
+            joined, start, end = self._joined, self._ends[slot], self._ends[slot + 1]
+            if len(tensor) != end - start:
+                self._other[slot] = tensor.to(joined.device, copy=True)
+            elif tensor.data_ptr() != joined.data_ptr() + start:
+                joined[start:end].copy_(tensor, non_blocking=True)
         left = dict.fromkeys(sample.tensors, torch.empty(0))
         self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
 
-    def _stretch(self, name: str, slot: int) -> torch.Tensor:
+    @property
+    def _joined(self) -> torch.Tensor:
         with self._lock:
-            if name not in self._tensors:
-                self._tensors[name] = self._buffers.empty((self._ends[-1],), torch.uint8)
-            return self._tensors[name][self._ends[slot] : self._ends[slot + 1]]
+            if self._name not in self._tensors:
+                self._tensors[self._name] = self._buffers.empty((self._ends[-1],), torch.uint8)
+            return self._tensors[self._name]
 
     def _close_up(self, name: str, whole: list[int]) -> torch.Tensor | None:
         joined = self._tensors.get(name)

@@ -22,7 +22,7 @@ from loaders.contract import Finished, Loaded, Place, Plan, Room, Work
 from loaders.delivery.memory import Memory
 from loaders.refusals import Refusal
 from loaders.samples.quarantine import Quarantine
-from loaders.samples.source import Source
+from loaders.samples.source import Source, files
 
 MAX_SUBSTITUTES = 16
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
@@ -46,6 +46,7 @@ class Maker:
     ) -> None:
         self._plan, self._work, self._sources = plan, work, sources
         self._quarantine, self._memory, self._on_bad = quarantine, memory, on_bad
+        self._joined = work.layout.joined
 
     def make(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Finished]:
         """The samples of `places`, worked on together where the work can, maybe each in its room. Left out is what has no
@@ -76,7 +77,7 @@ class Maker:
                 there[which] = self._load(place, room)
         found = [there[place.source, place.sample.id] for place in places]
         return [
-            one if isinstance(one, MillraceError) else replace(one, place=place, room=room)
+            one if isinstance(one, MillraceError) or one.place is place else replace(one, place=place, room=room)
             for place, room, one in zip(places, rooms, found, strict=True)
         ]
 
@@ -86,10 +87,12 @@ class Maker:
         if known:
             return known
         try:
-            joined = self._work.layout.joined
-            into = None if joined is None or room is None else room((joined(place.sample),))
-            exts = self._work.members(place.sample)
-            return Loaded(place, self._sources[place.source].fetch(place.sample, exts, into))
+            source, exts = self._sources[place.source], self._work.members(place.sample)
+            into = None if self._joined is None or room is None else room((self._joined(place.sample),))
+            if into is None:
+                return Loaded(place, source.fetch(place.sample, exts), room)
+            source.fetch_into(files(place.sample, exts), into.data)
+            return Loaded(place, {}, room, into)
         except CorruptionError as error:
             self._quarantine.condemn(place, error)
             return error

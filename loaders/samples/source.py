@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from dataio.cache.contract import ShardReader
@@ -32,6 +30,12 @@ Range = tuple[str, int, int]
 def ranges(sample: Sample, exts: Sequence[str]) -> list[Range]:
     """What `Source.fetch` reads of a sample, as far as the index lists it."""
     return [(sample.shard, member.offset, member.length) for member in sample.members if member.ext in exts]
+
+
+def files(sample: Sample, exts: Sequence[str]) -> Files:
+    """Where the members of these extensions lie, in this order."""
+    members = [_member(sample, ext) for ext in exts]
+    return Files(sample.shard, [(m.offset, m.length, m.xxh3) for m in members])
 
 
 class StoreReader:
@@ -61,20 +65,9 @@ class Source:
     def __init__(self, reader: ShardReader, store: Store) -> None:
         self._reader, self._direct = reader, StoreReader(store)
 
-    def fetch(
-        self, sample: Sample, exts: Sequence[str], into: npt.NDArray[np.uint8] | None = None
-    ) -> dict[str, memoryview]:
-        """The members of these extensions, read-only; each extension once. They lie one after the other `into` memory of just
-        their length, where that is given."""
+    def fetch(self, sample: Sample, exts: Sequence[str]) -> dict[str, memoryview]:
+        """The members of these extensions, read-only; each extension once."""
         members = [_member(sample, ext) for ext in dict.fromkeys(exts)]
-        if into is not None:
-            files = Files(sample.shard, [(m.offset, m.length, m.xxh3) for m in members])
-            memory, at, found = into.data, 0, dict[str, memoryview]()
-            self.fetch_into(files, memory)
-            for m in members:
-                found[m.ext] = memory[at : at + m.length].toreadonly()
-                at += m.length
-            return found
         try:
             views = self._reader.read(sample.shard, [(m.offset, m.length) for m in members])
             return {m.ext: self._checked(sample.shard, m, view) for m, view in zip(members, views, strict=True)}
@@ -82,7 +75,7 @@ class Source:
             raise _lost(sample.shard, error) from error
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:
-        """All files of a sample, one after the other into writable `memory`, which is long enough; how many bytes they are."""
+        """Some files of a sample, one after the other into writable `memory`, which is long enough; how many bytes they are."""
         at, pieces = 0, list[tuple[int, memoryview]]()
         for offset, length, _ in files.each:
             pieces.append((offset, memory[at : at + length]))

@@ -33,7 +33,7 @@ class FileWork:
         return self._files
 
     def cost(self, sample: Sample) -> int:
-        return self._bytes(sample)
+        return 0
 
     def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
         return [self._one(one) for one in loaded]
@@ -42,13 +42,15 @@ class FileWork:
         pass
 
     def _one(self, loaded: Loaded) -> Finished:
-        views = [np.frombuffer(loaded.members[ext], np.uint8) for ext in self._files]
-        sizes = [len(view) for view in views]
-        room = None if loaded.room is None else loaded.room((sum(sizes),))
-        joined = np.empty(sum(sizes), np.uint8) if room is None else room
-        if joined.ctypes.data != views[0].ctypes.data:  # else they were read to where they belong
-            np.concatenate(views, out=joined)
+        sizes, joined = self._sizes(loaded.place.sample), loaded.joined
+        if joined is None:
+            views = [np.frombuffer(loaded.members[ext], np.uint8) for ext in self._files]
+            room = None if loaded.room is None else loaded.room((sum(sizes),))
+            joined = np.concatenate(views, out=room)
         return Finished(loaded.place.sample, {BYTES: torch.from_numpy(joined)}, {SIZES: sizes})
 
     def _bytes(self, sample: Sample) -> int:
-        return sum(member.length for member in sample.members if member.ext in self._files)
+        return sum(self._sizes(sample))
+
+    def _sizes(self, sample: Sample) -> list[int]:
+        return [member.length for ext in self._files for member in sample.members if member.ext == ext]

@@ -92,6 +92,19 @@ def test_the_bytes_are_those_of_the_file(reader: DirectReader, ranges: Sequence[
     assert [bytes(buffer) for buffer in memory] == expected
 
 
+def test_neighbours_are_read_by_one_call_in_whatever_order_they_are_wanted(
+    reader: DirectReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, preadv = list[int](), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: calls.append(offset) or preadv(fd, buffers, offset))
+    views = reader.read("a", [(5000, 300), (1000, 2000), (3512, 1000), (4600, 400)])
+    assert [bytes(view) for view in views] == [
+        payload("a")[offset : offset + length]
+        for offset, length in [(5000, 300), (1000, 2000), (3512, 1000), (4600, 400)]
+    ]
+    assert calls == [1000]
+
+
 def test_a_view_keeps_its_bytes_for_as_long_as_it_is_held_and_memory_that_nobody_holds_is_used_again(
     reader: DirectReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
