@@ -231,7 +231,10 @@ def test_cat_of_what_is_not_there_says_what_is(dataset: Path) -> None:
     assert b"it has 1" in missing.stderr
 
 
-def test_what_cannot_be_is_said_with_the_next_step(dataset: Path, clips: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_said_with_the_next_step(
+    dataset: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_QUARANTINE", str(tmp_path / "refusals"))
     for args, code, said in (
         (("pack", clips, tmp_path / "x", "--workers", "100000000"), 2, b"is not a whole number from 1 to 1024"),
         (("info", dataset, "--where", "duration >"), 2, b"next: write one SQL expression, such as"),
