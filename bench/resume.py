@@ -27,6 +27,7 @@ from bench.core import command
 from bench.core.measure import Candidate, alternate
 from bench.core.results import Metric, Part
 from dataio import Dataset, index
+from dataio.core.errors import UsageError
 from dataio.core.options import count
 
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
@@ -67,6 +68,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def fill(job: command.Job, part: Part) -> None:
     """One set of clips, in each candidate's form."""
+    if job.args.clips // BATCH <= AFTER:
+        raise UsageError(
+            f"{job.args.clips} clips are too few to resume among", hint=f"--clips {BATCH * (AFTER + 1)} or more"
+        )
     job.tell("making clips", 0)
     prepare(job.scratch, job.args.clips)
     names = [name + what for what in ("", BYTES) for name in (OURS, TORCHDATA, LITDATA)]

@@ -106,6 +106,9 @@ class Checkpointer:
             raise UsageError(f"no staging {staging!r}", hint="there are: eager, lazy")
         if replicas not in POLICIES:
             raise UsageError(f"replicas is {replicas!r}", hint=f"there are: {', '.join(POLICIES)}")
+        kept: object = keep
+        if kept is not None and not isinstance(kept, Keep):
+            raise UsageError(f"keep is {kept!r:.200}", hint="give a policy, such as Keep(last=3)")
         self._run = names.check_run(run)
         self._ranks = Ranks.here(rank, world_size)
         self._owns_store = not isinstance(url, Store)

@@ -25,6 +25,7 @@ from checkpoint.restoring.apply import Fitted, apply, fitted
 from checkpoint.state.selection import Selection
 from checkpoint.tier import reading
 from checkpoint.tier.reading import Found, NodeTier, node_tier
+from dataio.core.errors import UsageError
 from dataio.core.log import get_logger
 from dataio.sidecar.connection import SidecarName
 from dataio.store.contract import Store
@@ -67,6 +68,7 @@ class Restorer:
             with self._ranks.agreed(), held_off():
                 near = self._near(tier)
                 work = self._open(stack, state, run, found, near, selection)
+                self._require_matches(selection)
             apply(work, self._ranks, near)
             reading.told(near, found.base.step)
         if work.todo.skipped:
@@ -86,6 +88,17 @@ class Restorer:
     def _near(self, tier: NodeTier) -> Store:
         near = tier.near(self._store)
         return GdsStore(near, self._direct) if self._direct is not None and near is self._store else near
+
+    def _require_matches(self, selection: Selection) -> None:
+        """A pattern that takes nothing is a mistake; with several ranks it may be meant for another's entries."""
+        if not selection.unmatched or not selection.strict:
+            return
+        said = f"include has patterns that nothing matches: {', '.join(map(repr, selection.unmatched[:8]))}"
+        if self._ranks.world_size == 1:
+            raise UsageError(
+                said, hint="`millrace ckpt show` lists the entries of a step; strict=False goes on without"
+            )
+        _log.warning("%s on this rank", said)
 
     def _open(
         self,

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def fill(job: command.Job, part: Part) -> None:
     from bench.loader.candidates import BATCH, FLOOR, PEERS, THREADS
 
     kind = data.KINDS[job.args.kind]
-    pythons = dict(pair.split("=", 1) for pair in job.args.peer_python)
+    pythons = _pythons(job.args.peer_python)
     missing = sorted(
         {package for package in PEERS.values() if not pythons.get(_short(package)) and not _is_here(package)}
     )
@@ -94,6 +95,19 @@ def fill(job: command.Job, part: Part) -> None:
             for name in names
         ]
         alternate(wanted, job.rounds, job.tell, part.candidates)
+
+
+def _pythons(given: Sequence[str]) -> dict[str, str]:
+    """The interpreter of each peer that has one of its own."""
+    found = dict[str, str]()
+    for pair in given:
+        name, separator, python = pair.partition("=")
+        if not separator or shutil.which(python) is None:
+            raise UsageError(
+                f"--peer-python {pair!r:.200} names no interpreter", hint="for example energon=/envs/energon/bin/python"
+            )
+        found[name] = python
+    return found
 
 
 def _short(package: str) -> str:

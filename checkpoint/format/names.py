@@ -25,11 +25,11 @@ _TIMELINE_KEY = re.compile(r"runs/([^/]+)/timelines/(\d{6})\.json")
 _PACK_NAME = re.compile(r"\d{1,6}-[0-9a-f]{8}-\d{1,6}")
 
 
-def check_run(run: str) -> str:
-    """`run` itself when it can name a run: letters, digits, dot, dash, underscore, at most 128."""
+def check_run(run: str, what: str = "run") -> str:
+    """`run` itself when it can name a run, or a tag: letters, digits, dot, dash, underscore, at most 128."""
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise UsageError(
-            f"{run!r} cannot name a run", hint="use letters, digits, '.', '-' and '_', at most 128 of them"
+            f"{run!r:.200} cannot name a {what}", hint="use letters, digits, '.', '-' and '_', at most 128 of them"
         )
     return run
 

@@ -21,6 +21,9 @@ from checkpoint.frameworks.mapping import Where, mapped
 from checkpoint.handle import Handle
 from dataio.core.errors import CorruptionError, UsageError
 
+_MOST_BYTES = 4096
+"""Of the text that names a step."""
+
 
 class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     """`url`, `run` and `options` as for `Checkpointer`."""
@@ -69,7 +72,8 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
 
 def _step(path: str | os.PathLike[str]) -> int:
     try:
-        return int(json.loads(Path(path).read_text())["millrace-step"])
+        with open(path, "rb") as file:  # what another plugin saved may be of any size
+            return int(json.loads(file.read(_MOST_BYTES))["millrace-step"])
     except OSError:
         raise UsageError(f"there is no checkpoint named {os.fspath(path)}", hint="check ckpt_path") from None
     except (ValueError, KeyError, TypeError):

@@ -41,7 +41,7 @@ class Tag(Document, frozen=True, kw_only=True):
 
 def key_of(name: str) -> str:
     """Where the tag lies; `UsageError` for what cannot be a name."""
-    return f"{TAGS}{names.check_run(name)}.json"
+    return f"{TAGS}{names.check_run(name, 'tag')}.json"
 
 
 def find(store: Store, name: str) -> Tag:

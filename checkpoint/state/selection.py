@@ -6,13 +6,14 @@ A pattern is a path in the state, with `*` for any run of characters (slashes to
 Invariant: an entry is taken if some pattern of `include` (or none is given) and no pattern of `exclude` matches its path
 or one of the containers above it. Objects that load their own state are taken whole or not at all; modules, dicts and lists
 entry by entry.
-Failure behaviour: `UsageError` for more than `MOST` patterns, or one that is not text.
+Failure behaviour: `UsageError` for more than `MOST` patterns, or one that is not text. `unmatched` are the patterns that have
+taken nothing yet: a slip of the pen, or entries of another rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from dataio.core.errors import UsageError
@@ -28,6 +29,7 @@ class Selection:
     exclude: tuple[str, ...] = ()
     strict: bool = True
     cast: bool = False
+    _matched: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -40,7 +42,14 @@ class Selection:
         """Whether the entry at `path` is to be restored."""
         if any(_matches(path, pattern) for pattern in self.exclude):
             return False
-        return not self.include or any(_matches(path, pattern) for pattern in self.include)
+        found = [pattern for pattern in self.include if _matches(path, pattern)]
+        self._matched.update(found)
+        return not self.include or bool(found)
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """Patterns of `include` that no path that was asked about has matched."""
+        return tuple(pattern for pattern in self.include if pattern not in self._matched)
 
     @property
     def everything(self) -> bool:
@@ -54,7 +63,8 @@ def matching(given: str | Iterable[str]) -> Callable[[str], bool]:
 
 
 def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
-    found = (given,) if isinstance(given, str) else tuple(given)
+    several: object = given
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(several, Iterable) else ("",)
     if len(found) > MOST or not all(isinstance(pattern, str) and pattern for pattern in found):
         raise UsageError(f"patterns are texts, at most {MOST}", hint='for example include=["model/*"]')
     return found

@@ -26,6 +26,11 @@ def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
     reads past the page cache). For other schemes they are the file system's own, and the store has the limits of
     `dataio.store.other`. `mounts` adds other stores below `mounts/<name>/` (`dataio.store.mounts`).
     """
+    given: object = url
+    if not isinstance(given, (str, os.PathLike)):
+        raise UsageError(
+            f"{given!r:.200} is no place to store things", hint="give a path, or a URL such as s3://bucket/prefix"
+        )
     text = os.fspath(url)
     if "mounts" in storage_options:
         from dataio.store.mounts import open_mounts

@@ -481,9 +481,15 @@ def test_bad_options_are_refused_at_once(tmp_path: Path) -> None:
         ({"world_size": 2}, "init_process_group"),
         ({"rank": 3}, "rank 3 does not exist"),
         ({"run": "a/b"}, "name a run"),
+        ({"keep": 3}, r"keep is 3 \(give a policy, such as Keep\(last=3\)\)"),
     ):
         with pytest.raises(UsageError, match=says):
             Checkpointer(str(tmp_path), **{"run": "exp", **options})  # type: ignore[arg-type]
+
+
+def test_what_is_no_place_is_refused() -> None:
+    with pytest.raises(UsageError, match="None is no place to store things"):
+        Checkpointer(None, run="exp")  # type: ignore[arg-type]
 
 
 def test_a_wrapped_module_is_saved_as_the_module_itself(tmp_path: Path) -> None:

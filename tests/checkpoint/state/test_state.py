@@ -260,7 +260,17 @@ def test_another_run_is_restored_without_becoming_this_runs_past(tmp_path: Path)
         assert checkpointer.steps() == [1]
 
 
-@pytest.mark.parametrize("patterns", [[""], [7], ["a"] * 1001])
+def test_a_pattern_that_takes_nothing_is_an_error_before_anything_is_changed(tmp_path: Path) -> None:
+    saved, into = {"model": model(1), "step": 7}, {"model": model(2), "step": 0}
+    with pytest.raises(UsageError, match=r"nothing matches: 'optim/\*'"):
+        there_and_back(tmp_path, saved, into, include=["step", "optim/*"])
+    assert into["step"] == 0
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.restore(into, include=["step", "optim/*"], strict=False)
+    assert into["step"] == 7
+
+
+@pytest.mark.parametrize("patterns", [[""], [7], ["a"] * 1001, 3])
 def test_bad_patterns_are_refused(patterns: Any, tmp_path: Path) -> None:
     with open_at(tmp_path) as checkpointer, pytest.raises(UsageError, match="patterns are texts"):
         checkpointer.restore({}, include=patterns)
