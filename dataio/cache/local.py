@@ -218,8 +218,6 @@ def _runs(pieces: Pieces) -> Iterator[tuple[int, int, list[memoryview]]]:
 
 def _run(fd: int, start: int, end: int, buffers: Sequence[memoryview]) -> int:
     """Fill all of them; how many bytes that were."""
-    if (
-        os.preadv(fd, buffers, start) != end - start
-    ):  # the file is shorter, or the kernel gave less than it was asked for
+    if os.preadv(fd, buffers, start) != end - start:  # the file is shorter, or the kernel gave less than was asked for
         raise EOFError
     return end - start
