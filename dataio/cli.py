@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name) and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     name = f"millrace {args[0]}" if args and args[0] in COMMANDS else "millrace"
+    _open_standard()
     try:
         code = _run(args)
         print(end="", flush=True)  # here, where somebody can still say that it failed; nothing when it is closed
@@ -107,6 +108,13 @@ def _load(target: str) -> Callable[[list[str]], int]:
     module, _, function = target.partition(":")
     loaded: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return loaded
+
+
+def _open_standard() -> None:
+    """What the caller closed is nowhere; else the next file that is opened would get its number, and the text."""
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115 - for good, at the lowest free number
 
 
 def _drop_output() -> None:

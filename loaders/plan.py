@@ -117,7 +117,7 @@ class OrderPlan:
         if not self.schedule.batches:
             order = self.schedule.orders[0]
             raise UsageError(
-                f"{self.datasets[0].url} has {order.samples} clips, fewer than one global batch of {order.batch}",
+                f"{self.datasets[0].url} makes fewer clips than one global batch of {order.batch}: {order.samples}",
                 hint="use a smaller batch_size, more clips of each sample, or drop_last=False",
             )
 

@@ -165,8 +165,10 @@ def _clear(store: Store, scratch: str) -> None:
         return
 
 
-def _verdict(checks: Sequence[Check]) -> str:
+def _verdict(store: Store, checks: Sequence[Check]) -> str:
     failed = [check.name for check in checks if not check.ok]
+    if not failed and store.location.url.startswith("memory:"):
+        return "good for trying things out; no other process sees it"
     if not failed:
         return "good for datasets and for checkpoints with several writers"
     if failed == ["conditional write"]:
@@ -179,13 +181,18 @@ def _print(store: Store, checks: Sequence[Check], options: argparse.Namespace) -
     if options.json:
         print(
             json.dumps(
-                {"url": store.location.url, "ok": ok, "verdict": _verdict(checks), "checks": [*map(asdict, checks)]}
+                {
+                    "url": store.location.url,
+                    "ok": ok,
+                    "verdict": _verdict(store, checks),
+                    "checks": [*map(asdict, checks)],
+                }
             )
         )
         return
     print(store.location.url, *filter(None, [store.location.options.get("endpoint_url")]))
     for check in checks:
         print(f"  {'ok    ' if check.ok else 'FAILED'} {check.name:24} {check.seconds * 1000:8.0f} ms  {check.detail}")
-    print(f"verdict: {_verdict(checks)}")
+    print(f"verdict: {_verdict(store, checks)}")
     if ok and not options.certify:
         print("  next: --certify also lets 50 writers race for one key")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -129,11 +130,15 @@ def test_a_full_disk_behind_standard_output_is_said_and_is_no_bug(command: str) 
     assert "Exception ignored" not in done.stderr
 
 
-def test_a_closed_standard_output_is_no_bug() -> None:
+@pytest.mark.parametrize("closed", [">&-", ">&- <&-"])
+def test_a_closed_standard_output_is_no_bug_and_no_file_takes_its_place(closed: str, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    show = "import os, sys; from dataio import cli; code = cli.main(['--version']); open(sys.argv[1], 'x')"
+    program = f"{show}; print(code, sys.stdout.fileno(), file=sys.stderr); sys.stdout.buffer.write(b'x')"
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m dataio.cli --version >&-"], capture_output=True, text=True
+        ["bash", "-c", f'{sys.executable} -c "{program}" {said} {closed}'], capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr, said.read_text()) == (0, "0 1\n", "")
 
 
 def test_what_the_machine_refuses_is_no_bug(

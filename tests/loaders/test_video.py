@@ -127,7 +127,7 @@ def test_ranks_without_a_share_of_the_tail_get_an_empty_batch(make: Callable[...
     ranks = [
         make(batch_size=5, rank=rank, world_size=4, drop_last=False, clip=Clip(1, per_video=1)) for rank in range(4)
     ]
-    with pytest.raises(UsageError, match="fewer than one global batch"):
+    with pytest.raises(UsageError, match="fewer clips than one global batch"):
         make(batch_size=5, rank=0, world_size=4, clip=Clip(1))
     sizes = [[len(batch["id"]) for batch in rank] for rank in ranks]
     assert sizes == [[2], [2], [2], [2]]

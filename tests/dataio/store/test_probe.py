@@ -87,6 +87,11 @@ def test_the_doctor_leaves_no_folder_that_was_not_there(tmp_path: Path, capsys: 
     capsys.readouterr()
 
 
+def test_the_doctor_says_that_no_other_process_sees_a_store_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "memory://looked-at"]) == 0
+    assert "verdict: good for trying things out; no other process sees it" in capsys.readouterr().out
+
+
 def test_the_doctor_speaks_json(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", store_url, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
