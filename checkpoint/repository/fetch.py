@@ -21,7 +21,7 @@ from checkpoint.format import codec, delta, names
 from checkpoint.format.chunk import CHUNK_BYTES, digest
 from checkpoint.format.manifest import DELTAS, RAW
 from checkpoint.repository.ahead import in_order
-from dataio.core.errors import AccessDeniedError, NotFoundError, UsageError
+from dataio.core.errors import NotFoundError, RangeError
 from dataio.core.limits import KIB
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
@@ -192,8 +192,6 @@ def _try_read(store: Store, pack: str, views: Sequence[tuple[int, memoryview]]) 
     """Whether the pack has all of these ranges."""
     try:
         store.get_ranges_into(pack, views)
-    except AccessDeniedError:
-        raise
-    except (NotFoundError, UsageError):  # no such pack, or it ends before the range does
+    except (NotFoundError, RangeError):  # no such pack, or it ends before the range does
         return False
     return True

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dataio.cache.events import ObjectId, Ranges, Want
-from dataio.core.errors import MillraceError, UsageError
+from dataio.core.errors import MillraceError, RangeError
 from dataio.core.log import get_logger
 
 SHIFT = 0.25
@@ -122,10 +122,10 @@ def _object(key: str, ranges: Ranges, find: Callable[[str], ObjectId]) -> Object
 
 
 def check_inside(obj: ObjectId, ranges: Sequence[tuple[int, int]]) -> None:
-    """`UsageError` for a range that is not inside the object."""
+    """`RangeError` for a range that is not inside the object."""
     for offset, length in ranges:
         if offset < 0 or length < 0 or offset + length > obj.size:
-            raise UsageError(
+            raise RangeError(
                 f"bytes [{offset}, {offset + length}) are not inside {obj.key}, which has {obj.size} bytes",
                 hint="the index does not fit the shard: run verify on the dataset",
             )

@@ -31,7 +31,7 @@ from dataio.cache.plan import CachePlan
 from dataio.cache.turns import JobLimits
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import TransientError, UsageError
+from dataio.core.errors import RangeError, TransientError
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
 
@@ -269,7 +269,7 @@ class Engine:
     def _request(self, store: Store, obj: ObjectId, ranges: Ranges, future: Future[Lease | None], stream: int) -> None:
         try:
             check_inside(obj, ranges)
-        except UsageError as error:
+        except RangeError as error:
             future.set_exception(error)
             return
         ticket, wanted = next(self._tickets), tuple((offset, length) for offset, length in ranges)

@@ -49,6 +49,12 @@ class AccessDeniedError(UsageError):
     code = "access_denied"
 
 
+class RangeError(UsageError):
+    """Bytes were asked for that lie past the object's end: what it was, or what the reader knows of it, has changed."""
+
+    code = "range"
+
+
 class MismatchError(UsageError):
     """Something saved does not fit what it is loaded into: a shape, a dataset version, a batch size. Names the field."""
 

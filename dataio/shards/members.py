@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import xxhash
 
 from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UsageError
+from dataio.core.errors import CapacityError, CorruptionError, NotFoundError, RangeError
 from dataio.shards.contract import Member, Sample
 from dataio.store.contract import Store
 from dataio.store.mounts import url_of
@@ -48,7 +48,7 @@ def chunks(store: Store, sample: Sample, member: Member) -> Iterator[bytes]:
         piece = bytearray(min(_CHUNK, member.length - start))
         try:
             store.get_into(sample.shard, member.offset + start, memoryview(piece))
-        except (NotFoundError, UsageError) as error:
+        except (NotFoundError, RangeError) as error:
             raise CorruptionError(
                 f"{name}: {error.message}", hint="the shard is not what was packed or indexed"
             ) from error

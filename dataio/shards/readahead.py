@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from dataio.core import limits
-from dataio.core.errors import NotFoundError, TransientError, UsageError
+from dataio.core.errors import NotFoundError, RangeError, TransientError
 from dataio.store.contract import Store
 from dataio.store.mounts import url_of
 
@@ -54,7 +54,7 @@ class ReadAhead:
         data = bytearray(min(self._window, self.size - start))
         try:
             self._store.get_into(self._key, start, memoryview(data))
-        except (NotFoundError, UsageError) as error:
+        except (NotFoundError, RangeError) as error:
             raise TransientError(
                 f"{url_of(self._store, self._key)} changed while it was read: {error.message}",
                 hint="try again when nothing writes to it",

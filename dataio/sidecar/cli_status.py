@@ -1,13 +1,15 @@
 """`millrace sidecar status`: what the page shows, in the terminal.
 
 Invariant: text from the daemon is printed as text, never as markup or control characters.
-Failure behaviour: `NotFoundError` when no daemon answers; with `--watch` that is said, and looked for again.
+Failure behaviour: `NotFoundError` when no daemon answers, `AccessDeniedError` where this user may not ask; with `--watch` that is said, and looked for again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ from dataio.core.limits import format_bytes
 from dataio.sidecar import cli_cache
 from dataio.sidecar.connection import Sidecar
 from dataio.sidecar.paths import default_socket
+from dataio.store.oserrors import translated
 
 WATCH_SECONDS = 2.0
 PIPE_WIDTH = 200
@@ -48,6 +51,8 @@ def ask(options: argparse.Namespace) -> State:
     found = Sidecar.find(options.socket or "auto")
     if found is None:
         where = options.socket or default_socket()
+        with translated(f"asking at {where}"), contextlib.suppress(FileNotFoundError):
+            os.stat(where)  # raises where this user may not look
         raise NotFoundError(f"no sidecar answers on {where}", hint="start one: millrace sidecar run")
     with found:
         return found.status()

@@ -1,13 +1,13 @@
 """Checks of arguments that all back-ends share, so that they refuse the same things in the same words.
 
-Invariant: pure functions; nothing is read or written. Failure behaviour: `UsageError` or `CapacityError` naming the
-object and both numbers.
+Invariant: pure functions; nothing is read or written. Failure behaviour: `UsageError` (of ranges `RangeError`) or
+`CapacityError` naming the object and both numbers.
 """
 
 from __future__ import annotations
 
 from dataio.core import limits
-from dataio.core.errors import CapacityError, UsageError
+from dataio.core.errors import CapacityError, RangeError, UsageError
 from dataio.store.contract import Buffer
 
 CONDITIONAL_BYTES = limits.JSON_DOCUMENT_BYTES
@@ -35,7 +35,7 @@ def check_range(name: str, offset: int, length: int, size: int | None = None) ->
     """Refuse a range with a negative start, or, where `size` is known, one that ends past the object's end."""
     if offset < 0 or (size is not None and offset + length > size):
         end = "" if size is None else f"; the object has {size} bytes"
-        raise UsageError(
+        raise RangeError(
             f"{name}: bytes {offset} to {offset + length} are not all there{end}",
             hint="ask for a range inside the object",
         )

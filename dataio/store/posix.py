@@ -181,8 +181,7 @@ class PosixStore(Store):
 
     def _looked_up(self, path: str) -> _OpenFile:
         """Where the kernel does not open it at once: what is wrong, or, by an older kernel, the same in six steps."""
-        if not os.path.lexists(path):
-            raise FileNotFoundError(path)
+        os.lstat(path)  # raises for what is not there, and otherwise for folders that this process may not enter
         self._refuse_links(path)
         found = _OpenFile.of(path, os.open(path, nolinks.FLAGS))
         if found is None:

@@ -18,6 +18,7 @@ from dataio.core.errors import (
     ConflictError,
     MillraceError,
     NotFoundError,
+    RangeError,
     SlowDownError,
     TransientError,
     UnsupportedError,
@@ -32,10 +33,6 @@ class UnreachableError(TransientError):
 
 class PreconditionError(ConflictError):
     """The server answered that a precondition of the request does not hold, or that another request is in its way."""
-
-
-class RangeError(UsageError):
-    """The server answered that the range lies outside the object."""
 
 
 class NoSuchUploadError(NotFoundError):

@@ -24,10 +24,10 @@ import obstore
 from obstore.store import S3Store as _Native
 
 from dataio.core import limits
-from dataio.core.errors import AccessDeniedError
+from dataio.core.errors import AccessDeniedError, RangeError
 from dataio.store.s3config import S3Config
 from dataio.store.s3credentials import Keys
-from dataio.store.s3errors import CHECK_KEYS, RangeError
+from dataio.store.s3errors import CHECK_KEYS
 from dataio.store.s3fasterrors import translated_native
 from dataio.store.s3inside import KEYS_SECONDS, Inside
 from dataio.store.s3pages import Pages, behind_a_proxy

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dataio.core.errors import TransientError, UnsupportedError
+from dataio.core.errors import RangeError, TransientError, UnsupportedError
 from dataio.store.checks import check_range, writable_bytes
-from dataio.store.s3errors import RangeError
 from dataio.store.s3session import S3Session, each
 
 GAP_BYTES = 64 << 10

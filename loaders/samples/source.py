@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import xxhash
 
 from dataio.cache.contract import ShardReader
-from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, UsageError
+from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, RangeError
 from dataio.core.log import get_logger, warn_once
 from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
@@ -71,7 +71,7 @@ class Source:
         try:
             views = self._reader.read(sample.shard, [(m.offset, m.length) for m in members])
             return {m.ext: self._checked(sample.shard, m, view) for m, view in zip(members, views, strict=True)}
-        except (NotFoundError, UsageError) as error:
+        except (NotFoundError, RangeError) as error:
             raise _lost(sample.shard, error) from error
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:
@@ -85,7 +85,7 @@ class Source:
             for (offset, view), (_, _, xxh3) in zip(pieces, files.each, strict=True):
                 if not _is_right(view, xxh3):
                     view[:] = self._again(files.shard, offset, len(view), xxh3)
-        except (NotFoundError, UsageError) as error:
+        except (NotFoundError, RangeError) as error:
             raise _lost(files.shard, error) from error
         return at
 

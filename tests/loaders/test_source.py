@@ -9,11 +9,13 @@ import pytest
 import xxhash
 
 from dataio.cache.own import own_reader
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import Files
+from dataio.core.errors import AccessDeniedError, CorruptionError
+from dataio.shards import members
+from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from loaders.samples.source import Source, StoreReader
+from tests.denied import denied
 
 FIRST, SECOND = b"first" * 1000, b"second" * 70
 SHARD = bytes(512) + FIRST + bytes(700) + SECOND + bytes(512)
@@ -71,3 +73,16 @@ def test_bytes_that_are_not_those_that_were_packed_are_damage(source: Source, fi
 def test_a_shard_that_is_gone_or_short_is_damage(source: Source, files: Files) -> None:
     with pytest.raises(CorruptionError, match=files.shard):
         source.fetch_into(files, memoryview(bytearray(9)))
+
+
+def test_a_shard_that_may_not_be_read_is_trouble_and_not_damage(store: Store, tmp_path: Path) -> None:
+    """Else credentials that run out would have samples quarantined for good."""
+    sample = Sample(0, "a", "shard", (Member("bin", 512, len(FIRST), files_of().each[0][2]),), 0.0)
+    source = Source(StoreReader(store), store)
+    with denied(tmp_path / "shard"):
+        with pytest.raises(AccessDeniedError, match="shard: Permission denied"):
+            source.fetch_into(files_of(), memoryview(bytearray(len(SHARD))))
+        with pytest.raises(AccessDeniedError, match="shard: Permission denied"):
+            source.fetch(sample, ["bin"])
+        with pytest.raises(AccessDeniedError, match="shard: Permission denied"):
+            members.read(store, sample, "bin")

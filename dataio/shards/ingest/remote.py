@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dataio.core import limits
-from dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
+from dataio.core.errors import NotFoundError, RangeError, TransientError, UsageError
 from dataio.core.scratch import scratch_folder
 from dataio.store.contract import ObjectInfo, Store, check_key
 from dataio.store.open import open_store
@@ -138,9 +138,7 @@ class Remote:
                     if self._stopped.is_set():
                         raise TransientError(f"copying {url} was given up", hint=_AGAIN)
                     file.write(read_at(offset + at, min(_PIECE, length - at)))
-        except AccessDeniedError:
-            raise
-        except UsageError as error:  # shorter than it was, or gone
+        except (NotFoundError, RangeError) as error:  # gone, or shorter than it was
             raise TransientError(f"{url} changed while it was being packed: {error.message}", hint=_AGAIN) from error
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core.errors import CorruptionError, NotFoundError, UsageError
+from dataio.core.errors import CorruptionError, NotFoundError, RangeError
 from dataio.shards.index import rows as index
 from dataio.shards.versions.documents import IndexPart, Kept
 from dataio.store.contract import Store
@@ -54,7 +54,7 @@ def load(store: Store, part: IndexPart, name: str) -> Rows | None:
     data = bytearray(kept.size)
     try:
         store.get_into(kept.key, kept.offset, memoryview(data))
-    except (NotFoundError, UsageError) as error:
+    except (NotFoundError, RangeError) as error:
         raise CorruptionError(f"{name}: {kept.key} is missing or short: {error.message}") from error
     if index.digest(bytes(data)) != kept.digest:
         raise CorruptionError(f"{name}: the digest of the rows that are left, in {kept.key}, does not match")

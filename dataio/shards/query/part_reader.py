@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UsageError
+from dataio.core.errors import CorruptionError, NotFoundError, RangeError
 from dataio.shards.index import rows as index
 from dataio.shards.versions.documents import IndexPart
 from dataio.store.contract import Store
@@ -135,7 +135,7 @@ class PartReader:
             self._store.get_ranges_into(self._part.key, ranges)
         except NotFoundError as error:
             raise CorruptionError(f"{self._name} is missing, though the dataset version names it") from error
-        except (UsageError, CapacityError) as error:
+        except RangeError as error:
             raise self._bad(f"shorter than the dataset version says: {error.message}") from error
 
     def _bad(self, why: str, hint: str = "") -> CorruptionError:

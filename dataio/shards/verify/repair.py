@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import xxhash
 
 from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError, NotFoundError, TransientError, UsageError
+from dataio.core.errors import (
+    CapacityError,
+    CorruptionError,
+    MillraceError,
+    NotFoundError,
+    RangeError,
+    TransientError,
+    UsageError,
+)
 from dataio.shards.index import rows as index
 from dataio.shards.verify.shard_check import ShardCheck, Wanted, check_members, check_shard
 from dataio.shards.versions import documents as versions
@@ -119,7 +127,7 @@ def _range(store: Store, key: str, start: int, end: int) -> Iterator[bytes]:
         piece = bytearray(min(_PIECE, end - at))
         try:
             store.get_into(key, at, memoryview(piece))
-        except (NotFoundError, UsageError) as error:
+        except (NotFoundError, RangeError) as error:
             raise TransientError(f"{key} changed while it was copied: {error.message}", hint="try again") from error
         yield bytes(piece)
 

@@ -20,6 +20,7 @@ from dataio.sidecar import messages as m
 from dataio.sidecar.client import SaveMeter
 from dataio.sidecar.notify import notify, ready
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
+from tests.denied import denied
 
 
 def test_the_terminal_shows_what_the_page_shows(daemon: RunningDaemon, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,3 +139,12 @@ def test_the_command_says_ready_once_it_serves() -> None:
         assert manager.recv(100) == b"WATCHDOG=1"
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_a_daemon_that_may_not_be_asked_is_not_said_to_be_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    with denied(tmp_path / "run"):
+        assert main(["sidecar", "status", "--socket", str(tmp_path / "run" / "sidecar.sock")]) == 2
+    assert "sidecar.sock: Permission denied" in capsys.readouterr().err

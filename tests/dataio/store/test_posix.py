@@ -25,6 +25,7 @@ from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.store.posix import TEMPORARY, PosixStore
 from dataio.testing.conformance import StoreConformance, StoreMachine
+from tests.denied import denied
 
 
 class TestPosix(StoreConformance):
@@ -166,11 +167,27 @@ def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(root: Path) -> None:
     assert os.listdir(root / TEMPORARY) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_permission_is_access_denied(root: Path) -> None:
-    root.mkdir(mode=0o500)
-    with pytest.raises(AccessDeniedError, match="Permission denied"):
+    root.mkdir()
+    with denied(root, 0o500), pytest.raises(AccessDeniedError, match="Permission denied"):
         open_store(root).put("k", b"")
+
+
+def test_what_lies_in_a_folder_that_may_not_be_entered_is_not_said_to_be_missing(root: Path) -> None:
+    """Else a run whose checkpoints are hidden by a wrong mode would start from nothing."""
+    store = open_store(root)
+    store.put("run/step", b"state")
+    with denied(root / "run"):
+        for look in (
+            store.get,
+            store.stat,
+            store.exists,
+            lambda key: list(store.list(key)),
+            lambda key: store.delete_many([key]),
+        ):
+            with pytest.raises(AccessDeniedError, match="Permission denied"):
+                look("run/step")
+    assert store.get("run/step") == b"state"
 
 
 @pytest.mark.parametrize(
