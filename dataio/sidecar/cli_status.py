@@ -1,7 +1,8 @@
 """`millrace sidecar status`: what the page shows, in the terminal.
 
 Invariant: text from the daemon is printed as text, never as markup or control characters.
-Failure behaviour: `NotFoundError` when no daemon answers, `AccessDeniedError` where this user may not ask; with `--watch` that is said, and looked for again.
+Failure behaviour: `NotFoundError` when no daemon answers, `AccessDeniedError` where this user may not ask; with `--watch`
+that is said, and looked for again.
 """
 
 from __future__ import annotations
