@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from dataio.core.errors import UsageError
 from dataio.core.log import get_logger, warn_once
 from dataio.shards.dataset import Dataset
-from loaders.decode.isolated import SECONDS, IsolatedDecoder
 from loaders.delivery.batch import AXES, Output
 from loaders.works.added import check_columns, known_columns
+
+if TYPE_CHECKING:  # what few loaders need is imported where they need it
+    from loaders.decode.isolated import IsolatedDecoder
 
 MAX_SIDE = 16_384
 MAX_THREADS = 256
@@ -154,4 +157,6 @@ def isolated(isolate: bool | float, threads: int) -> IsolatedDecoder | None:
     """A process for each thread where they are wanted; `isolate` is their time limit in seconds, or True for the usual one."""
     if isolate is False:
         return None
+    from loaders.decode.isolated import SECONDS, IsolatedDecoder
+
     return IsolatedDecoder(threads, SECONDS if isolate is True else float(isolate))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -86,7 +85,7 @@ def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
         raise NotFoundError(f"there is no dataset at {url}, and nothing is known of one", hint="check the address")
     for record in records:
         if as_json:
-            print(json.dumps({**asdict(record.refusal), "version": record.version}, ensure_ascii=False))
+            print(json.dumps({**msgspec.structs.asdict(record.refusal), "version": record.version}, ensure_ascii=False))
         else:
             print(_line(record))
     if not as_json:

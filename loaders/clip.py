@@ -18,6 +18,7 @@ from fractions import Fraction
 from numbers import Integral
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -88,8 +89,7 @@ def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:
     return np.maximum(1, np.floor(fitting + 1e-9)).astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """The frames of one clip, in the order of the clip; `values` never decrease and may repeat.
 
     `by="index"`: frame numbers in presentation order. `by="pts"`: instants in units of the stream's time base; each means

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Self, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, get_args
 
 import torch
 
@@ -21,20 +21,21 @@ from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import arguments
 from loaders.contract import Work
-from loaders.decode.isolated import IsolatedDecoder
 from loaders.delivery.batch import Output
 from loaders.engine import DEFAULT_MEMORY, Delivery, Refusing
 from loaders.mixture import Mixture, Place, opened
 from loaders.order.permutation import I64
-from loaders.packed import Pack
 from loaders.plan import OrderPlan
 from loaders.samples.maker import OnBad
-from loaders.samples.shared_list import QuarantineList
 from loaders.sampling import Find, Sampling, Sorting, plan
-from loaders.sound.spec import AudioSpec
 from loaders.works.added import Transform, wrapped
-from loaders.works.mels import mels
 from loaders.works.sources import sourced
+
+if TYPE_CHECKING:  # what few loaders need is imported where they need it
+    from loaders.decode.isolated import IsolatedDecoder
+    from loaders.packed import Pack
+    from loaders.samples.shared_list import QuarantineList
+    from loaders.sound.spec import AudioSpec
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -172,4 +173,8 @@ class Asked:
 
     def finished(self, work: Work, spec: AudioSpec | None, device: torch.device, names: Sequence[str]) -> Work:
         """`work` with the features, columns, transform and names of sources that are wanted around it."""
-        return sourced(wrapped(mels(work, spec, device), self.columns, self.transform), names)
+        if spec is not None:
+            from loaders.works.mels import mels
+
+            work = mels(work, spec, device)
+        return sourced(wrapped(work, self.columns, self.transform), names)

@@ -13,9 +13,9 @@ when it fails as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,8 +27,7 @@ from loaders.order.permutation import U64, key_of
 from loaders.refusals import Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(msgspec.Struct, frozen=True):
     """Where a piece of a recording goes: `length` samples at the wanted rate from its `start`, to `at` in a row."""
 
     row: int
@@ -45,8 +44,7 @@ class Known(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Part `number` (a clip, a window) of `sample`, a sample of the plan's dataset number `source`.
 
     `virtual` is the place's number in the order, `attempt` counts the substitutes before it. `seed` and `epoch` are those of
@@ -100,8 +98,7 @@ Room = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
 """Where a batch will hold pixels of this shape, (T, 3, H, W); None when it will hold something else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """A place whose bytes were read and checked: `members` by extension. "video" may be drawn in the `room` that its batch has
     for it, which holds nothing until the sample is finished. What is delivered as it is was read into the room: `joined`, with
     all members one after the other, and `members` is empty."""
@@ -112,25 +109,23 @@ class Loaded:
     joined: npt.NDArray[np.uint8] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """`tensors` are stacked in the batch, `values` are listed there; `refusals` are the samples that this one stands in
     for."""
 
     sample: Sample
     tensors: Mapping[str, torch.Tensor]
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = {}
     refusals: tuple[Refusal, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """What a work's samples consist of, known before the first: names of `tensors`, and the dtype of each of `numbers`
     (None: a list). With `capacity`, samples lie one after the other in rows of so many; with `joined`, which says how many bytes
     each has, in one run of bytes."""
 
     tensors: tuple[str, ...]
-    numbers: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    numbers: Mapping[str, torch.dtype | None] = {}
     capacity: int | None = None
     joined: Callable[[Sample], int] | None = None
 

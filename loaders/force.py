@@ -12,10 +12,11 @@ Failure behaviour: none of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from dataio.core.errors import MillraceError
 from loaders.order import Order
@@ -29,8 +30,7 @@ from loaders.state import Difference, Position, differences
 MAX_COUNTED = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(msgspec.Struct, frozen=True):
     """The fields that differ, where the loader goes on, how many clips of this epoch come `again` or not at all (`missed`),
     and whether
     the quarantine was dropped, since its numbers mean other samples now. True if anything differs."""

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from loaders.order.mixture import Weights, segments_of
+
+if TYPE_CHECKING:
+    from loaders.order.mixture import Weights
 
 MAX_NAME = 64
 Place = str | os.PathLike[str] | Dataset
@@ -48,16 +52,17 @@ class Mixture:
                 raise UsageError(f"{name!r} is no name of a source", hint=f"use 1 to {MAX_NAME} characters")
         object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
         if self.weights is not None:
+            from loaders.order.mixture import segments_of
+
             segments_of(tuple(self.sources), self.weights, self.temperature)
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """What a loader reads: datasets by name (one, named "", without a mixture), and those that are its own to close."""
 
     datasets: Mapping[str, Dataset]
     mixture: Mixture | None = None
-    owned: list[Dataset] = field(default_factory=list)
+    owned: list[Dataset] = []
 
     def close(self) -> None:
         for dataset in self.owned:

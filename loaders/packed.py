@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from loaders.contract import Fit, Place
@@ -24,16 +24,14 @@ from loaders.plan import OrderPlan, Stream
 from loaders.state import Fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(msgspec.Struct, frozen=True):
     """How recordings are packed, and how long each of a stream is in the packing's unit."""
 
     packing: Packing
     lengths: Callable[[Stream], I64]
 
 
-@dataclass(frozen=True)
-class PackedStream(Stream):
+class PackedStream(Stream, frozen=True, eq=False):
     """A stream whose recordings are packed: piece `sample` numbers are places in `ids`."""
 
     packed: Packed | None = None
@@ -60,12 +58,11 @@ class PackedStream(Stream):
         return Population(len(self.sequences), self.dataset.total_bytes * share / len(self.sequences))
 
 
-@dataclass(frozen=True)
-class RepackedStream(PackedStream):
+class RepackedStream(PackedStream, frozen=True, eq=False):
     """A stream whose recordings are packed otherwise in each of its epochs, always into as many sequences; `epochs` packs
     them, and keeps some."""
 
-    epochs: Callable[[int], Packed] | None = field(default=None, compare=False)
+    epochs: Callable[[int], Packed] | None = None
 
     @classmethod
     def anew(cls, stream: Stream, how: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
@@ -85,8 +82,7 @@ class RepackedStream(PackedStream):
         return self.epochs(epoch)
 
 
-@dataclass(frozen=True)
-class PackedPlan(OrderPlan):
+class PackedPlan(OrderPlan, frozen=True, eq=False):
     """An `OrderPlan` over packed streams: `places` are the pieces of its rows, row after row."""
 
     def places(self, epoch: int, batch: int) -> list[Place]:
@@ -126,18 +122,17 @@ class PackedPlan(OrderPlan):
         return found
 
 
-class EpochPlan(PackedPlan):
+class EpochPlan(PackedPlan, frozen=True, eq=False):
     """The plan of one epoch, which may have no batch: another packing of a tiny dataset may fill none."""
 
     def __post_init__(self) -> None:
         pass
 
 
-@dataclass(frozen=True)
-class RepackedPlan(PackedPlan):
+class RepackedPlan(PackedPlan, frozen=True, eq=False):
     """A plan that is another one in every epoch; by itself it is that of the first. `epochs` makes them, and keeps some."""
 
-    epochs: Callable[[int], EpochPlan] | None = field(default=None, compare=False)
+    epochs: Callable[[int], EpochPlan] | None = None
 
     def of(self, epoch: int) -> OrderPlan:
         assert self.epochs is not None

@@ -9,22 +9,19 @@ Failure behaviour: `UsageError` when there is nothing to deliver.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from msgspec.structs import replace
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from dataio.shards.index import kernels as pc
 from loaders.contract import Place
-from loaders.order import Order
-from loaders.order.buckets import Bucketed
-from loaders.order.evaluation import Evaluation, dry
-from loaders.order.mixed_buckets import MixedBuckets
-from loaders.order.mixture import Mixed
+from loaders.order.lanes import Order
 from loaders.order.permutation import I64
 from loaders.order.schedule import Population, Schedule
 from loaders.state import Fingerprint, Identity
@@ -59,8 +56,7 @@ class Parts:
         return int(self._ends[sample] - self.each[sample])
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(msgspec.Struct, frozen=True, eq=False):
     """A list of samples of one dataset: `ids`, of which each has its `parts`. `source` is the dataset's number in the
     plan."""
 
@@ -98,8 +94,7 @@ class Stream:
         return replace(place, virtual=virtual, sample=sample, number=part, attempt=attempt + 1)
 
 
-@dataclass(frozen=True)
-class OrderPlan:
+class OrderPlan(msgspec.Struct, frozen=True, eq=False):
     """A `Plan`: the share of `rank` in what `schedule` takes from `streams`.
 
     `what` describes the parts, for the fingerprint. `names` are those of the sources of a mixture.
@@ -111,7 +106,7 @@ class OrderPlan:
     seed: int
     rank: int
     world_size: int
-    names: tuple[str, ...] = field(default=())
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.schedule.batches:
@@ -141,7 +136,7 @@ class OrderPlan:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Which bucket each stream is; none without buckets."""
-        return self.schedule.buckets if isinstance(self.schedule, (Bucketed, Evaluation, MixedBuckets)) else ()
+        return self.schedule.buckets
 
     @property
     def samples(self) -> int:
@@ -168,17 +163,17 @@ class OrderPlan:
 
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
         """What the trainer is told of a batch as a whole."""
-        if not isinstance(self.schedule, (Bucketed, Evaluation, MixedBuckets)):
+        if not self.schedule.buckets and not self.schedule.evaluates:
             return {}
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
         told: dict[str, Any] = {} if share.bucket is None else {"bucket": share.bucket}
-        if isinstance(self.schedule, Evaluation):
-            told |= {"sizes": list(share.sizes), "dry": dry(share)}
+        if self.schedule.evaluates:
+            told |= {"sizes": list(share.sizes), "dry": share.dry}
         return told
 
     def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
         """What else than the position makes the batches what they are, up to this position."""
-        taken = self.schedule.taken(epoch, batch) if isinstance(self.schedule, (Mixed, MixedBuckets)) else {}
+        taken = self.schedule.taken(epoch, batch)
         sources = [
             Identity(one.version, one.digest, taken.get(name))
             for one, name in zip(self.datasets, self._named, strict=True)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import blake3
+import msgspec
 
 from dataio.core import limits
 from dataio.core.errors import MillraceError
@@ -29,8 +29,7 @@ _SUFFIX = ".refusals.jsonl"
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """One refused sample: its number, its key, where its bytes lie, why. `code` is that of the error.
 
     `for_good` tells wrong bytes from a clip that does not decode. `dataset` is the URL of the sample's dataset, `source` its
@@ -68,7 +67,7 @@ def write(refusal: Refusal, version: int, folder: Path | None) -> None:
     """Append a record."""
     if folder is None:
         return
-    line = json.dumps({**asdict(refusal), "version": version}, ensure_ascii=False) + "\n"
+    line = json.dumps({**msgspec.structs.asdict(refusal), "version": version}, ensure_ascii=False) + "\n"
     try:
         path = file_of(private_directory(folder), refusal.dataset)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -85,8 +84,7 @@ def write(refusal: Refusal, version: int, folder: Path | None) -> None:
         warn_once(_log, f"refused samples are not written down: {error}")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """A refusal as it was written, and the dataset's version then."""
 
     refusal: Refusal

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders.mixture import Mixture, Opened
-from loaders.order.buckets import Bucketed
-from loaders.order.evaluation import Evaluation
-from loaders.order.mixed_buckets import MixedBuckets
-from loaders.order.mixture import Mixed
 from loaders.order.permutation import I64, U64, key_of
 from loaders.order.schedule import Plain, Schedule
-from loaders.packed import EpochPlan, Pack, PackedPlan, PackedStream, RepackedPlan, RepackedStream
 from loaders.plan import OrderPlan, Stream
+
+if TYPE_CHECKING:  # what few loaders need is imported where they need it
+    from loaders.packed import Pack, RepackedPlan
 
 _PACK = 11  # keeps the key apart from those of the other rooms
 Find = Callable[[Dataset], tuple[I64, int | I64]]
@@ -34,8 +32,7 @@ Sort = Callable[[Stream], I64]
 """The bucket of each sample of a stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """`batch_size` is per rank, and None with buckets. `evaluate` takes every sample once, in order, tail and all."""
 
     batch_size: int | None
@@ -54,8 +51,7 @@ class Sampling:
         return self.batch_size * self.world_size
 
 
-@dataclass(frozen=True)
-class Sorting:
+class Sorting(msgspec.Struct, frozen=True):
     """How large the global batches of each bucket are, how samples are `sort`ed into them, and `numbers` that stand for both."""
 
     batches: Sequence[int]
@@ -75,14 +71,23 @@ def plan(
     }
     if pack is not None and pack.packing.anew and source.mixture is None:
         return _repacked(streams, what, how, pack)
-    if pack is not None and pack.packing.anew and not how.evaluate:
-        streams = {name: RepackedStream.anew(stream, pack, _keys(how, name)) for name, stream in streams.items()}
-    elif pack is not None:
-        streams = {name: PackedStream.from_(stream, pack) for name, stream in streams.items()}
+    kind = OrderPlan
+    if pack is not None:
+        from loaders.packed import PackedPlan
+
+        kind, streams = PackedPlan, _packed(streams, how, pack)
     schedule, chosen = _scheduled(streams, source.mixture, how, sorting)
     names = tuple(streams) if source.mixture is not None else ()
-    kind = OrderPlan if pack is None else PackedPlan
     return kind(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size, names)
+
+
+def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[str, Stream]:
+    """The streams' recordings packed: once, or anew in each of their epochs."""
+    from loaders.packed import PackedStream, RepackedStream
+
+    if pack.packing.anew and not how.evaluate:
+        return {name: RepackedStream.anew(stream, pack, _keys(how, name)) for name, stream in streams.items()}
+    return {name: PackedStream.from_(stream, pack) for name, stream in streams.items()}
 
 
 def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
@@ -92,6 +97,8 @@ def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
 
 def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
     """A plan of other sequences in every epoch; those of two epochs are kept."""
+    from loaders.packed import EpochPlan, PackedStream, RepackedPlan
+
     (stream,) = streams.values()
 
     @functools.lru_cache(maxsize=2)
@@ -113,8 +120,12 @@ def _scheduled(
     populations = {name: stream.population for name, stream in streams.items()}
     every = list(streams.values())
     if how.evaluate:
+        from loaders.order.evaluation import Evaluation
+
         return Evaluation.of(list(populations.values()), [how.batch] * len(every), seed=how.seed), every
     if mixture is not None:
+        from loaders.order.mixture import Mixed
+
         return Mixed.of(populations, how.batch, **_weighed(mixture, how)), every
     (only,) = populations.values()
     return Plain(only.order(how.batch, how.seed, how.shuffle), how.drop_last), every
@@ -127,6 +138,8 @@ def _bucketed(
     populations = {name: [cell.population for cell in row] for name, row in cells.items()}
     sizes, numbers = sorting.batches, sorting.numbers
     if how.evaluate:
+        from loaders.order.evaluation import Evaluation
+
         there = [(name, b) for name, row in cells.items() for b, cell in enumerate(row) if len(cell.ids)]
         evaluation = Evaluation.of(
             [populations[name][b] for name, b in there],
@@ -137,8 +150,12 @@ def _bucketed(
         )
         return evaluation, [cells[name][b] for name, b in there]
     if mixture is not None:
+        from loaders.order.mixed_buckets import MixedBuckets
+
         mixed = MixedBuckets.of(populations, sizes, numbers, **_weighed(mixture, how))
         return mixed, [cells[name][b] for name, b in mixed.streams]
+    from loaders.order.buckets import Bucketed
+
     (name,) = streams
     schedule = Bucketed.of(
         sizes, populations[name], numbers, seed=how.seed, shuffle=how.shuffle, drop_last=how.drop_last

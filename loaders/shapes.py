@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from dataio.core.errors import UsageError
-from loaders.order.buckets import Buckets, Durations
 from loaders.order.permutation import I64
 from loaders.plan import Stream, column
 from loaders.sampling import Sorting
-from loaders.sound.window import Window
 from loaders.works.clips import Look
+
+if TYPE_CHECKING:
+    from loaders.order.buckets import Buckets, Durations
+    from loaders.sound.window import Window
 
 
 def sorting(buckets: Buckets | None, look: Look) -> Sorting | None:
@@ -48,7 +52,8 @@ def looks(look: Look, buckets: Buckets | None, streams: Sequence[int]) -> list[L
         return [look]
     chosen = [buckets.buckets[bucket] for bucket in streams]
     return [
-        replace(look, size=one.size, clip=replace(look.clip, frames=one.frames or look.clip.frames)) for one in chosen
+        msgspec.structs.replace(look, size=one.size, clip=replace(look.clip, frames=one.frames or look.clip.frames))
+        for one in chosen
     ]
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from dataio.core.errors import MismatchError, UsageError
 
@@ -36,8 +37,7 @@ _LISTED = re.compile(r"([0-9]{1,9}):([0-9a-f]{0,16})")
 _POSITION = ("epoch", "batch", "quarantine")
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """Which samples a source has; `taken` of them were delivered, where the source is one of a mixture."""
 
     version: int
@@ -45,8 +45,7 @@ class Identity:
     taken: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(msgspec.Struct, frozen=True):
     """What must be equal for a position to mean the same samples, and the same frames of them.
 
     `sources` is the dataset's, or by name those of a mixture; `order` is the schedule's description, `clip` that of the
@@ -69,8 +68,7 @@ class Fingerprint:
         return {"sources": rows}
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """Batches of `epoch` that were delivered; samples condemned so far, as (source, number); and version and digest of the
     list of bad samples that the epoch goes by, if there is one."""
 
@@ -80,8 +78,7 @@ class Position:
     listed: tuple[int, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """A field that is not what it was; None where there is none."""
 
     field: str

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 
@@ -27,14 +27,15 @@ from loaders.decode.contract import Color
 from loaders.decode.dali import GPU_BATCH
 from loaders.engine import Loader
 from loaders.mixture import Mixture
-from loaders.order.buckets import Buckets
 from loaders.order.permutation import I64
 from loaders.plan import column, having
-from loaders.sound.decode import decode_audio
-from loaders.sound.spec import AudioSpec
 from loaders.works.clips import ClipWork, Look, beginnings
 from loaders.works.cut import Cut
 from loaders.works.sources import by_stream
+
+if TYPE_CHECKING:  # what few loaders need is imported where they need it
+    from loaders.order.buckets import Buckets
+    from loaders.sound.spec import AudioSpec
 
 
 @explicit
@@ -100,10 +101,11 @@ class VideoLoader(Loader):
     ) -> None:
         asked = Asked.of(self, common)
         arguments.of_kind("clip", clip, Clip, "clip=Clip(frames=16)")
-        arguments.of_kind("audio", audio, (bool, AudioSpec), "True, or AudioSpec(...)")
-        arguments.of_kind("buckets", buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
-        clip = clip or Clip()
-        sound = AudioSpec() if audio is True else (audio or None)
+        if buckets is not None:
+            from loaders.order.buckets import Buckets
+
+            arguments.of_kind("buckets", buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
+        clip, sound = clip or Clip(), _sound(audio)
         arguments.one_of("color", color, ("bt601", "tagged", "fast"))
         arguments.one_of("decoder", decoder, ("auto", "dali", "pyav"))
         look = Look(clip, arguments.checked_size(size), rotate, sound, Cut(crop, flip), antialias, color)
@@ -124,7 +126,7 @@ class VideoLoader(Loader):
         def work() -> Work:
             apart = asked.isolated(delivery)
             decodes = apart or AutoDecoder(output.device.type, output.device.index or 0, decoder)
-            hear = apart.hear if apart else decode_audio
+            hear = apart.hear if apart else None
             alone = apart is None and output.device.type == "cpu" and decoder != "dali"
             looks = shapes.looks(look, buckets, made.buckets)
             works = [ClipWork(one, decodes, hear, one_by_one=alone) for one in looks]
@@ -141,3 +143,13 @@ class VideoLoader(Loader):
         arguments.of_kind("sample", sample, (int, Sample), "its number, or a Sample")
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
         return explain(one, self._look.color, self._delivery.output.device.type, self._decoder)
+
+
+def _sound(audio: bool | AudioSpec) -> AudioSpec | None:
+    """The sound that is wanted, if any."""
+    if audio is False or audio is None:
+        return None
+    from loaders.sound.spec import AudioSpec
+
+    arguments.of_kind("audio", audio, (bool, AudioSpec), "True, or AudioSpec(...)")
+    return AudioSpec() if audio is True else audio

@@ -21,8 +21,9 @@ Failure behaviour: `decode` returns, at the place of each bad request, the error
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
 
 from dataio.core.errors import MillraceError
 from dataio.core.limits import GIB
@@ -40,8 +41,7 @@ MAX_CLIP_BYTES = 4 * GIB
 """The most that one decoded clip may take before it is resized."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One clip to decode. `data` is the whole member of the shard; it must stay valid until `decode` returns. `room(shape)` is
     memory, or None, that the fitted frames may be given in, rather than in memory of their own."""
 
@@ -50,11 +50,10 @@ class Request:
     wanted: Wanted
     color: Color = "bt601"
     fit: Fit | None = None
-    room: Callable[[tuple[int, ...]], npt.NDArray[np.uint8] | None] | None = field(default=None, compare=False)
+    room: Callable[[tuple[int, ...]], npt.NDArray[np.uint8] | None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(msgspec.Struct, frozen=True):
     """`frames`: uint8 (T, H, W, 3), or fitted (T, 3, h, w), on the back-end's device. `pts`: the T time stamps, in the stream's
     time base."""
 

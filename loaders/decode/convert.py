@@ -14,9 +14,9 @@ Failure behaviour: libav's errors; the graph is then made anew.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from av.filter import Graph
@@ -37,8 +37,7 @@ _PLANAR = frozenset(
 ) | {f"yuv{sampling}p10le" for sampling in ("420", "422", "444")}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """A rectangle of a frame: rows and columns, begin and end."""
 
     top: int

@@ -8,14 +8,14 @@ Failure behaviour: none; sizes were checked by the loader.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 _SHIFT = 1 / 16
 """By how much of a pixel the quick way may move a side of the picture, so that it begins at a whole one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(msgspec.Struct, frozen=True):
     """Pictures are scaled to cover `size` (height, width), cropped, and maybe mirrored left to right.
 
     `at` is where the crop lies between top and bottom, left and right: 0 to 1 each.
@@ -27,8 +27,7 @@ class Fit:
     mirror: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True):
     """One side: `source` pixels are scaled to `scaled`, of which `kept` are kept from `first` on."""
 
     source: int

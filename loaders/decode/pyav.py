@@ -12,12 +12,12 @@ import contextlib
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
+from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError, MillraceError
 from dataio.shards.media import images

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 from av.video.frame import VideoFrame
+from msgspec.structs import replace
 
 from dataio.shards.media.container import IMAGE_EXTENSIONS
 from loaders.clip import Wanted
@@ -41,8 +42,7 @@ def union(requests: Sequence[Request]) -> Request:
     return replace(requests[0], wanted=replace(requests[0].wanted, values=tuple(values)))
 
 
-@dataclass
-class _Drawing:
+class _Drawing(msgspec.Struct):
     """One clip's canvas: which of the union's values it wants, in order, and how many of its frames are there."""
 
     canvas: Canvas

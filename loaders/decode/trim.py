@@ -19,14 +19,15 @@ import io
 from bisect import bisect_right, insort
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, replace
 from typing import BinaryIO, TypeAlias, TypeVar, cast
 
 import av
 import av.container
+import msgspec
 from av.audio.stream import AudioStream
 from av.packet import Packet
 from av.video.stream import VideoStream
+from msgspec.structs import replace
 
 from dataio.core import limits
 from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
@@ -50,8 +51,7 @@ _IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
 Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(msgspec.Struct, frozen=True):
     """What `open_window` yields; valid inside its `with` block only, and its packets can be decoded or muxed once.
 
     `stamped` is False where frames are told apart by counting alone.

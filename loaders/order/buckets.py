@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,8 @@ class Durations:
 class Bucketed:
     """A `Schedule` whose streams are buckets; an order without samples is not there. `name` stands for the buckets."""
 
+    evaluates: ClassVar[bool] = False
+
     orders: tuple[Order, ...]
     buckets: tuple[int, ...]
     """Which bucket each stream is."""
@@ -204,6 +206,9 @@ class Bucketed:
         before = int(self._interleave.before(stream, place, offset)[0])
         only = int(stream[0])
         return ordered_share(self.orders[only], only, epoch, before, rank, world_size, self.buckets[only])
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        return {}
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
         return {

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from dataio.core.errors import UsageError
 from loaders.order.lanes import Order
@@ -31,6 +31,8 @@ from loaders.order.schedule import Population, Share, ordered_share
 class Evaluation:
     """A `Schedule`; its epochs are all the same. Make one with `Evaluation.of`. `buckets` says which each stream is, and
     `name` stands for all buckets there are."""
+
+    evaluates: ClassVar[bool] = True
 
     orders: tuple[Order, ...]
     buckets: tuple[int, ...] = ()
@@ -65,6 +67,9 @@ class Evaluation:
         bucket = self.buckets[stream] if self.buckets else None
         return ordered_share(self.orders[stream], stream, 0, number - first, rank, world_size, bucket)
 
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        return {}
+
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
         if not self.buckets:
             return {"global_batch": self.orders[0].batch, "order": ["evaluation"]}
@@ -74,8 +79,3 @@ class Evaluation:
     def _ends(self) -> list[int]:
         """The batch after the last one of each stream."""
         return list(accumulate(order.full_batches + (order.tail > 0) for order in self.orders))
-
-
-def dry(share: Share) -> list[int]:
-    """The ranks that get nothing of this batch."""
-    return [rank for rank, size in enumerate(share.sizes) if not size]

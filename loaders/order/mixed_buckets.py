@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -90,6 +90,8 @@ class MixedBuckets:
 
     `mixtures` are those of the buckets that hold anything, `numbers` which buckets these are, `name` stands for all buckets.
     """
+
+    evaluates: ClassVar[bool] = False
 
     names: tuple[str, ...]
     mixtures: tuple[Mixed, ...]

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -60,6 +60,9 @@ class Segment:
 @dataclass(frozen=True)
 class Mixed:
     """A `Schedule` over `names`. Every order's batch is `lanes`; `batch` is the global one. Make one with `Mixed.of`."""
+
+    buckets: ClassVar[tuple[int, ...]] = ()
+    evaluates: ClassVar[bool] = False
 
     names: tuple[str, ...]
     orders: tuple[Order, ...]

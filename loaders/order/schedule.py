@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+import msgspec
 import numpy as np
 
 from dataio.core.errors import UsageError
@@ -26,8 +27,7 @@ AT_ONCE = 256
 """Places of a rank that are computed at once."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """One rank's part of a global batch, slot by slot: the stream, the stream's own epoch, and the virtual sample there.
 
     Three int64 arrays of one length. `bucket` is the batch's, where batches have one. `sizes` are the lengths of all ranks'
@@ -43,6 +43,11 @@ class Share:
     def __len__(self) -> int:
         return len(self.virtual)
 
+    @property
+    def dry(self) -> list[int]:
+        """The ranks that get nothing of this batch."""
+        return [rank for rank, size in enumerate(self.sizes) if not size]
+
 
 class Schedule(Protocol):
     """An epoch of `batches` global batches, for each of the epochs 0, 1, …"""
@@ -53,6 +58,20 @@ class Schedule(Protocol):
     @property
     def orders(self) -> Sequence[Order]:
         """The streams' own orders; `substitute` and the seed of clips are theirs."""
+        ...
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Which bucket each stream is; none without buckets."""
+        ...
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether every sample comes once, and some ranks may get none."""
+        ...
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        """How many samples each source of a mixture gave before batch `number` of `epoch`; nothing without one."""
         ...
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
@@ -67,8 +86,7 @@ class Schedule(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Population:
+class Population(msgspec.Struct, frozen=True):
     """What a stream is made of: samples of `sample_bytes` bytes on average, about `clips` clips of each, `total` in all.
 
     `total` is samples * clips unless it is given.
@@ -96,6 +114,9 @@ class Population:
 class Plain:
     """One dataset: its order, with or without the tail of the epoch."""
 
+    buckets: ClassVar[tuple[int, ...]] = ()
+    evaluates: ClassVar[bool] = False
+
     order: Order
     drop_last: bool = True
 
@@ -109,6 +130,9 @@ class Plain:
 
     def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
         return ordered_share(self.order, 0, epoch, number, rank, world_size, ahead=True)
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        return {}
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
         order = self.order

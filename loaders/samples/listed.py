@@ -13,9 +13,10 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import blake3
+import msgspec
+from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError, MillraceError
 from dataio.core.log import get_logger, warn_once
@@ -28,8 +29,7 @@ from loaders.state import Difference, Position
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class AsOf:
+class AsOf(msgspec.Struct, frozen=True):
     """What an epoch of a run leaves out: `Place.asof`. `urls` are those of the plan's datasets."""
 
     list: QuarantineList

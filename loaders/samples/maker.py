@@ -12,8 +12,9 @@ are nobody's damage and are raised, so that a bad network never changes what is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
+
+from msgspec.structs import replace
 
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
 from dataio.core.trace import span

@@ -10,10 +10,10 @@ nobody's damage. `UsageError` for a column that is not there, naming those that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from dataio.core.errors import MillraceError, UsageError
 from dataio.shards.contract import Sample

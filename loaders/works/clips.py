@@ -9,9 +9,10 @@ Failure behaviour: damage of one sample is returned in its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
@@ -23,18 +24,18 @@ from loaders.decode.contract import Color, Decoded, Decoder, Request
 from loaders.decode.geometry import Fit
 from loaders.decode.together import beginning
 from loaders.samples.maker import DAMAGE
-from loaders.sound.decode import Hear, decode_audio
-from loaders.sound.spec import AudioSpec
 from loaders.works.cut import Cut
-from loaders.works.windows import finished_sound
+
+if TYPE_CHECKING:  # what few loaders need is imported where they need it
+    from loaders.sound.decode import Hear
+    from loaders.sound.spec import AudioSpec
 
 _WHOLE = Cut()
 _DECODING = 8
 """Pictures that a decoder and a converter hold of a clip that is cut one picture at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """What a finished clip is like."""
 
     clip: Clip
@@ -70,9 +71,15 @@ class ClipWork:
     """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S),
     of which "audio_samples" are real."""
 
-    def __init__(self, look: Look, decoder: Decoder, hear: Hear = decode_audio, *, one_by_one: bool = False) -> None:
-        """`one_by_one`: the decoder cuts each picture to size when it has it, so no whole clip is ever held."""
-        self._look, self._decoder, self._hear, self._one_by_one = look, decoder, hear, one_by_one
+    def __init__(self, look: Look, decoder: Decoder, hear: Hear | None = None, *, one_by_one: bool = False) -> None:
+        """`hear` is `decode_audio` by default. `one_by_one`: the decoder cuts each picture to size when it has it, so no whole
+        clip is ever held."""
+        self._look, self._decoder, self._one_by_one = look, decoder, one_by_one
+        if hear is None and look.audio is not None:
+            from loaders.sound.decode import decode_audio
+
+            hear = decode_audio
+        self._hear = hear
 
     @property
     def layout(self) -> Layout:
@@ -153,8 +160,10 @@ class ClipWork:
     def _sound(self, loaded: Loaded, request: Request, start: Fraction, spec: AudioSpec) -> tuple[torch.Tensor, int]:
         info, video = loaded.place.sample.audio, request.info
         samples = spec.samples(self._look.clip)
-        if info is None:
+        if info is None or self._hear is None:
             return torch.zeros(spec.channels, samples), 0
         if info.ext != video.ext:  # a file of its own: it begins when the video does
             start -= video.start_pts * video.time_base
+        from loaders.works.windows import finished_sound
+
         return finished_sound(self._hear, loaded, info, start, spec, samples)

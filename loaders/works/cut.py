@@ -7,8 +7,9 @@ Failure behaviour: `UsageError` for what cannot be meant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from dataio.core.errors import UsageError
 from loaders.contract import Place
@@ -16,8 +17,7 @@ from loaders.contract import Place
 _TOP, _LEFT, _FLIP = 22, 23, 24  # keep the keys apart from those of clip starts and of the order
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """`crop="center"` keeps the middle of what covers the wanted size, "random" draws the place; `flip` is how likely a
     clip is mirrored left to right."""
 

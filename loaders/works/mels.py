@@ -8,9 +8,9 @@ Failure behaviour: that of the work inside.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from dataio.core.errors import MillraceError
 from loaders.contract import Finished, Layout, Loaded, Work
@@ -46,9 +46,9 @@ class WithMels(Around):
         self._close()
 
 
-def mels(inner: Work, spec: AudioSpec | None, device: torch.device) -> Work:
+def mels(inner: Work, spec: AudioSpec, device: torch.device) -> Work:
     """`inner` with the features that `spec` wants: on a GPU by DALI where it is installed, else by the decoding thread."""
-    if spec is None or not isinstance(spec.features, LogMel):
+    if not isinstance(spec.features, LogMel):
         return inner
     what, rate = spec.features, spec.sample_rate
     if device.type == "cuda" and gpu_count() > (device.index or 0):

@@ -8,7 +8,8 @@ Failure behaviour: that of the works inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dataio.core.errors import MillraceError
 from dataio.shards.contract import Sample

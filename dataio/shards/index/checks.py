@@ -9,9 +9,9 @@ Failure behaviour: `CorruptionError` names the part, the first bad row and the c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -22,8 +22,7 @@ from dataio.shards.index import kernels as pc
 I64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """What columns must be. `together`: these are null exactly where the column that names them is."""
 
     required: Sequence[str]

@@ -29,13 +29,13 @@ import os
 import stat
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
 import av.error
+import msgspec
 from av.audio.frame import AudioFrame
 from av.stream import Disposition
 from av.video.frame import VideoFrame
@@ -53,8 +53,7 @@ _DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
 _LEAST_RATE = Fraction(1, 1000)
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(msgspec.Struct, frozen=True):
     """The result. `duration` in seconds, of the video where there is one; `notes` say what was left out and why."""
 
     container: str
@@ -64,8 +63,7 @@ class Probe:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Packet:
+class _Packet(msgspec.Struct, frozen=True):
     pts: int | None
     duration: int
     key: bool

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -231,7 +232,7 @@ def test_a_container_that_is_not_what_the_files_name_says_gives_the_same_frames(
     info = info_of(data, name[-3:])
     asked = Request(memoryview(data), info, choose(info, Clip(4, 2), 0, 0, 0, 0))
     (right,) = PyAVDecoder().decode([asked])
-    (wrong,) = PyAVDecoder().decode([replace(asked, info=replace(info, ext=said))])
+    (wrong,) = PyAVDecoder().decode([msgspec.structs.replace(asked, info=replace(info, ext=said))])
     assert isinstance(right, Decoded)
     assert isinstance(wrong, Decoded)
     assert torch.equal(right.frames, wrong.frames)

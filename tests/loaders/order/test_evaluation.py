@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataio.core.errors import UsageError
-from loaders.order.evaluation import Evaluation, dry
+from loaders.order.evaluation import Evaluation
 from loaders.order.schedule import Population
 
 
@@ -22,7 +22,7 @@ def test_every_clip_comes_once_and_all_ranks_take_equally_many_steps(
         assert {share.sizes for share in shares} == {tuple(map(len, shares))}
         assert max(map(len, shares)) <= per_rank
         empty = [rank for rank, share in enumerate(shares) if not len(share)]
-        assert [dry(share) for share in shares] == [empty] * world_size
+        assert [share.dry for share in shares] == [empty] * world_size
         assert not empty or number == schedule.batches - 1
         seen.extend(virtual for share in shares for virtual in share.virtual.tolist())
     assert seen == list(range(samples * clips))
@@ -31,7 +31,7 @@ def test_every_clip_comes_once_and_all_ranks_take_equally_many_steps(
 def test_a_step_without_work_for_anyone_does_not_exist() -> None:
     assert Evaluation.of([Population(16)], [8]).batches == 2
     assert Evaluation.of([Population(1)], [8]).batches == 1
-    assert dry(Evaluation.of([Population(2)], [4]).share(0, 0, 0, 4)) == [0, 2]
+    assert Evaluation.of([Population(2)], [4]).share(0, 0, 0, 4).dry == [0, 2]
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=6), st.integers(1, 7))

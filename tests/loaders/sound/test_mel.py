@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError, UsageError
 from dataio.shards.contract import Sample
