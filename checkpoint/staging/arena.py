@@ -50,7 +50,8 @@ class Arena:
         self._pinned = _pin(self.tensor)
 
     def view(self) -> memoryview:
-        return memoryview(self._map)
+        """All of it, to be read only: while it is carried nobody changes it."""
+        return memoryview(self._map).toreadonly()
 
     def touch(self, pool: ThreadPoolExecutor) -> None:
         """Have the kernel find and clear every page now, rather than during a copy."""

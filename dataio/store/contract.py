@@ -109,7 +109,9 @@ class Store(abc.ABC):
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         """Write or replace the object from a stream of parts, with a bounded number in flight; return its size.
 
-        Parts may have any size. An exception from `parts` leaves the old object, or none, and no billable leftovers.
+        Parts may have any size. A read-only one (bytes, a memoryview that is) keeps its bytes until the call has returned, any
+        other may change once the next is asked for. An exception from `parts` leaves the old object, or none, and no billable
+        leftovers.
         """
 
     def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:

@@ -1,20 +1,24 @@
-"""A file written from its beginning to its end: large ones by O_DIRECT, a block ahead.
+"""A file written from its beginning to its end: large ones by O_DIRECT, behind the back of whoever gives the parts.
 
 Purpose: past the page cache a new file is written at the speed of the disk, twice that of the cache with the fsync that follows
-anyway and at a tenth of its CPU, if the disk never waits: one block is gathered while a thread writes the other. Gathering
-costs one copy, and makes parts of any size and alignment equally good.
-Invariants: a part may be changed when `write` has returned. Memory is two blocks, from `LEAST_BYTES` on; smaller files,
-and those on memory file systems, are written as usual. When `finish` has returned the file holds all parts; it is not yet synced.
+anyway and at a tenth of its CPU, if the disk never waits: two runs of `_BLOCK` bytes are being written, by a thread each, while
+the next is put together. A read-only part that lies in memory as the file needs it is written from where it is; the others are
+gathered in a block, which costs a copy and makes parts of any size and alignment equally good.
+Invariants: a read-only part keeps its bytes until the file is finished or closed, for which its giver answers; any other may be
+changed when `write` has returned. Memory is three blocks at most, from `LEAST_BYTES` on; smaller files, and those on memory file
+systems, are written as usual. When `finish` has returned the file holds all parts; it is not yet synced.
 Failure behaviour: a file system that refuses O_DIRECT (EINVAL and its kind) is written to as usual; any other error of a
-write is raised by a later `write` or by `finish`. `close` waits for the thread: nobody writes to `fd` afterwards.
+write is raised by a later `write` or by `finish`. `close` waits for the threads: nobody writes to `fd` afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -26,7 +30,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    _Block = npt.NDArray[np.uint8]
+
 _BLOCK = 8 << 20
+_IN_FLIGHT = 2
+_STRAIGHT = 256 << 10
+"""Less than this is gathered, wherever it lies."""
 _TMPFS = 0x01021994
 
 
@@ -84,62 +93,113 @@ class FileWriter:
 
 
 class _Ahead:
-    """Two blocks: `_blocks[0]` is being filled, the other one written."""
+    """The run that is being put together, of parts as they lie and of what was gathered in `_block`; and those being written.
+
+    What is gathered since the last part that was not is `_block[_start:_end]`. In file and memory it begins with a page, as do
+    all parts of a run.
+    """
 
     def __init__(self, fd: int) -> None:
-        import numpy as np  # readers, such as the sidecar, do without it
-
-        self._fd, self._offset, self._filled = fd, 0, 0
-        self._blocks: list[npt.NDArray[np.uint8]] = [np.frombuffer(mmap.mmap(-1, _BLOCK), np.uint8) for _ in range(2)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="millrace-write")
-        self._writing: Future[None] | None = None
-        self._flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        self._direct = True
+        self._fd, self._offset, self._length = fd, 0, 0
+        self._run: list[memoryview] = []
+        self._block: _Block | None = None
+        self._start = self._end = 0
+        self._free: list[_Block] = []
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="millrace-write")
+        self._writing: deque[Future[None]] = deque()
+        self._flags, self._direct = fcntl.fcntl(fd, fcntl.F_GETFL), False
+        with contextlib.suppress(OSError):  # a file system that refuses at once
+            fcntl.fcntl(fd, fcntl.F_SETFL, self._flags | os.O_DIRECT)
+            self._direct = True
 
     def add(self, view: memoryview) -> None:
-        import numpy as np
-
         while view:
-            part = view[: _BLOCK - self._filled]
-            np.copyto(self._blocks[0][self._filled : self._filled + len(part)], np.frombuffer(part, np.uint8))
-            self._filled, view = self._filled + len(part), view[len(part) :]
-            if self._filled == _BLOCK:
+            part = view[: _BLOCK - self._length]
+            view = view[self._as_it_lies(part) or self._gathered(part) :]
+            if self._length == _BLOCK:
                 self._next()
 
     def finish(self) -> None:
+        """Write the last run; less than a page, its end, can only go through the page cache, once nobody else writes."""
+        tail, block = self._length % ALIGN, self._block
+        self._length, self._end = self._length - tail, self._end - tail
+        end = self._end
         self._next()
-        self._wait()
+        self._leave(0)
+        if tail and block is not None:
+            self._give_up_direct()
+            self._write([block[end : end + tail].data], self._offset, block)
 
     def close(self) -> None:
         self._pool.shutdown()
 
+    def _as_it_lies(self, view: memoryview) -> int:
+        """How much of `view` became a part of the run without a copy."""
+        import numpy as np
+
+        whole = len(view) - len(view) % ALIGN
+        if not view.readonly or whole < _STRAIGHT or self._length % ALIGN:
+            return 0
+        if np.frombuffer(view, np.uint8).ctypes.data % ALIGN:
+            return 0
+        self._end_gathering()
+        self._run.append(view[:whole])
+        self._length += whole
+        return whole
+
+    def _gathered(self, view: memoryview) -> int:
+        import numpy as np
+
+        if self._block is None:
+            self._block = self._free.pop() if self._free else np.frombuffer(mmap.mmap(-1, _BLOCK), np.uint8)
+        np.copyto(self._block[self._end : self._end + len(view)], np.frombuffer(view, np.uint8))
+        self._end, self._length = self._end + len(view), self._length + len(view)
+        return len(view)
+
+    def _end_gathering(self) -> None:
+        if self._block is not None and self._end > self._start:
+            self._run.append(self._block[self._start : self._end].data)
+            self._start = self._end
+
     def _next(self) -> None:
-        """Hand the block over, once the one before it is written."""
-        self._wait()
-        self._writing = self._pool.submit(self._write, self._blocks[0], self._filled, self._offset)
-        self._blocks.reverse()
-        self._offset, self._filled = self._offset + self._filled, 0
+        """Hand the run over, once there is room."""
+        self._end_gathering()
+        self._leave(_IN_FLIGHT - 1)
+        self._writing.append(self._pool.submit(self._write, self._run, self._offset, self._block))
+        self._offset, self._length = self._offset + self._length, 0
+        self._run, self._block, self._start, self._end = [], None, 0, 0
 
-    def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+    def _leave(self, most: int) -> None:
+        """Wait until no more than this are being written."""
+        while len(self._writing) > most:
+            self._writing.popleft().result()
 
-    def _write(self, block: npt.NDArray[np.uint8], length: int, offset: int) -> None:
-        view, done = block[:length].data, 0
-        while done < length:
-            straight = (length - done) // ALIGN * ALIGN if self._direct and done % ALIGN == 0 else 0
+    def _write(self, run: list[memoryview], offset: int, block: _Block | None) -> None:
+        while run:
+            direct = self._direct
             try:
-                self._set_direct(straight > 0)
-                done += os.pwrite(self._fd, view[done : done + straight] if straight else view[done:], offset + done)
+                done = os.pwritev(self._fd, run, offset)
             except OSError as error:
-                if error.errno not in REFUSALS or not straight:
+                if error.errno not in REFUSALS or not direct:
                     raise
-                self._direct = False
+                self._give_up_direct()
+                continue
+            offset, run = offset + done, _after(run, done)
+        if block is not None:
+            self._free.append(block)
 
-    def _set_direct(self, on: bool) -> None:
-        flags = self._flags | os.O_DIRECT if on else self._flags
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+    def _give_up_direct(self) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, self._flags)
+        self._direct = False  # second: whoever sees it writes as usual
+
+
+def _after(run: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of the parts when so many bytes are written."""
+    for number, part in enumerate(run):
+        if done < len(part):
+            return [part[done:], *run[number + 1 :]]
+        done -= len(part)
+    return []
 
 
 def write_all(fd: int, view: memoryview) -> None:

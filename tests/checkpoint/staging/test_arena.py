@@ -76,13 +76,13 @@ def test_an_abandoned_arena_is_never_handed_out_again(staging: Staging) -> None:
     layout = layout_of(100)[1]
     lost = staging.take(layout, 1)
     view = lost.view()
-    view[:3] = b"old"
+    lost.bytes[:3] = list(b"old")
     with pytest.raises(DeadlineError):
         staging.take(layout, 0.01)
     staging.abandon()
     again = staging.take(layout, 1)
     assert again is not lost
-    again.view()[:3] = b"new"
+    again.bytes[:3] = list(b"new")
     assert bytes(view[:3]) == b"old"  # whoever still reads it reads what was staged
     staging.give_back()
 
