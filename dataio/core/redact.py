@@ -14,19 +14,20 @@ _PASSES = 8
 _KEYS = r"(?:access|account|api|customer|encryption|master|private|shared)[_-]?key"
 _SECRET_WORDS = rf"(?:secret|token|passw(?:or)?d|credential|signature|authorization|connection[_-]?string|{_KEYS})"
 _NAMED = rf"{_SECRET_WORDS}[\w-]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}}"  # bounded: a long text costs what it is long
+# not compiled before they are needed: that takes a millisecond
 _PATTERNS = (
-    (re.compile(r"(?<=://)[^/\s@]+@"), _HIDDEN + "@"),  # user:password@ in a URL
+    (r"(?<=://)[^/\s@]+@", _HIDDEN + "@"),  # user:password@ in a URL
     (
-        re.compile(r"(?i)(authorization[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*"),
+        r"(?i)(authorization[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*",
         r"\1" + _HIDDEN,
     ),  # has several words
-    (re.compile(rf"(?i)({_NAMED})([\"'])(?:(?!\2)[^\r\n])+\2"), rf"\1\2{_HIDDEN}\2"),
-    (re.compile(rf"(?i)({_NAMED}[\"']?)([^\s\"'&,;)}}\]]+)"), r"\1" + _HIDDEN),
-    (re.compile(r"(?i)([?&](?:sig|sas)=)[^\s\"'&]+"), r"\1" + _HIDDEN),
-    (re.compile(r"\b(Bearer\s)[\w.~+/=-]{16,}"), r"\1" + _HIDDEN),
-    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), _HIDDEN),
+    (rf"(?i)({_NAMED})([\"'])(?:(?!\2)[^\r\n])+\2", rf"\1\2{_HIDDEN}\2"),
+    (rf"(?i)({_NAMED}[\"']?)([^\s\"'&,;)}}\]]+)", r"\1" + _HIDDEN),
+    (r"(?i)([?&](?:sig|sas)=)[^\s\"'&]+", r"\1" + _HIDDEN),
+    (r"\b(Bearer\s)[\w.~+/=-]{16,}", r"\1" + _HIDDEN),
+    (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", _HIDDEN),
 )
-_SECRET_NAME = re.compile(rf"(?i){_SECRET_WORDS}|^(?:key|sas|sig|auth|cookies?)$")
+_SECRET_NAME = rf"(?i){_SECRET_WORDS}|^(?:key|sas|sig|auth|cookies?)$"
 
 
 def redact(text: str) -> str:
@@ -34,7 +35,7 @@ def redact(text: str) -> str:
     for _ in range(_PASSES):  # what is hidden may make more of what is beside it look like a secret
         before = text
         for pattern, replacement in _PATTERNS:
-            text = pattern.sub(replacement, text)
+            text = re.sub(pattern, replacement, text)
         if text == before:
             break
     return text
@@ -42,7 +43,7 @@ def redact(text: str) -> str:
 
 def is_secret_name(name: str) -> bool:
     """Whether an option of this name holds a secret."""
-    return bool(_SECRET_NAME.search(name))
+    return bool(re.search(_SECRET_NAME, name))
 
 
 def without_secrets(options: Mapping[str, object]) -> dict[str, object]:

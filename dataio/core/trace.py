@@ -1,8 +1,9 @@
 """Named spans of time: ranges for NVIDIA's profilers, a log of events in files, and OpenTelemetry.
 
-Purpose: `with span("loader.wait", batch=7): ...` shows up in Nsight Systems where the package nvtx is there (NVTX_DISABLE turns
-it off), as a line of JSON in `$MILLRACE_EVENTS/rank-<rank>-<pid>.jsonl` where that variable names a directory, and as a span of
-OpenTelemetry (`dataio.core.otel`). `context()` names the current span to another process, which gives it to `record`.
+Purpose: `with span("loader.wait", batch=7): ...` shows up in Nsight Systems where the package nvtx is there and the process runs
+under a profiler or uses nvtx itself (NVTX_DISABLE turns it off), as a line of JSON in
+`$MILLRACE_EVENTS/rank-<rank>-<pid>.jsonl` where that variable names a directory, and as a span of OpenTelemetry
+(`dataio.core.otel`). `context()` names the current span to another process, which gives it to `record`.
 Invariant: with none of them, a span costs one call and allocates nothing. A process writes at most two files of `FILE_BYTES`: the
 newest and, as `….1`, the one before; what is older is dropped.
 Failure behaviour: an event log that cannot be written costs one warning and ends; a span never raises, and never hides an
@@ -16,6 +17,7 @@ import importlib.util
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +33,8 @@ from dataio.core.log import get_logger, warn_once
 FILE_BYTES = 64 * MIB
 HEADER = "millrace_events"
 VERSION = 1
+PROFILERS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
+"""One of these is in the environment of a process that NVIDIA's tools look at."""
 
 _log = get_logger(__name__)
 _NOTHING = nullcontext()
@@ -87,13 +91,14 @@ class Tracer:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         directory = environ.get("MILLRACE_EVENTS")
         self._events = EventLog(directory, environ.get("RANK", "0")) if directory else None
-        self._ranges = not environ.get("NVTX_DISABLE")
+        self._disabled = bool(environ.get("NVTX_DISABLE"))
+        self._profiled = any(environ.get(name) for name in PROFILERS)
         self._otel = otel.find(environ)
 
     @cached_property
     def _nvtx(self) -> Any:
-        """Looked for with the first span: a daemon, which only records, does without its memory."""
-        return _find_nvtx() if self._ranges else None
+        """Looked for with the first span, and not imported where nobody would see the ranges."""
+        return _find_nvtx() if not self._disabled and (self._profiled or "nvtx" in sys.modules) else None
 
     @property
     def recording(self) -> bool:

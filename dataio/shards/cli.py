@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
 
 from dataio.core import limits
 from dataio.core.errors import UsageError
@@ -229,10 +230,9 @@ def _sample_line(sample: Sample) -> str:
 
 
 def _sample_json(sample: Sample) -> dict[str, Any]:
-    found = dataclasses.asdict(sample)
+    found: dict[str, Any] = msgspec.to_builtins(sample, enc_hook=str)  # fractions are what it does not know
     if sample.video:
-        v = sample.video
-        found["video"] |= {"fps": str(v.fps), "time_base": str(v.time_base), "key_frames": len(v.key_frames)}
+        found["video"]["key_frames"] = len(sample.video.key_frames)
     return found
 
 

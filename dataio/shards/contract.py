@@ -12,13 +12,13 @@ Failure behaviour: none here; whoever builds these from stored bytes checks them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Member:
+
+class Member(msgspec.Struct, frozen=True):
     """One file of a sample inside the shard: payload bytes [offset, offset + length), XXH3-64 of the payload."""
 
     ext: str
@@ -27,16 +27,14 @@ class Member:
     xxh3: int
 
 
-@dataclass(frozen=True, slots=True)
-class KeyFrame:
+class KeyFrame(msgspec.Struct, frozen=True):
     """A frame that decoding can start from: its time stamp and its index in presentation order."""
 
     pts: int
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Color:
+class Color(msgspec.Struct, frozen=True):
     """How a stream's numbers mean colours, in libav's names, such as "bt709" and "tv"; "unknown" where the file says nothing."""
 
     space: str
@@ -45,8 +43,7 @@ class Color:
     transfer: str
 
 
-@dataclass(frozen=True, slots=True)
-class VideoInfo:
+class VideoInfo(msgspec.Struct, frozen=True):
     """One video stream as probed. `width` and `height` in pixels before rotation; `rotation` is 0, 90, 180 or 270 clockwise."""
 
     ext: str
@@ -65,8 +62,7 @@ class VideoInfo:
     color: Color | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AudioInfo:
+class AudioInfo(msgspec.Struct, frozen=True):
     """One audio stream as probed. `samples` counts per channel, at `sample_rate` Hz."""
 
     ext: str
@@ -77,8 +73,7 @@ class AudioInfo:
     samples: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """One sample. `shard` is the object key of its tar in the dataset's store; `duration` in seconds, 0.0 without media."""
 
     id: int
@@ -89,7 +84,7 @@ class Sample:
     video: VideoInfo | None = None
     audio: AudioInfo | None = None
     text: str | None = None
-    fields: Mapping[str, object] = field(default_factory=dict)
+    fields: Mapping[str, object] = {}
 
     def member(self, ext: str) -> Member:
         """The member with this extension, or KeyError."""

@@ -25,7 +25,6 @@ from dataio.shards.contract import Files, Sample
 from dataio.shards.index import kernels as pc
 from dataio.shards.index import rows as index
 from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.report import PackReport
 from dataio.shards.versions import documents as versions
 from dataio.shards.versions import tags
 from dataio.shards.versions.mounting import with_mounts
@@ -34,6 +33,7 @@ from dataio.store.open import open_store
 
 if TYPE_CHECKING:
     from dataio.shards.diff import Diff
+    from dataio.shards.report import PackReport
     from dataio.shards.view import View
 
 CHECKED_AT_OPEN = 8 * limits.MIB

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from dataio.cache.contract import ShardReader
 from dataio.cache.own import own_reader
 from dataio.core.log import get_logger, warn_once
-from dataio.sidecar.connection import Sidecar, SidecarName, Staged
 from dataio.sidecar.paths import chosen
 from dataio.sidecar.reporting import LoaderMeter, SaveMeter
 from dataio.store.contract import Store
 
+if TYPE_CHECKING:
+    from dataio.sidecar.connection import Sidecar, SidecarName, Staged
+
 __all__ = ["LoaderMeter", "SaveMeter", "Sidecar", "Staged", "open_reader"]
 
 _log = get_logger(__name__)
+
+
+def __getattr__(name: str) -> object:
+    """With all that it takes to speak to a daemon, for those who do."""
+    if name in ("Sidecar", "Staged"):
+        return getattr(importlib.import_module("dataio.sidecar.connection"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter | None = None) -> ShardReader:
@@ -28,6 +40,6 @@ def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter 
         why = "it was opened with secrets in its options, which never leave this process"
         warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}")
         return own_reader(store)
-    from dataio.sidecar.reader import SidecarReader  # with all that it takes to speak to a daemon
+    from dataio.sidecar.reader import SidecarReader
 
     return SidecarReader(store, sidecar, meter=meter)

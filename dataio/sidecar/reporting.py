@@ -12,9 +12,12 @@ import os
 import random
 import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.sidecar import messages as m
+
+if TYPE_CHECKING:  # imported where a daemon asks
+    from dataio.sidecar import messages as m
 
 _NAME = 64
 
@@ -73,6 +76,8 @@ class LoaderMeter:
 
     def report(self) -> m.Report | None:
         """The totals up to now; None before the first batch was asked for."""
+        from dataio.sidecar import messages as m
+
         with self._lock:
             if self._began is None:
                 return None
@@ -118,6 +123,8 @@ class SaveMeter:
 
     def report(self) -> m.Report | None:
         """The totals up to now."""
+        from dataio.sidecar import messages as m
+
         with self._lock:
             return m.Report(
                 self._source,

@@ -6,6 +6,7 @@ import dataclasses
 from fractions import Fraction
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -37,7 +38,9 @@ VIDEO = VideoInfo(
 def test_a_random_clip_lies_inside_the_video_and_starts_at_a_key_frame_before_it(
     frames: int, stride: int, length: int, sample: int, epoch: int
 ) -> None:
-    video = dataclasses.replace(VIDEO, frames=length, key_frames=tuple(k for k in VIDEO.key_frames if k.index < length))
+    video = msgspec.structs.replace(
+        VIDEO, frames=length, key_frames=tuple(k for k in VIDEO.key_frames if k.index < length)
+    )
     wanted = choose(video, Clip(frames, stride), 7, epoch, sample, 0)
     assert len(wanted.values) == frames
     assert wanted.values[0] >= 0
@@ -49,18 +52,18 @@ def test_a_random_clip_lies_inside_the_video_and_starts_at_a_key_frame_before_it
 
 
 def test_a_video_that_is_too_short_is_played_from_its_start_and_its_last_frame_held() -> None:
-    short = dataclasses.replace(VIDEO, frames=5, key_frames=(KeyFrame(5000, 0),))
+    short = msgspec.structs.replace(VIDEO, frames=5, key_frames=(KeyFrame(5000, 0),))
     assert choose(short, Clip(8, 2), 0, 0, 0, 0).values == (0, 2, 4, 4, 4, 4, 4, 4)
 
 
 def test_every_start_where_the_clip_fits_is_drawn() -> None:
-    video = dataclasses.replace(VIDEO, frames=10, key_frames=(KeyFrame(5000, 0),))
+    video = msgspec.structs.replace(VIDEO, frames=10, key_frames=(KeyFrame(5000, 0),))
     assert {choose(video, Clip(7), 0, epoch, 0, 0).values[0] for epoch in range(100)} == {0, 1, 2, 3}
 
 
 def test_the_same_place_gives_the_same_clip_and_any_other_place_another() -> None:
     clip = Clip(4, per_video=3)
-    long = dataclasses.replace(VIDEO, frames=10**9)
+    long = msgspec.structs.replace(VIDEO, frames=10**9)
     base = choose(long, clip, 1, 2, 3, 1)
     assert choose(long, clip, 1, 2, 3, 1) == base
     others = [
@@ -100,7 +103,7 @@ def test_impossible_clips_are_refused(wrong: dict[str, object]) -> None:
 
 def test_a_video_without_frames_is_damaged() -> None:
     with pytest.raises(CorruptionError):
-        choose(dataclasses.replace(VIDEO, frames=0), Clip(), 0, 0, 0, 0)
+        choose(msgspec.structs.replace(VIDEO, frames=0), Clip(), 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("clip", [Clip(4, 3, start="center", jitter=2), Clip(4, 3, start="every", jitter=2)])
@@ -130,7 +133,7 @@ def test_clips_end_to_end_cover_each_frame_at_most_once_and_leave_less_than_a_cl
     frames: int, stride: int, length: int
 ) -> None:
     clip = Clip(frames, stride, start="every")
-    video = dataclasses.replace(VIDEO, frames=length, key_frames=(KeyFrame(5000, 0),))
+    video = msgspec.structs.replace(VIDEO, frames=length, key_frames=(KeyFrame(5000, 0),))
     number = counts(clip, np.array([float(length)]), np.array([4.0]))
     assert isinstance(number, np.ndarray)
     begins = [choose(video, clip, 7, 0, 5, part).values[0] for part in range(int(number[0]))]

@@ -22,10 +22,11 @@ reach ends the indexing: a dataset that silently lacks shards would be worse.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+import msgspec
 
 from dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
 from dataio.shards.contract import Sample
@@ -185,7 +186,7 @@ class _Indexer:
         self._unique.add(number, [row.key for row in rows])
         self._used.append(versions.Shard(key=shard.key, size=shard.size, samples=len(rows)))
         for row in rows:
-            self._rows.append(dataclasses.replace(row, id=self._count))
+            self._rows.append(msgspec.structs.replace(row, id=self._count))
             self._count += 1
         if len(self._rows) >= PART_ROWS:
             self._store_part()

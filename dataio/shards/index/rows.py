@@ -18,13 +18,13 @@ from typing import Any
 
 import blake3
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
 from dataio.shards.index import checks as index_checks
 from dataio.shards.index import kernels as pc
+from dataio.shards.index import parquet
 
 GROUP_ROWS = 1024
 GROUP_BYTES = limits.MIB
@@ -217,6 +217,8 @@ def write_part(samples: Sequence[Sample]) -> bytes:
 
 def write_table(table: Any) -> bytes:
     """An index part of these rows, which have `SCHEMA`."""
+    import pyarrow.parquet as pq  # with Arrow's file systems, which readers need not wait for
+
     sink = io.BytesIO()
     # others are of no use, and those of long texts would make every footer long
     with pq.ParquetWriter(
@@ -230,7 +232,7 @@ def write_table(table: Any) -> bytes:
 
 def only(data: bytes) -> dict[str, str]:
     """The columns of `ALIKE` in which all rows of a part have one value, and that, as its footer says."""
-    metadata, found = pq.read_metadata(pa.BufferReader(data)), dict[str, str]()
+    metadata, found = parquet.Reader(data).metadata, dict[str, str]()
     for name in ALIKE:
         number = SCHEMA.get_field_index(name)  # as columns are numbered, since those that hold lists come last
         said = [metadata.row_group(group).column(number).statistics for group in range(metadata.num_row_groups)]
@@ -269,8 +271,7 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
     if found != expected_digest:
         raise CorruptionError(f"{name}: BLAKE3 is {found}, the dataset version says {expected_digest}")
     try:
-        # not pq.read_table: it starts Arrow's thread pool, whose tear-down sometimes aborts a process that ends at once
-        table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
+        table = parquet.Reader(data).read()
         table.validate(full=True)
         fits = table.schema.equals(SCHEMA)
     except (pa.ArrowException, OSError, ValueError) as error:

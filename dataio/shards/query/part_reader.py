@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from dataio.shards.index import parquet
 from dataio.shards.index import rows as index
 from dataio.shards.versions.documents import IndexPart
 from dataio.store.contract import Store
@@ -40,7 +40,7 @@ class PartReader:
         self._name = f"{store.location.url}: {part.key}"
         footer = self._footer()
         try:
-            self._metadata = pq.read_metadata(pa.BufferReader(footer))
+            self._metadata = parquet.Reader(footer).metadata
             schema = self._metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._bad(f"not a readable Parquet file: {error}") from error
@@ -63,8 +63,8 @@ class PartReader:
             return index.SCHEMA.empty_table().select(names)
         data = self._fetch(self._ranges(chosen, set(names)))
         try:
-            file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), metadata=self._metadata, pre_buffer=False)
-            table = file.read_row_groups(list(chosen), columns=columns and names, use_threads=False).select(names)
+            file = parquet.Reader(data, self._metadata)
+            table = file.read(chosen, columns and names).select(names)
             table.validate(full=True)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._bad(f"not a readable Parquet file: {error}") from error
@@ -99,11 +99,7 @@ class PartReader:
     def _ranges(self, groups: Sequence[int], columns: set[str]) -> list[tuple[int, int]]:
         """Where the column chunks lie: (start, end)."""
         ranges, limit = list[tuple[int, int]](), self._part.size - self._part.footer
-        wanted = [
-            c
-            for c in range(self._metadata.num_columns)
-            if self._metadata.schema.column(c).path.partition(".")[0] in columns
-        ]
+        wanted = parquet.leaves(self._metadata, columns)
         for group in (self._metadata.row_group(g) for g in groups):
             for chunk in map(group.column, wanted):
                 start = chunk.data_page_offset

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dataio.cli import main
-from dataio.core.trace import HEADER, EventLog, Tracer
+from dataio.core.trace import HEADER, PROFILERS, EventLog, Tracer
 
 NO_NVTX = {"NVTX_DISABLE": "1"}
 
@@ -48,6 +48,19 @@ def test_ranges_are_pushed_and_popped_where_nvtx_is_there(monkeypatch: pytest.Mo
     with Tracer({}).span("commit", {}):
         seen.append(("inside",))
     assert seen == [("push", "commit", "millrace"), ("inside",), ("pop", "millrace")]
+
+
+def test_nvtx_is_imported_only_under_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nvtx", reason="the package nvtx is not here")
+    monkeypatch.delitem(sys.modules, "nvtx")
+    tracer = Tracer({})
+    assert tracer.span("a", {}) is tracer.span("b", {})
+    assert "nvtx" not in sys.modules
+    for profiler in PROFILERS:
+        with Tracer({profiler: "1", **NO_NVTX}).span("a", {}):
+            assert "nvtx" not in sys.modules
+    with Tracer({PROFILERS[0]: "1"}).span("a", {}):
+        assert "nvtx" in sys.modules
 
 
 def test_the_log_of_a_process_is_bounded(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def test_a_diff_names_what_was_added_removed_and_changed(tmp_path: Path) -> None
 
 
 def _at(s: Sample, place: int) -> object:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     return tuple(replace(m, offset=512 + 4096 * place) for m in s.members)
 

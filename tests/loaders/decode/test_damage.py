@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError, MillraceError
 from dataio.shards.contract import KeyFrame, VideoInfo

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
-import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import KeyFrame, VideoInfo
@@ -232,7 +231,7 @@ def test_a_container_that_is_not_what_the_files_name_says_gives_the_same_frames(
     info = info_of(data, name[-3:])
     asked = Request(memoryview(data), info, choose(info, Clip(4, 2), 0, 0, 0, 0))
     (right,) = PyAVDecoder().decode([asked])
-    (wrong,) = PyAVDecoder().decode([msgspec.structs.replace(asked, info=replace(info, ext=said))])
+    (wrong,) = PyAVDecoder().decode([replace(asked, info=replace(info, ext=said))])
     assert isinstance(right, Decoded)
     assert isinstance(wrong, Decoded)
     assert torch.equal(right.frames, wrong.frames)

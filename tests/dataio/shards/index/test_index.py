@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
@@ -72,9 +72,9 @@ def apart(written: list[Sample]) -> list[Sample]:
     for given_sample in written:
         moved = []
         for member in given_sample.members:
-            moved.append(dataclasses.replace(member, offset=at))
+            moved.append(msgspec.structs.replace(member, offset=at))
             at += member.length
-        placed.append(dataclasses.replace(given_sample, members=tuple(moved)))
+        placed.append(msgspec.structs.replace(given_sample, members=tuple(moved)))
     return placed
 
 

@@ -1,0 +1,37 @@
+"""Parquet that lies in memory, without the module that reads it from anywhere.
+
+Purpose: `pyarrow.parquet` imports Arrow's file systems, the clients of four cloud stores among them, which takes longer than
+reading the first samples does.
+Invariant: what comes out is what `pyarrow.parquet.ParquetFile` gives, with its defaults, by the calling thread alone: Arrow's
+thread pool, once started, sometimes aborts a process that ends at once.
+Failure behaviour: Arrow's own errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import _parquet
+
+
+class Reader:
+    """A Parquet file in `data`; `metadata` is that of the footer, where it was read before."""
+
+    def __init__(self, data: Any, metadata: Any = None) -> None:
+        self._reader = _parquet.ParquetReader()
+        self._reader.open(pa.BufferReader(data), metadata=metadata, pre_buffer=False)
+        self.metadata: Any = self._reader.metadata
+
+    def read(self, groups: Sequence[int] | None = None, columns: Collection[str] | None = None) -> Any:
+        """A table of these columns (None: all) of these row groups (None: all), in the file's order."""
+        chosen = range(self.metadata.num_row_groups) if groups is None else groups
+        stored = None if columns is None else leaves(self.metadata, columns)
+        return self._reader.read_row_groups(list(chosen), column_indices=stored, use_threads=False)
+
+
+def leaves(metadata: Any, columns: Collection[str]) -> list[int]:
+    """The numbers of what a file stores of these columns: lists and structs are stored in parts."""
+    schema = metadata.schema
+    return [n for n in range(metadata.num_columns) if schema.column(n).path.partition(".")[0] in columns]
