@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from dataio.core.errors import UsageError
 from dataio.core.log import get_logger, warn_once

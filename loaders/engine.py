@@ -16,12 +16,11 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataio.core import metrics
 from dataio.core.errors import UsageError
 from dataio.core.limits import GIB
 from dataio.core.log import get_logger
@@ -36,23 +35,24 @@ from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
 from loaders.delivery.memory import Memory
 from loaders.delivery.prefetch import Prefetcher
-from loaders.force import Loss, forced
-from loaders.order import Order
+from loaders.order.lanes import Order
 from loaders.plan import OrderPlan
 from loaders.refusals import Refusal
-from loaders.samples.listed import Listed, go_by_state
 from loaders.samples.maker import Maker, OnBad
 from loaders.samples.quarantine import Quarantine, refusals_allowed
-from loaders.samples.shared_list import QuarantineList
 from loaders.samples.source import Source
+
+if TYPE_CHECKING:  # what few loaders need, and the first batch does without, is imported where it is used
+    from loaders.force import Loss
+    from loaders.samples.listed import Listed
+    from loaders.samples.shared_list import QuarantineList
 
 DEFAULT_MEMORY = 4 * GIB
 
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """How batches are made, which changes none of them: on what, by how many threads, how far ahead, through which daemon.
 
     `memory` bytes at most are in flight, `copy` gives every batch memory of its own. Places of a batch to which `alike` gives one
@@ -69,8 +69,7 @@ class Delivery:
     alike: Callable[[Place], Hashable] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Refusing:
+class Refusing(msgspec.Struct, frozen=True):
     """What becomes of damaged samples: replaced or left out, up to `limit` of them; and the list that is gone by, if any."""
 
     limit: float = 0.01
@@ -98,7 +97,10 @@ class Loader(IterableDataset[dict[str, Any]]):
         self._listed: Listed | None = None
         try:
             allowed = refusals_allowed(refusing.limit, plan.samples)
-            self._listed = None if refusing.shared is None else Listed.of(refusing.shared, plan)
+            if refusing.shared is not None:
+                from loaders.samples.listed import Listed
+
+                self._listed = Listed.of(refusing.shared, plan)
         except BaseException:
             self._let_go()
             raise
@@ -165,8 +167,12 @@ class Loader(IterableDataset[dict[str, Any]]):
         Raises `MismatchError` naming the first field that differs, and changes nothing then. With `force` it goes on
         nevertheless, and returns and logs what is lost.
         """
+        from loaders.samples.listed import go_by_state
+
         loss = None
         if force:
+            from loaders.force import forced
+
             position, loss = forced(self._plan, *states.read(state))
         else:
             position = states.load(self._plan.fingerprint, state)
@@ -218,6 +224,8 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._epoch, self._batch = self._epoch + 1, 0
             return None
         batch = self._wait()
+        from dataio.core import metrics
+
         substituted = sum(1 for sample in batch.samples if sample and sample.refusals)
         for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
             if count:
@@ -238,6 +246,8 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._meter.got(0, steps=0)
             self._stop()
             raise
+        from dataio.core import metrics
+
         metrics.loader_wait_seconds.observe(self._meter.got(len(batch.samples)))
         return batch
 

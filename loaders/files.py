@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
+from msgspec.structs import replace
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset

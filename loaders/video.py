@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
+from msgspec.structs import replace
 
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset

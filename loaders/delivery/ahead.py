@@ -15,7 +15,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+
+import msgspec
 
 from loaders.contract import Coming, Place, Work
 from loaders.delivery.batch import Batch
@@ -35,8 +36,7 @@ def batches_from(plan: Coming, epoch: int, batch: int) -> Iterator[Sequence[Plac
         batch = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
+class _Planned(msgspec.Struct, frozen=True):
     """A batch that was looked up; `reads` by the number of the source."""
 
     places: Places

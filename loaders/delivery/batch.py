@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,8 +25,7 @@ from loaders.delivery.buffers import Buffers
 AXES: dict[str, tuple[int, int, int, int]] = {"TCHW": (0, 1, 2, 3), "CTHW": (1, 0, 2, 3), "THWC": (0, 2, 3, 1)}
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
     """What the tensors of a batch are like: where they are, and how pixels are written into "video".
 
     `dtype=None` keeps uint8, and is float32 with `mean` and `std` (3 values each, for pixels in 0 … 1). Pixels of a floating

@@ -12,7 +12,7 @@ Failure behaviour: `UsageError` for a rank or a batch out of range.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
@@ -110,8 +110,7 @@ class Population(msgspec.Struct, frozen=True):
         return replace(made, samples=self.virtual)
 
 
-@dataclass(frozen=True)
-class Plain:
+class Plain(msgspec.Struct, frozen=True):
     """One dataset: its order, with or without the tail of the epoch."""
 
     buckets: ClassVar[tuple[int, ...]] = ()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import VideoInfo
@@ -100,7 +101,7 @@ def test_a_loader_decodes_what_its_clips_have_in_common_once(
             made_dataset, 10, clip=clip, size=(24, 32), shuffle=False, drop_last=False, threads=1
         ) as loader:
             if not alike:
-                object.__setattr__(loader._delivery, "alike", None)
+                loader._delivery = replace(loader._delivery, alike=None)
             found = [batch["video"].numpy().copy() for batch in loader]
         return found, opened["windows"]
 
