@@ -65,6 +65,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on", default="disk", help=f"of {', '.join(PLACES)}; several by commas (default: %(default)s)"
     )
+    parser.add_argument(
+        "--streaming-copies",
+        action="store_true",
+        help="start every candidate with the setting of glibc that `millrace doctor --memory` advises",
+    )
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), help="these candidates", metavar="NAME")
     parser.add_argument("--all", action="store_true", help="every candidate that is installed, not the usual ones only")
     parser.add_argument("--steps", type=int, default=0, help="also a save of ours after so many steps")
@@ -87,6 +92,7 @@ def fill(job: command.Job, part: Part) -> None:
     part.metrics = METRICS
     wanted: list[Candidate] = []
     with contextlib.ExitStack() as stack:
+        part.settings["glibc_tunables"] = stack.enter_context(copying(job.args.streaming_copies))
         for place in places:
             where = stack.enter_context(_place(place, job.scratch))
             for name in chosen:
@@ -98,6 +104,23 @@ def fill(job: command.Job, part: Part) -> None:
                 wanted.append(Candidate(label, "bench.checkpointing", arguments))
         alternate(wanted, job.rounds, job.tell, part.candidates, seconds=_SECONDS)
     part.notes = [f"left out: {name} ({why})" for name, why in missing.items()] if job.args.all else []
+
+
+@contextlib.contextmanager
+def copying(streaming: bool) -> Iterator[str]:
+    """What the processes of all candidates find set for glibc."""
+    from checkpoint.staging import copies  # numpy, which --help does without
+
+    before = os.environ.copy()
+    if streaming:
+        os.environ.update(copies.streaming(before))
+    try:
+        yield os.environ.get(copies.VARIABLE, "")
+    finally:
+        if copies.VARIABLE in before:
+            os.environ[copies.VARIABLE] = before[copies.VARIABLE]
+        else:
+            os.environ.pop(copies.VARIABLE, None)
 
 
 def _places(given: str) -> list[str]:

@@ -248,7 +248,7 @@ class Saver:
             warn_once(_log, "the state is larger than staging_bytes: it is copied in slices, as fast as it is written")
             return self._slices(arena, tensors, specs, layout)
         late = governed.late(state, tensors) if self._options.lazy else frozenset()
-        return Copying(staging.pool, arena, tensors, specs, layout, late)
+        return Copying(staging.crew, arena, tensors, specs, layout, late)
 
     def _slices(
         self, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout

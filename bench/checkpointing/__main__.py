@@ -44,7 +44,8 @@ def _rank(arguments: list[str]) -> None:
 
 def _start(arguments: list[str], ranks: int) -> str:
     """Run all ranks; what rank 0 printed last."""
-    common = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    common = os.environ | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     command = [sys.executable, "-m", "bench.checkpointing", *arguments]
     with tempfile.TemporaryDirectory(prefix="mrb-") as name, contextlib.ExitStack() as stack:
         folder, processes = Path(name), []

@@ -16,16 +16,15 @@ import mmap
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from checkpoint.format.layout import Layout
+from checkpoint.staging.copies import Crew, threads_here
 from dataio.core.errors import CapacityError, DeadlineError, MillraceError
 from dataio.core.log import get_logger
 
-THREADS = 2
 _ROUND = 2 << 20
 _PAGE = 4096
 _log = get_logger(__name__)
@@ -53,11 +52,11 @@ class Arena:
         """All of it, to be read only: while it is carried nobody changes it."""
         return memoryview(self._map).toreadonly()
 
-    def touch(self, pool: ThreadPoolExecutor) -> None:
+    def touch(self, crew: Crew) -> None:
         """Have the kernel find and clear every page now, rather than during a copy."""
-        part = -(-self.size // THREADS)
-        parts = [self.bytes[i * part : (i + 1) * part : _PAGE] for i in range(THREADS)]
-        for worker in [pool.submit(piece.fill, 0) for piece in parts]:
+        part = -(-self.size // crew.size)
+        parts = [self.bytes[i * part : (i + 1) * part : _PAGE] for i in range(crew.size)]
+        for worker in [crew.submit(piece.fill, 0) for piece in parts]:
             worker.result()
 
     def close(self) -> None:
@@ -93,7 +92,7 @@ class Staging:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="millrace-stage")
+        self.crew = Crew(threads_here())
         self._arena: Arena | None = None
         self._layout: Layout | None = None
         self._free = threading.Condition()
@@ -160,7 +159,7 @@ class Staging:
 
     def _drop_if_closed(self) -> None:
         if self._closed and not self._owned:
-            self.pool.shutdown(wait=False)
+            self.crew.shutdown(wait=False)
             if self._arena is not None:
                 self._arena.close()
                 self._arena = None
@@ -180,7 +179,7 @@ class Staging:
                 self._arena.close()
             self._arena, self._layout = None, layout
             self._arena = Arena(size)
-            self._arena.touch(self.pool)
+            self._arena.touch(self.crew)
         elif layout != self._layout:
             # the gaps between small tensors are part of their chunks
             self._arena.bytes[: min(layout.small_bytes, self._arena.size)] = 0

@@ -1,7 +1,7 @@
 """One state being copied into the arena: now, or behind what the trainer does next.
 
-Two threads copy runs of main memory piece by piece; copies from a CUDA device are queued on a stream of their own, behind
-what the device is doing already. Whoever waits for the copy helps with it.
+Threads copy runs of main memory piece by piece, fewer of them while the trainer goes on; copies from a CUDA device are queued on
+a stream of their own, behind what the device is doing already. Whoever waits for the copy helps with it.
 Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began: tensors in `late` were not
 written meanwhile, which torch's version counters show; the others were copied before the constructor returned.
 Failure behaviour: `wait` raises `UsageError` naming a tensor that was written while it was being copied, and any error of
@@ -15,19 +15,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Future, wait
 
 import numpy as np
 import torch
 
 from checkpoint.format.layout import Layout, TensorSpec
-from checkpoint.staging.arena import THREADS, Arena
+from checkpoint.staging.arena import Arena
+from checkpoint.staging.copies import LATE, PIECE, Crew
 from checkpoint.state.kinds import as_bits, has_plain_memory, memory_of
 from dataio.core.crashpoints import declare
 from dataio.core.errors import DeadlineError, UsageError
-from dataio.core.limits import MIB
-
-_PIECE = 16 * MIB
 
 _mid_stage = declare("ckpt.mid-stage", "the state is half copied, nothing of the attempt is stored")
 
@@ -43,7 +41,7 @@ class Copying:
 
     def __init__(
         self,
-        pool: Executor,
+        crew: Crew,
         arena: Arena,
         tensors: Sequence[torch.Tensor],
         specs: Sequence[TensorSpec],
@@ -63,8 +61,9 @@ class Copying:
             self._enqueue_devices([row for row in part if row[0].device.type == "cuda"], hold=now)
             self._todo.extend(p for row in part if row[0].device.type != "cuda" for p in _pieces(*row))
             if now:
-                self._copy_now(pool)
-        self._workers: list[Future[None]] = [pool.submit(self._work) for _ in range(THREADS)] if late else []
+                self._copy_now(crew)
+        behind = min(LATE, crew.size) if late else 0
+        self._workers: list[Future[None]] = [crew.submit(self._work) for _ in range(behind)]
         if not late:
             self.join()
 
@@ -130,9 +129,9 @@ class Copying:
                 )
         return None
 
-    def _copy_now(self, pool: Executor) -> None:
+    def _copy_now(self, crew: Crew) -> None:
         """What may not wait: copied when this returns."""
-        helpers = [pool.submit(self._work) for _ in range(THREADS - 1)] if len(self._todo) > 1 else []
+        helpers = [crew.submit(self._work) for _ in range(min(crew.size, len(self._todo)) - 1)]
         try:
             self._work()
         finally:
@@ -174,7 +173,7 @@ class Copying:
 
 def _pieces(tensor: torch.Tensor, at: int) -> Iterator[_Copy]:
     size = tensor.numel() * tensor.element_size()
-    step = _PIECE if has_plain_memory(tensor) else size
+    step = PIECE if has_plain_memory(tensor) else size
     return ((tensor, start, min(step, size - start), at + start) for start in range(0, size, step))
 
 

@@ -1,4 +1,5 @@
-"""`millrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints?
+"""`millrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? With --memory: does this
+machine copy a state as fast as it could (`checkpoint.staging.copies`, a program of its own)?
 
 Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check; a folder that was not
 there before is not there afterwards. With --json exactly one JSON object goes to standard output.
@@ -14,6 +15,8 @@ import functools
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 import urllib.parse
 import uuid
@@ -28,6 +31,7 @@ from dataio.store.open import open_store
 from dataio.store.posix import TEMPORARY
 from dataio.store.probe import certify, probe_preconditions
 
+_COPIES = "checkpoint.staging.copies"
 _MULTIPART_BYTES = 9 << 20  # more than one part
 
 
@@ -43,7 +47,12 @@ class Check:
 
 def doctor(argv: Sequence[str]) -> int:
     """Run `millrace doctor` with these arguments; the exit code."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.memory:
+        return subprocess.call([sys.executable, "-m", _COPIES, *(["--json"] if options.json else [])])
+    if options.url is None:
+        parser.error("give the URL of a store, or --memory")
     with open_store(options.url) as store, _no_new_folders(store.location.url):
         checks = _examine(store, options.rounds if options.certify else 0, options.writers)
         _print(store, checks, options)
@@ -56,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Say whether a store gives what datasets and shared checkpoints need.",
         epilog="exit codes: 0 good for everything · 2 wrong use, no access, or not for several writers · 3 unreachable",
     )
-    parser.add_argument("url", help="a path, file:///path or s3://bucket/prefix")
+    parser.add_argument("url", nargs="?", help="a path, file:///path or s3://bucket/prefix")
+    parser.add_argument(
+        "--memory", action="store_true", help="instead: how fast this machine copies a state, and what to set"
+    )
     parser.add_argument("--certify", action="store_true", help="also let many writers race for one key, several times")
     parser.add_argument("--writers", type=_thousand, default=50, help="writers in a race (default: 50)")
     parser.add_argument("--rounds", type=_thousand, default=5, help="races (default: 5)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -50,6 +51,20 @@ def test_every_place_has_a_table_with_what_was_measured_there() -> None:
     assert "### s3" in text
     assert text.count("| millrace ÷ dcp.async_save | 0.25 |") == 2
     assert "restore" not in text, "nobody measured it"
+
+
+def test_all_candidates_copy_with_the_same_setting_and_the_result_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in (None, "glibc.malloc.check=0"):
+        if before is None:
+            monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+        else:
+            monkeypatch.setenv("GLIBC_TUNABLES", before)
+        with checkpoint.copying(streaming=True) as told:
+            assert "x86_non_temporal_threshold" in told
+            assert os.environ["GLIBC_TUNABLES"] == told
+        assert os.environ.get("GLIBC_TUNABLES") == before
+        with checkpoint.copying(streaming=False) as told:
+            assert told == (before or "")
 
 
 @pytest.mark.soak

@@ -109,7 +109,7 @@ def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: P
         copy: SlicedState | Copying = SlicedState(arena, tensors, specs, place)
     else:
         late = range(1, len(specs)) if mode == "lazy" else ()
-        copy = Copying(staging.pool, arena, tensors, specs, place, late)
+        copy = Copying(staging.crew, arena, tensors, specs, place, late)
         copy.join()
     pieces, spans = layout.cut_all(specs, place)
     found = [

@@ -31,7 +31,7 @@ def layout_of(*sizes: int) -> tuple[list[TensorSpec], Layout]:
 def stage(staging: Staging, *tensors: torch.Tensor) -> bytes:
     specs, layout = layout_of(*(t.numel() for t in tensors))
     arena = staging.take(layout, 1)
-    Copying(staging.pool, arena, tensors, specs, layout)
+    Copying(staging.crew, arena, tensors, specs, layout)
     staging.give_back()
     return bytes(arena.view()[: layout.total])
 
