@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
 
+from dataio.core import metrics
 from dataio.core.errors import UsageError
 from dataio.core.limits import GIB
 from dataio.core.log import get_logger
@@ -224,8 +225,6 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._epoch, self._batch = self._epoch + 1, 0
             return None
         batch = self._wait()
-        from dataio.core import metrics
-
         substituted = sum(1 for sample in batch.samples if sample and sample.refusals)
         for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
             if count:
@@ -246,8 +245,6 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._meter.got(0, steps=0)
             self._stop()
             raise
-        from dataio.core import metrics
-
         metrics.loader_wait_seconds.observe(self._meter.got(len(batch.samples)))
         return batch
 

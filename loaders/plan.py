@@ -196,7 +196,7 @@ def having(dataset: Dataset, column: str, what: str, *, without: Collection[str]
     values = dataset.columns([column])[column]
     chosen = pc.is_valid(values)
     if without:
-        chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(sorted(without)))))
+        chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(sorted(without), pa.string()))))
     ids: I64 = np.flatnonzero(chosen.to_numpy()).astype(np.int64)
     if not len(ids):
         raise UsageError(f"{dataset.url} holds no {what}")

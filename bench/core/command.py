@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.core.environment import environment
-from bench.core.measure import Tell
+from bench.core.measure import Tell, compiled
 from bench.core.results import Part, Run, encode, prepare, shown, write
 from bench.core.table import part_table
 from dataio.core.errors import UsageError
@@ -77,6 +77,7 @@ def run(
         prepare(args.output)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     found = Run(shown(["millrace", "bench", name, *argv]), started, environment(args.directory))
+    compiled()
     with terminable(), tempfile.TemporaryDirectory(prefix="mrb-", dir=args.directory) as scratch:
         found.parts.append(_guarded(fill, Job(args.rounds, Path(scratch), progress(), args), name))
     if args.output:

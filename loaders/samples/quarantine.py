@@ -17,6 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+from dataio.core import metrics
 from dataio.core.errors import CorruptionError, MillraceError, UsageError
 from dataio.core.log import get_logger
 from loaders.contract import Place
@@ -68,8 +69,6 @@ class Quarantine:
     def deliver(self, refusals: Iterable[Refusal], epoch: int = 0) -> None:
         """Take in what was refused for a batch that the trainer now gets; `newly` is told of each sample once."""
         for refusal in refusals:
-            from dataio.core import metrics  # with a web server, which a first batch need not wait for
-
             metrics.quarantined_samples.labels(refusal.code).inc()
             which = (refusal.source, refusal.id)
             known = self._delivered.get(which)

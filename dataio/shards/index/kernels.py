@@ -18,8 +18,13 @@ from pyarrow import _compute
 _call: Callable[..., Any] = _compute.call_function
 
 
+_TYPES = {bool: pa.bool_(), int: pa.int64(), str: pa.string()}
+
+
 def _scalar(value: Any) -> Any:
-    return pa.scalar(value) if isinstance(value, (int, str, bool)) else value
+    """Of a type that is told: to find one out, Arrow imports more modules than it needs otherwise."""
+    kind = _TYPES.get(type(value))
+    return value if kind is None else pa.scalar(value, kind)
 
 
 def _named(name: str) -> Callable[..., Any]:
@@ -47,7 +52,7 @@ def is_null(values: Any) -> Any:
 
 def index(values: Any, value: Any) -> Any:
     """Where `value` is first, or -1."""
-    return _call("index", [values], _compute.IndexOptions(pa.scalar(value)))
+    return _call("index", [values], _compute.IndexOptions(_scalar(value)))
 
 
 def index_in(values: Any, among: Any) -> Any:
