@@ -44,13 +44,14 @@ def floor(where: str, training: Training) -> Built:
     os.makedirs(where, exist_ok=True)
     areas, path, rooms = [Area(training.state())], f"{where}/pack", _Room()
     pool, readers, writer = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_READERS), ThreadPoolExecutor(1)
+    writers = ThreadPoolExecutor(_THREADS)
 
     def save(values: State) -> Wait:
         if set(values) - set(areas[0].places):
             areas[0] = Area(values)
         area = areas[0]
         _all(pool, lambda name: np.copyto(_at(area, name), _bytes(values[name])), values)
-        done: Future[None] = writer.submit(_write, path, area)
+        done: Future[None] = writer.submit(_write, path, area, writers)
         return lambda: done.result(SECONDS)
 
     def restore(target: State) -> None:
@@ -96,11 +97,11 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
     return found
 
 
-def _write(path: str, area: Area) -> None:
+def _write(path: str, area: Area, writers: ThreadPoolExecutor) -> None:
     fd = _open(f"{path}.new", os.O_WRONLY | os.O_CREAT)
     try:
-        for at in range(0, area.size, _BLOCK):
-            os.pwrite(fd, area.bytes[at : at + _BLOCK].data, at)
+        blocks = range(0, area.size, _BLOCK)
+        list(writers.map(lambda at: os.pwrite(fd, area.bytes[at : at + _BLOCK].data, at), blocks))
         os.fsync(fd)
     finally:
         os.close(fd)
