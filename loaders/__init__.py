@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,8 @@ _HOME = {
 
 def __getattr__(name: str) -> object:
     if name in _HOME:
+        if _HOME[name] in sys.modules:
+            return getattr(sys.modules[_HOME[name]], name)
         with _collecting_nothing():
             return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'loaders' has no attribute {name!r}")
@@ -67,13 +70,19 @@ def __getattr__(name: str) -> object:
 
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Modules are no garbage, and a look for some among all that torch has made takes longer than any import of ours."""
+    """Modules are no garbage, and a look for some among all that torch has made takes longer than any import of ours. What was
+    imported counts as old from here on, so that nobody looks through it with the first batch either."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
+            if (
+                not gc.get_freeze_count()
+            ):  # else it would become what somebody wants frozen, or be all that no longer is
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -3,10 +3,10 @@
 Purpose: a batch of floats is tens of megabytes; fresh memory of that size costs a page fault for every 4 KiB of it.
 
 How. On the CPU a batch's memory is a block that is lent to the tensor. When the last tensor, view or array over it is
-gone, the block comes back, rests until `tick` was called twice, and is lent again. Pinned and device memory comes from
+gone, the block comes back, rests until `tick` was called, and is lent again. Pinned and device memory comes from
 torch's own caching allocators, which also wait for the copies that are under way.
 Invariants: memory that anything still refers to is never written again: whoever keeps a batch keeps it. Whoever reads
-it by its bare address may do so until the second batch after letting go. At most `spare` blocks wait to be used.
+it by its bare address may do so until the next batch after letting go. At most `spare` blocks wait to be used.
 Failure behaviour: none of its own; `MemoryError` and torch's errors pass.
 """
 
@@ -35,7 +35,6 @@ class Buffers:
         self._pooled = reuse and device.type == "cpu" and not pinned
         self._lock = threading.Lock()
         self._returned: deque[Block] = deque()  # appended to by finalisers, at any moment: without the lock
-        self._resting: list[Block] = []
         self._free: list[Block] = []
         self.lent = self.reused = 0
 
@@ -50,15 +49,15 @@ class Buffers:
         return torch.from_numpy(loan).view(dtype).view(tuple(shape))
 
     def tick(self) -> None:
-        """A batch was delivered: what came back before the last one may be used again."""
+        """A batch was delivered: what came back before it may be used again."""
         with self._lock:
-            self._free = (self._free + self._resting)[-self._spare :]
-            self._resting = [self._returned.popleft() for _ in range(len(self._returned))]
+            back = [self._returned.popleft() for _ in range(len(self._returned))]
+            self._free = (self._free + back)[-self._spare :]
 
     def clear(self) -> None:
         """Let go of what is not lent."""
         with self._lock:
-            self._free, self._resting = [], []
+            self._free = []
             self._returned.clear()
 
     def _block(self, size: int) -> Block:

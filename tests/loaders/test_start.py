@@ -61,12 +61,13 @@ def test_a_damaged_index_is_an_error_of_the_first_batch_and_no_damaged_sample(al
 
 def test_garbage_is_collected_again_after_an_import_unless_it_was_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     during: list[bool] = []
-    real = importlib.import_module
+    module = sys.modules["loaders.clip"]
 
     def importing(name: str) -> object:
         during.append(gc.isenabled())
-        return real(name)
+        return module
 
+    monkeypatch.delitem(sys.modules, "loaders.clip")
     monkeypatch.setattr(importlib, "import_module", importing)
     assert loaders.__getattr__("Clip") is Clip
     assert gc.isenabled()
@@ -77,6 +78,23 @@ def test_garbage_is_collected_again_after_an_import_unless_it_was_not_before(mon
     finally:
         gc.enable()
     assert during == [False, False]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_was_imported_is_old_to_the_collector_and_what_was_frozen_stays_so(frozen: bool) -> None:
+    code = f"""
+import gc, sys
+import loaders
+if {frozen}:
+    gc.freeze()
+before = gc.get_freeze_count()
+young = len(gc.get_objects(0)) + len(gc.get_objects(1))
+loaders.VideoLoader
+assert gc.isenabled()
+assert gc.get_freeze_count() > before // 2 if {frozen} else gc.get_freeze_count() == 0
+assert {frozen} or len(gc.get_objects(0)) + len(gc.get_objects(1)) <= young
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 _PROGRAM = """
