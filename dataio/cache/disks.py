@@ -8,8 +8,9 @@ Failure behaviour: a disk that cannot be written costs one warning; what it has 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from dataio.cache import kept
 from dataio.cache.blocks import BlockDirectory, BlockFile
@@ -22,8 +23,7 @@ RECOVER_SECONDS = 30.0
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A directory for cache files, and how many bytes it may hold. With `keep`, files outlive the engine, and what an earlier
     one left is adopted; then the directory must belong to this engine alone."""
 

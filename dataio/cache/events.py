@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -21,8 +23,7 @@ class ObjectId(NamedTuple):
     modified: float
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(msgspec.Struct, frozen=True):
     """One read that a stream announced. `due` is when it is expected, in seconds of the engine's clock."""
 
     object: ObjectId
@@ -30,8 +31,7 @@ class Want:
     due: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Create:
+class Create(msgspec.Struct, frozen=True):
     """Make an empty sparse file in this tier, before anything else is done to it. `keep`: it may outlive the daemon."""
 
     file: int
@@ -58,16 +58,14 @@ class Fetch:
     stream: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True):
     """Unlink the file and forget it; holders keep it. `once`: nobody was told to keep its mapping."""
 
     file: int
     once: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True):
     """All blocks of the ticket are in the file. It counts as held once; answer with `released` when that ends. `once`: the
     file is for this read alone."""
 
@@ -76,15 +74,13 @@ class Ready:
     once: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Bypass:
+class Bypass(msgspec.Struct, frozen=True):
     """There is no room for the ticket's blocks: read the store directly."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The fetch of this block failed, and so did the ticket."""
 
     ticket: int

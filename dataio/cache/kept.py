@@ -14,7 +14,6 @@ import secrets
 import stat
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -62,8 +61,7 @@ class KeptFile(BlockFile):
                 path.unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
+class Adopted(msgspec.Struct, frozen=True):
     """What a directory held of one object."""
 
     object: ObjectId

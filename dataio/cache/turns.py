@@ -16,11 +16,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class JobLimits:
+class JobLimits(msgspec.Struct, frozen=True):
     """Of each job: requests and bytes in flight, and bytes a second. 0 is no limit."""
 
     connections: int = 0

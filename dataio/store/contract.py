@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Self
+
+import msgspec
 
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UsageError
@@ -37,8 +38,7 @@ Buffer = bytes | bytearray | memoryview
 """Readable bytes; a memoryview must be contiguous."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(msgspec.Struct, frozen=True):
     """One stored object. `size` in bytes; `modified` in seconds since the epoch by the store's own clock."""
 
     key: str
@@ -46,8 +46,7 @@ class ObjectInfo:
     modified: float
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(msgspec.Struct, frozen=True):
     """Where a store is, without secrets: enough for another process with its own credentials to open the same one.
 
     `shareable` is False when the store was opened with secrets in its options, which never leave the process.

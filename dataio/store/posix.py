@@ -21,7 +21,8 @@ import stat as st
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from dataio.core import limits
 from dataio.core.crashpoints import declare
@@ -294,14 +295,12 @@ class PosixStore(Store):
             folder = os.path.dirname(folder)
 
 
-@dataclass(frozen=True, slots=True)
-class _Aside:
+class _Aside(msgspec.Struct, frozen=True):
     path: str
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenFile:
+class _OpenFile(msgspec.Struct, frozen=True):
     path: str
     fd: int
     size: int

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import SlowDownError, TransientError
@@ -25,8 +26,7 @@ from dataio.store.wrapper import Wrapper
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """How often and how long to try. Seconds, all of them.
 
     The pause before try n+1 is drawn evenly from 0 to `min(longest, first * 2**(n-1))`. No try begins after `budget`,

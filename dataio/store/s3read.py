@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from dataio.core.errors import RangeError, TransientError, UnsupportedError
 from dataio.store.checks import check_range, writable_bytes
@@ -29,8 +30,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 Range = tuple[int, memoryview]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """One request: bytes [start, stop) of the object, and where they go; None stands for a gap that is dropped."""
 
     start: int

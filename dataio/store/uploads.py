@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Part:
+
+class Part(msgspec.Struct, frozen=True):
     """A part that the server has. `digest` is the XXH3-128 of its bytes."""
 
     number: int
