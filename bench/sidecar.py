@@ -22,10 +22,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import xxhash
-
 from bench.core import command
 from bench.core.results import Metric, Part, Samples
+from bench.sidecar_floor import Memory, beside, passing
 from bench.sidecar_node import DaemonProcess, daemon, run_ranks, server, write_shards
 from bench.sidecar_rank import Job, Shape
 from dataio.core.medium import medium
@@ -39,21 +38,22 @@ OPENS = 2000
 IDLE_SECONDS = 4.0
 CLIENTS = 1000
 LIMITED = Shape(shards=8, per_shard=48)
-SETTLE_SECONDS, SMALL_BYTES = 2.5, 64 << 20
 RATE = 40e6
 """Bytes a second of the limited server."""
 
 
 FIGURES = {
     "first_1": Metric("samples/s, 1 rank, first epoch", "1/s", "higher", goal=4000),
-    "cpu_first_1": Metric("CPU s per 1k, 1 rank, first epoch, daemon included", "s", "lower"),
+    "cpu_first_1": Metric("CPU s per 1k, 1 rank, first epoch, daemon included", "s", "lower", goal=0.30),
     "later_1": Metric("samples/s, 1 rank, later epochs", "1/s", "higher", goal=4000),
     "cpu_1": Metric("CPU s per 1k, 1 rank, later epochs, daemon included", "s", "lower", goal=0.30),
     "batch_1": Metric("first warm batch, 1 rank, ms", "ms", "lower", goal=40),
     "floor": Metric("  reading, XXH3 and writing the same bytes in one thread, samples/s", "1/s", "higher"),
     "cpu_floor": Metric("  CPU s per 1k of that, and of mapping and copying it once, in one thread", "s", "lower"),
+    "floor_1": Metric("  CPU s per 1k of that, copied by 1 process while it is written", "s", "lower"),
     "first_4": Metric("samples/s, 4 ranks, first epoch", "1/s", "higher", goal=4000),
-    "cpu_first_4": Metric("CPU s per 1k, 4 ranks, first epoch, daemon included", "s", "lower"),
+    "cpu_first_4": Metric("CPU s per 1k, 4 ranks, first epoch, daemon included", "s", "lower", goal=0.30),
+    "floor_4": Metric("  CPU s per 1k of the bare bytes, copied by 4 processes while they are written", "s", "lower"),
     "later_4": Metric("samples/s, 4 ranks, later epochs", "1/s", "higher", goal=4000),
     "cpu_4": Metric("CPU s per 1k, 4 ranks, later epochs, daemon included", "s", "lower", goal=0.30),
     "batch_4": Metric("first warm batch, slowest of 4 ranks, ms", "ms", "lower", goal=40),
@@ -117,6 +117,7 @@ def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found
             found["floor"].append(shape.samples / seconds)
             found["cpu_floor"].append(1000 * cpu / shape.samples)
             for ranks in (1, 4):
+                found[f"floor_{ranks}"].append(1000 * beside(data, caches, shape, ranks) / shape.samples)
                 deliver(folder / f"d{ranks}", f"file://{data}", shape, ranks, found)
         if "s3" in parts:
             for ranks in (1, 4):
@@ -257,45 +258,6 @@ def mapped_ratio(running: DaemonProcess, url: str, shape: Shape) -> float:
             action()
         taken = [(seconds(directly), seconds(through)) for _ in range(9)]
     return statistics.median(a for a, _ in taken) / statistics.median(b for _, b in taken)
-
-
-class Memory:
-    """Pages that this machine has at hand, `size` bytes of them, until `free` gives them to whoever writes next. A kernel that
-    gives free pages back to a host does so two seconds after some became free: `free` waits until that is over for those that
-    became free before."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        piece = bytes(4 << 20)
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # `free` closes it
-        for _ in range(0, size, len(piece)):
-            self._file.write(piece)
-        self._size = size
-
-    def free(self) -> None:
-        if self._size > SMALL_BYTES:
-            time.sleep(SETTLE_SECONDS)
-        self._file.close()
-
-
-def passing(data: Path, folder: Path, shape: Shape) -> tuple[float, float]:
-    """Seconds to read, digest and write all shards of `data` block by block, what a first epoch takes at least; and CPU seconds
-    of that and of copying it once, sample by sample, out of mappings of what was written."""
-    Memory(folder, shape.total_bytes).free()
-    buffer, staging = memoryview(bytearray(4 << 20)), memoryview(bytearray(16 * shape.sample_bytes))
-    staging[::4096] = bytes(len(staging[::4096]))
-    taken, began = 0.0, time.process_time()
-    for path in data.rglob("*.tar"):
-        with path.open("rb", buffering=0) as source, tempfile.TemporaryFile(dir=folder, buffering=0) as target:
-            start = time.perf_counter()
-            while got := source.readinto(buffer):
-                xxhash.xxh3_64_intdigest(buffer[:got])
-                target.write(buffer[:got])
-            taken += time.perf_counter() - start
-            mapped = memoryview(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))
-            for at in range(0, len(mapped), shape.sample_bytes):
-                place = at % len(staging)
-                staging[place : place + shape.sample_bytes] = mapped[at : at + shape.sample_bytes]
-    return taken, time.process_time() - began
 
 
 def mapped_file(sidecar: Sidecar, where: m.Where, key: str, size: int) -> memoryview:

@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.core.results import Part, Samples
 from bench.core.table import part_table
 from bench.sidecar import FIGURES, deliver, mapped_ratio, open_p50
+from bench.sidecar_floor import beside
 from bench.sidecar_node import daemon, write_shards
 from bench.sidecar_rank import Job, Shape, run
 
@@ -32,6 +33,11 @@ def test_the_figures_are_measured_on_a_real_daemon(tmp_path: Path) -> None:
             with running.connect() as sidecar:
                 assert open_p50(sidecar, f"file://{tmp_path}", key, ranges[0]) > 0
     assert all(len(found[name]) == 1 for name in ("first_1", "later_1", "cpu_1", "batch_1"))
+
+
+def test_the_floor_is_of_all_bytes_whatever_the_number_of_processes(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", SMALL)
+    assert all(beside(tmp_path / "data", tmp_path, SMALL, ranks) > 0 for ranks in (1, 3))
 
 
 def test_the_table_says_which_goals_are_met() -> None:
