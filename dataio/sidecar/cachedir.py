@@ -2,7 +2,8 @@
 
 Invariant: files are kept for the next daemon only by the one that holds `<directory>/lock`; the kernel drops it with its holder.
 Failure behaviour: a directory where no lock can be had or made is used without keeping anything, which is said once;
-`AccessDeniedError` for a directory that others may enter. Of several tiers one that is not there is left out, with a warning.
+`AccessDeniedError` for a directory that others may enter. Of several tiers one that is not there is left out, with a warning;
+where none is left, `UsageError` names each and why.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from dataio.cache.disks import Place
 from dataio.core import limits
+from dataio.core.errors import UsageError
 from dataio.core.log import get_logger
 from dataio.core.private import private_directory
 from dataio.sidecar.config import CacheTier
@@ -62,16 +64,20 @@ class CacheDirectories:
 
     @classmethod
     def claim(cls, tiers: Sequence[CacheTier], keep: bool) -> CacheDirectories:
-        """All of them; `OSError` when not one is there."""
-        found, trouble = list[tuple[CacheTier, CacheDirectory]](), list[OSError]()
+        """All of them; `UsageError` when not one can be made."""
+        found, trouble = list[tuple[CacheTier, CacheDirectory]](), list[str]()
         for tier in tiers:
             try:
                 found.append((tier, CacheDirectory.claim(tier.path, keep)))
             except OSError as error:
-                _log.warning("the cache does without %s: %s", tier.path, error.strerror)
-                trouble.append(error)
+                trouble.append(f"{tier.path}: {error.strerror}")
         if not found:
-            raise trouble[0]
+            raise UsageError(
+                f"no directory for the cache can be made: {', '.join(trouble)}",
+                hint="give --cache-dir a directory on a disk that can be written, such as local NVMe or a tmpfs",
+            )
+        for reason in trouble:
+            _log.warning("the cache does without %s", reason)
         return cls(found)
 
     def places(self, cache_bytes: int) -> list[Place]:
