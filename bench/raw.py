@@ -126,7 +126,10 @@ def _plain(
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
     shards = {sample.shard for batch in epochs[0] for sample in batch}
     opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
-    known = [[[(opened[s.shard], *file) for s in batch for file in s.each] for batch in batches] for batches in epochs]
+    known = [
+        [[(opened[s.shard], m.offset, m.length, m.xxh3) for s in batch for m in s.each] for batch in batches]
+        for batches in epochs
+    ]
 
     def fill(batch: Sequence[Wanted], memory: memoryview) -> int:
         at = 0
@@ -170,14 +173,14 @@ def _millrace(
         coming, order = deque[tuple[list[Files], list[source.Range]]](), _order(dataset, epoch)
         while True:
             for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
-                coming.append((batch, [(one.shard, at, length) for one in batch for at, length, _ in one.each]))
+                coming.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.each]))
             if not coming:
                 return
             now, _ = coming.popleft()
             samples.announce([read for _, reads in coming for read in reads])
             yield now
 
-    read = _reading(fill, lambda files: sum(length for _, length, _ in files.each), staging, stack, threads)
+    read = _reading(fill, lambda files: files.size, staging, stack, threads)
     return lambda epoch: read(planned(epoch))
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from dataio.core.errors import MillraceError
-from dataio.shards.contract import Sample
+from dataio.shards.contract import Files, Sample
 from dataio.shards.dataset import Dataset
 from loaders.order.permutation import U64, key_of
 from loaders.refusals import Refusal
@@ -76,8 +76,8 @@ class Coming(Protocol):
         """Batches in an epoch."""
         ...
 
-    def places(self, epoch: int, batch: int) -> Sequence[Place]:
-        """This rank's part of a global batch; maybe empty."""
+    def places(self, epoch: int, batches: range) -> Sequence[Sequence[Place]]:
+        """This rank's parts of these global batches; some may be empty."""
         ...
 
 
@@ -100,13 +100,17 @@ Room = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
 
 class Loaded(msgspec.Struct, frozen=True):
     """A place whose bytes were read and checked: `members` by extension. "video" may be drawn in the `room` that its batch has
-    for it, which holds nothing until the sample is finished. What is delivered as it is was read into the room: `joined`, with
-    all members one after the other, and `members` is empty."""
+    for it, which holds nothing until the sample is finished. What is delivered as it is was read to where it belongs:
+    `joined`, and `members` is empty."""
 
     place: Place
     members: Mapping[str, memoryview]
     room: Room | None = None
-    joined: npt.NDArray[np.uint8] | None = None
+    joined: Files | None = None
+
+
+IN_PLACE = torch.empty(0)
+"""In place of a tensor whose bytes are in the batch already."""
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -121,13 +125,13 @@ class Finished(msgspec.Struct, frozen=True):
 
 class Layout(msgspec.Struct, frozen=True):
     """What a work's samples consist of, known before the first: names of `tensors`, and the dtype of each of `numbers`
-    (None: a list). With `capacity`, samples lie one after the other in rows of so many; with `joined`, which says how many bytes
-    each has, in one run of bytes."""
+    (None: a list). With `capacity`, samples lie one after the other in rows of so many; with `joined`, which says which
+    files each is, in one run of bytes."""
 
     tensors: tuple[str, ...]
     numbers: Mapping[str, torch.dtype | None] = {}
     capacity: int | None = None
-    joined: Callable[[Sample], int] | None = None
+    joined: Callable[[Sample], Files] | None = None
 
 
 class Work(Protocol):

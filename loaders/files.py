@@ -64,7 +64,8 @@ class FileLoader(Loader):
                 )
         output = arguments.output(asked.device, None)
         delivery = asked.delivery(output, group=1)
-        each = -(-(batch_size or 1) // delivery.threads)
+        parts = -(-delivery.threads // (1 + delivery.prefetch))  # so many threads for each batch that is in the making
+        each = -(-(batch_size or 1) // parts)
 
         def work() -> Work:
             return asked.finished(FileWork(names), None, output.device, made.names)

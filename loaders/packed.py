@@ -85,7 +85,10 @@ class RepackedStream(PackedStream, frozen=True, eq=False):
 class PackedPlan(OrderPlan, frozen=True, eq=False):
     """An `OrderPlan` over packed streams: `places` are the pieces of its rows, row after row."""
 
-    def places(self, epoch: int, batch: int) -> list[Place]:
+    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+        return [self._batch(epoch, batch) for batch in batches]
+
+    def _batch(self, epoch: int, batch: int) -> list[Place]:
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
         rows = list(zip(share.stream.tolist(), share.epoch.tolist(), share.virtual.tolist(), strict=True))
         places = dict[int, list[Place]]()
@@ -138,8 +141,8 @@ class RepackedPlan(PackedPlan, frozen=True, eq=False):
         assert self.epochs is not None
         return self.epochs(epoch)
 
-    def places(self, epoch: int, batch: int) -> list[Place]:
-        return self.of(epoch).places(epoch, batch)
+    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+        return self.of(epoch).places(epoch, batches)
 
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
         return self.of(epoch).about(epoch, batch)

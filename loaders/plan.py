@@ -9,6 +9,7 @@ Failure behaviour: `UsageError` when there is nothing to deliver.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -143,20 +144,25 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         """Samples of all streams, each counted once."""
         return sum(len(stream.ids) for stream in self.streams)
 
-    def places(self, epoch: int, batch: int) -> list[Place]:
-        share = self.schedule.share(epoch, batch, self.rank, self.world_size)
+    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+        """Looked up for all batches at once: for each by itself it takes twice as long."""
+        shares = [self.schedule.share(epoch, batch, self.rank, self.world_size) for batch in batches]
+        streams, epochs, everything = (
+            np.concatenate([getattr(share, name) for share in shares]) for name in ("stream", "epoch", "virtual")
+        )
         places = dict[int, Place]()
-        for number in np.flatnonzero(np.bincount(share.stream)).tolist():  # np.unique would import masked arrays
-            slots = np.flatnonzero(share.stream == number)
-            stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, share.virtual[slots]
+        for number in np.flatnonzero(np.bincount(streams)).tolist():  # np.unique would import masked arrays
+            slots = np.flatnonzero(streams == number)
+            stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, everything[slots]
             rows, parts = stream.parts.split(virtual)
             samples = stream.dataset.samples(stream.ids[rows].tolist())
-            columns = (slots.tolist(), share.epoch[slots].tolist(), virtual.tolist(), samples, parts.tolist())
+            columns = (slots.tolist(), epochs[slots].tolist(), virtual.tolist(), samples, parts.tolist())
             for slot, own_epoch, v, sample, part in zip(*columns, strict=True):
                 places[slot] = Place(
                     own_epoch, v, sample, part, source=stream.source, seed=seed, stream=number
                 )  # fmt: skip
-        return [places[slot] for slot in range(len(share))]
+        in_order = iter([places[slot] for slot in range(len(places))])
+        return [list(islice(in_order, len(share))) for share in shares]
 
     def substitute(self, place: Place, attempt: int) -> Place | None:
         return self.streams[place.stream].substitute(self.schedule.orders[place.stream], place, attempt)

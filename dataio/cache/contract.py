@@ -9,8 +9,17 @@ Failure behaviour: errors of `dataio.core.errors`; a reader whose sidecar goes a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
+
+import numpy as np
+
+GAP_BYTES = 4096
+"""Bytes between two members (a tar header) that are read along, rather than asking once more."""
+LARGE = 1 << 16
+"""From so many bytes on, copying takes longer than letting other threads go on."""
+Read = tuple[str, Sequence[tuple[int, memoryview]]]
+"""An object's key, and (offset, buffer) for what is wanted of it."""
 
 
 class ShardReader(Protocol):
@@ -27,6 +36,10 @@ class ShardReader(Protocol):
         """Fill every (offset, buffer) with the object's bytes from there; buffers are writable and flat."""
         ...
 
+    def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
+        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each."""
+        ...
+
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Say which (key, offset, length) will be read next, soonest first; a hint that costs nothing to ignore."""
         ...
@@ -34,8 +47,18 @@ class ShardReader(Protocol):
     def close(self) -> None: ...
 
 
+def one_by_one(reader: ShardReader, reads: Sequence[Read]) -> Iterator[None]:
+    """`read_each` of a reader that knows nothing better."""
+    for key, pieces in reads:
+        reader.read_into(key, pieces)
+        yield
+
+
 def copy_into(reader: ShardReader, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
     """`read_into` of a reader that has the bytes in memory anyhow."""
     views = reader.read(key, [(offset, len(buffer)) for offset, buffer in pieces])
     for (_, buffer), view in zip(pieces, views, strict=True):
-        buffer[:] = view
+        if len(view) < LARGE:
+            buffer[:] = view
+        else:  # other threads go on meanwhile
+            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(view, np.uint8))

@@ -13,11 +13,11 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dataio.cache.blocks import MappedFile, fill, map_file
-from dataio.cache.contract import copy_into
+from dataio.cache.contract import Read, copy_into, one_by_one
 from dataio.cache.engine import Engine
 from dataio.cache.lease import Lease
 from dataio.cache.lent import Lent
@@ -84,6 +84,10 @@ class CachedReader:
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) from the object `key`."""
         copy_into(self, key, pieces)
+
+    def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
+        """Fill the pieces of every (key, pieces), and yield after each."""
+        return one_by_one(self, reads)
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Prefetch what will be read next."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, gc=False):
     """One file of a sample inside the shard: payload bytes [offset, offset + length), XXH3-64 of the payload."""
 
     ext: str
@@ -95,8 +95,12 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Files(NamedTuple):
-    """Where all files of one sample lie, and nothing of what they are: plain numbers, since a reader of bytes alone makes
-    thousands a second. `each` is (offset, length, XXH3-64 of the payload), in the order of the sample's members."""
+    """Where files of one sample lie, and nothing else of it: all that a reader of bytes needs, which reads thousands a second."""
 
     shard: str
-    each: Sequence[tuple[int, int, int]]
+    each: Sequence[Member]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum([member.length for member in self.each])

@@ -14,11 +14,11 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from dataio.cache.blocks import MappedFile, map_file
-from dataio.cache.contract import ShardReader, copy_into
+from dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
 from dataio.cache.own import own_reader
 from dataio.cache.reader import Ranges, covered, stream
 from dataio.core import limits, metrics
@@ -155,6 +155,10 @@ class SidecarReader:
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) from the object `key`."""
         copy_into(self, key, pieces)
+
+    def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
+        """Fill the pieces of every (key, pieces), and yield after each."""
+        return one_by_one(self, reads)
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Have the daemon prefetch what will be read next."""

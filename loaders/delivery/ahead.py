@@ -18,21 +18,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
+from dataio.core.errors import MillraceError
 from loaders.contract import Coming, Place, Work
 from loaders.delivery.batch import Batch
 from loaders.delivery.memory import Memory
 from loaders.delivery.prefetch import Prefetcher
-from loaders.samples.source import Range, Source, ranges
+from loaders.samples.source import Range, Source, ranges, spans
 
 ANNOUNCED_BATCHES = 8
+AT_ONCE, AT_ONCE_PLACES = 8, 128
 _THREAD = "millrace-loader-plan"
 Places = Sequence[Place]
 
 
 def batches_from(plan: Coming, epoch: int, batch: int) -> Iterator[Sequence[Place]]:
-    """A rank's batches from a position on, without end."""
+    """A rank's batches from a position on, without end. One is looked up first, then more and more at once, up to `AT_ONCE` or
+    `AT_ONCE_PLACES`; where something is wrong with one of them, one by one, so that those before it can be delivered."""
+    count = 1
     for later in itertools.count(epoch):
-        yield from (plan.places(later, number) for number in range(batch, plan.batches_in(later)))
+        end = plan.batches_in(later)
+        while batch < end:
+            some = range(batch, min(batch + count, end))
+            try:
+                found = plan.places(later, some)
+            except MillraceError:
+                if len(some) == 1:
+                    raise
+                count = 1
+                continue
+            yield from found
+            batch = some.stop
+            count = max(1, min(2 * count, AT_ONCE, AT_ONCE_PLACES // max(1, len(found[-1]))))
         batch = 0
 
 
@@ -114,8 +130,11 @@ class Ahead:
         """In the planner's thread: the next batch, and what is read for it."""
         places = next(self._batches)
         reads = dict[int, list[Range]]()
+        joined = self._work.layout.joined
         for place in places:
-            reads.setdefault(place.source, []).extend(ranges(place.sample, self._work.members(place.sample)))
+            sample = place.sample
+            read = ranges(sample, self._work.members(sample)) if joined is None else spans(joined(sample))
+            reads.setdefault(place.source, []).extend(read)
         return _Planned(places, reads)
 
     def _announce(self) -> None:

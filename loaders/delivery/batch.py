@@ -22,6 +22,7 @@ from dataio.core.errors import UsageError
 from loaders.contract import Finished, Layout, Room
 from loaders.delivery.buffers import Buffers
 
+_IN_NUMPY = {torch.int64: np.int64, torch.float64: np.float64}
 AXES: dict[str, tuple[int, int, int, int]] = {"TCHW": (0, 1, 2, 3), "CTHW": (1, 0, 2, 3), "THWC": (0, 2, 3, 1)}
 
 
@@ -95,12 +96,12 @@ class Batch:
         whole = [slot for slot, sample in enumerate(self.samples) if sample and sample.tensors]
         samples = [sample for sample in self.samples if sample and sample.tensors]
         batch: dict[str, Any] = {name: self._close_up(name, whole) for name in self._layout.tensors}
-        batch["id"] = torch.tensor([one.sample.id for one in samples], dtype=torch.int64)
+        batch["id"] = torch.from_numpy(np.array([one.sample.id for one in samples], np.int64))
         batch["key"] = [one.sample.key for one in samples]
         batch["text"] = [one.sample.text for one in samples]
         for name, dtype in self._layout.numbers.items():
             values = [one.values[name] for one in samples]
-            batch[name] = values if dtype is None else torch.tensor(values, dtype=dtype)
+            batch[name] = values if dtype is None else torch.from_numpy(np.array(values, _IN_NUMPY[dtype]))
         return batch
 
     def _hold(self) -> None:

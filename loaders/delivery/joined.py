@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from loaders.contract import Finished, Layout, Place, Room
+from loaders.contract import IN_PLACE, Finished, Layout, Place, Room
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
 
@@ -27,33 +28,34 @@ class JoinedBatch(Batch):
     def __init__(self, places: Sequence[Place], layout: Layout, output: Output, buffers: Buffers) -> None:
         super().__init__(len(places), layout, output, buffers)
         assert layout.joined is not None
-        self._ends = list(itertools.accumulate((layout.joined(place.sample) for place in places), initial=0))
+        self._ends = list(itertools.accumulate([layout.joined(place.sample).size for place in places], initial=0))
         self._name = layout.tensors[0]
+        self._memory: npt.NDArray[np.uint8] | None = None
         self._other: dict[int, torch.Tensor] = {}
 
     def room(self, slot: int) -> Room | None:
         """Where the sample of this slot belongs; None where the processor cannot write it there."""
-
-        def stretch(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
-            whole: npt.NDArray[np.uint8] = self._joined.numpy()
-            part = whole[self._ends[slot] : self._ends[slot + 1]]
-            return part if part.shape == shape else None
-
-        return stretch if self._output.device.type == "cpu" else None
+        return partial(self._stretch, slot) if self._output.device.type == "cpu" else None
 
     def put(self, slot: int, sample: Finished) -> None:
-        """Write `sample` into its stretch, or beside it where it is of another length; its tensor is let go."""
+        """Write `sample` into its stretch, or beside it where it is of another length, and let its tensor go."""
         tensor = sample.tensors.get(self._name)
-        if tensor is not None:
-            joined, start, end = self._joined, self._ends[slot], self._ends[slot + 1]
-            if len(tensor) != end - start:
-                self._other[slot] = tensor.to(joined.device, copy=True)
-            elif tensor.data_ptr() != joined.data_ptr() + start:
-                joined[start:end].copy_(tensor, non_blocking=True)
-        left = dict.fromkeys(sample.tensors, torch.empty(0))
-        self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
+        if tensor is not None and tensor is not IN_PLACE:
+            start, end = self._ends[slot], self._ends[slot + 1]
+            if len(tensor) == end - start:
+                self._joined()[start:end].copy_(tensor, non_blocking=True)
+            else:
+                self._other[slot] = tensor.to(self._output.device, copy=True)
+            sample = Finished(sample.sample, {self._name: IN_PLACE}, sample.values, sample.refusals)
+        self.samples[slot] = sample
 
-    @property
+    def _stretch(self, slot: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
+        """The room of a slot."""
+        if self._memory is None:
+            self._memory = self._joined().numpy()
+        part = self._memory[self._ends[slot] : self._ends[slot + 1]]
+        return part if part.shape == shape else None
+
     def _joined(self) -> torch.Tensor:
         with self._lock:
             if self._name not in self._tensors:

@@ -23,7 +23,7 @@ from dataio.core.errors import UsageError
 from loaders.order.lanes import Order
 from loaders.order.permutation import I64, key_of, short
 
-AT_ONCE = 256
+AT_ONCE = 1024
 """Places of a rank that are computed at once."""
 
 

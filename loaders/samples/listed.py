@@ -89,9 +89,10 @@ class Listed:
         with self._lock:
             self._versions = {epoch: version}
 
-    def places(self, epoch: int, batch: int) -> Sequence[Place]:
+    def places(self, epoch: int, batches: range) -> Sequence[Sequence[Place]]:
         asof = AsOf(self.list, self.version_of(epoch), self._run, epoch, self._urls)
-        return [replace(place, asof=asof) for place in self._plan.places(epoch, batch)]
+        found = self._plan.places(epoch, batches)
+        return [[replace(place, asof=asof) for place in places] for places in found]
 
     def batches_in(self, epoch: int) -> int:
         return self._plan.batches_in(epoch)

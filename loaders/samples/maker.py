@@ -11,19 +11,19 @@ are nobody's damage and are raised, so that a bad network never changes what is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
 from dataio.core.trace import span
-from dataio.shards.contract import Sample
+from dataio.shards.contract import Files, Sample
 from loaders.contract import Finished, Loaded, Place, Plan, Room, Work
 from loaders.delivery.memory import Memory
 from loaders.refusals import Refusal
 from loaders.samples.quarantine import Quarantine
-from loaders.samples.source import Source, files
+from loaders.samples.source import Source
 
 MAX_SUBSTITUTES = 16
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
@@ -71,6 +71,8 @@ class Maker:
 
     def _load_all(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Loaded | MillraceError]:
         """Parts of one sample share its bytes."""
+        if self._joined is not None:
+            return self._load_joined(places, rooms, self._joined)
         there = dict[tuple[int, int], Loaded | MillraceError]()
         for place, room in zip(places, rooms, strict=True):
             which = place.source, place.sample.id
@@ -82,18 +84,31 @@ class Maker:
             for place, room, one in zip(places, rooms, found, strict=True)
         ]
 
+    def _load_joined(
+        self, places: Sequence[Place], rooms: Sequence[Room | None], joined: Callable[[Sample], Files]
+    ) -> list[Loaded | MillraceError]:
+        """What is delivered as it is, read to where it belongs: all in one go, and one by one from the first on with which
+        something is wrong."""
+        wanted = dict[int, list[tuple[int, Files, memoryview]]]()
+        for slot, (place, room) in enumerate(zip(places, rooms, strict=True)):
+            if room is not None and not self._quarantine.condemned(place):
+                files = joined(place.sample)
+                if (into := room((files.size,))) is not None:
+                    wanted.setdefault(place.source, []).append((slot, files, into.data))
+        found = dict[int, Loaded]()
+        for source, these in wanted.items():
+            whole = self._sources[source].fetch_first([(files, into) for _, files, into in these])
+            found.update((slot, Loaded(places[slot], {}, None, files)) for slot, files, _ in these[:whole])
+        return [found.get(slot) or self._load(places[slot], rooms[slot]) for slot in range(len(places))]
+
     def _load(self, place: Place, room: Room | None) -> Loaded | MillraceError:
-        """Read and check the bytes; where they are delivered as they are, where they belong."""
+        """Read and check the bytes."""
         known = self._quarantine.condemned(place)
         if known:
             return known
         try:
             source, exts = self._sources[place.source], self._work.members(place.sample)
-            into = None if self._joined is None or room is None else room((self._joined(place.sample),))
-            if into is None:
-                return Loaded(place, source.fetch(place.sample, exts), room)
-            source.fetch_into(files(place.sample, exts), into.data)
-            return Loaded(place, {}, room, into)
+            return Loaded(place, source.fetch(place.sample, exts), room)
         except CorruptionError as error:
             self._quarantine.condemn(place, error)
             return error

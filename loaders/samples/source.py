@@ -10,11 +10,12 @@ errors of the store pass through.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import xxhash
 
-from dataio.cache.contract import ShardReader
+from dataio.cache.contract import GAP_BYTES, Read, ShardReader, one_by_one
 from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, RangeError
 from dataio.core.log import get_logger, warn_once
 from dataio.shards.contract import Files, Member, Sample
@@ -34,8 +35,19 @@ def ranges(sample: Sample, exts: Sequence[str]) -> list[Range]:
 
 def files(sample: Sample, exts: Sequence[str]) -> Files:
     """Where the members of these extensions lie, in this order."""
-    members = [_member(sample, ext) for ext in exts]
-    return Files(sample.shard, [(m.offset, m.length, m.xxh3) for m in members])
+    if [member.ext for member in sample.members] == list(exts):
+        return Files(sample.shard, sample.members)
+    by_ext = {member.ext: member for member in reversed(sample.members)}
+    return Files(sample.shard, [by_ext.get(ext) or _unlisted(ext) for ext in exts])
+
+
+def spans(files: Files) -> list[Range]:
+    """What `Source.fetch_into` reads of one or more files: those that lie side by side, with the headers between them, as one."""
+    first = min([member.offset for member in files.each])
+    end = max([member.offset + member.length for member in files.each])
+    if end - first <= files.size + GAP_BYTES * (len(files.each) - 1):
+        return [(files.shard, first, end - first)]
+    return [(files.shard, member.offset, member.length) for member in files.each]
 
 
 class StoreReader:
@@ -51,6 +63,9 @@ class StoreReader:
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         self._store.get_ranges_into(key, pieces)
+
+    def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
+        return one_by_one(self, reads)
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         pass
@@ -76,18 +91,30 @@ class Source:
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:
         """Some files of a sample, one after the other into writable `memory`, which is long enough; how many bytes they are."""
-        at, pieces = 0, list[tuple[int, memoryview]]()
-        for offset, length, _ in files.each:
-            pieces.append((offset, memory[at : at + length]))
-            at += length
+        pieces = _pieces(files, memory)
         try:
             self._reader.read_into(files.shard, pieces)
-            for (offset, view), (_, _, xxh3) in zip(pieces, files.each, strict=True):
-                if not _is_right(view, xxh3):
-                    view[:] = self._again(files.shard, offset, len(view), xxh3)
+            for (offset, view), member in zip(pieces, files.each, strict=True):
+                if not _is_right(view, member.xxh3):
+                    view[:] = self._again(files.shard, offset, len(view), member.xxh3)
         except (NotFoundError, RangeError) as error:
             raise _lost(files.shard, error) from error
-        return at
+        return sum([len(view) for _, view in pieces])
+
+    def fetch_first(self, wanted: Sequence[tuple[Files, memoryview]]) -> int:
+        """`fetch_into` for one after the other, as far as nothing is wrong: how many of the first are there. What is the matter
+        with the next one, `fetch_into` or `fetch` says."""
+        reads = [(files.shard, _pieces(files, memory)) for files, memory in wanted]
+        done = 0
+        try:
+            for _ in self._reader.read_each(reads):
+                for (_, view), member in zip(reads[done][1], wanted[done][0].each, strict=True):
+                    if not _is_right(view, member.xxh3):
+                        return done
+                done += 1
+        except MillraceError:
+            pass
+        return done
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Say which ranges are read next, soonest first."""
@@ -113,6 +140,16 @@ class Source:
         )
 
 
+def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
+    """Where each file lies, and where in `memory` it goes: one after the other."""
+    at, pieces = 0, list[tuple[int, memoryview]]()
+    for member in files.each:
+        end = at + member.length
+        pieces.append((member.offset, memory[at:end]))
+        at = end
+    return pieces
+
+
 def _lost(shard: str, error: MillraceError) -> CorruptionError:
     """The shard is gone, or too short for the range."""
     return CorruptionError(f"{shard}: {error.message}", hint=error.hint)
@@ -126,4 +163,8 @@ def _member(sample: Sample, ext: str) -> Member:
     try:
         return sample.member(ext)
     except KeyError:
-        raise CorruptionError(f"the index lists no .{ext} file for this sample") from None
+        _unlisted(ext)
+
+
+def _unlisted(ext: str) -> NoReturn:
+    raise CorruptionError(f"the index lists no .{ext} file for this sample") from None

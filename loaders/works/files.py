@@ -13,24 +13,26 @@ import numpy as np
 import torch
 
 from dataio.core.errors import MillraceError
-from dataio.shards.contract import Sample
-from loaders.contract import Finished, Layout, Loaded
+from dataio.shards.contract import Files, Sample
+from loaders.contract import IN_PLACE, Finished, Layout, Loaded
+from loaders.samples.source import files
 
 BYTES, SIZES = "bytes", "sizes"
+_IN_PLACE = {BYTES: IN_PLACE}
 
 
 class FileWork:
     """Gives "bytes", uint8 (n,), and "sizes", how many of them each file has."""
 
     def __init__(self, files: Sequence[str]) -> None:
-        self._files = list(files)
+        self._files = tuple(files)
 
     @property
     def layout(self) -> Layout:
-        return Layout((BYTES,), {SIZES: torch.int64}, joined=self._bytes)
+        return Layout((BYTES,), {SIZES: torch.int64}, joined=self._located)
 
     def members(self, sample: Sample) -> list[str]:
-        return self._files
+        return list(self._files)
 
     def cost(self, sample: Sample) -> int:
         return 0
@@ -42,15 +44,12 @@ class FileWork:
         pass
 
     def _one(self, loaded: Loaded) -> Finished:
-        sizes, joined = self._sizes(loaded.place.sample), loaded.joined
-        if joined is None:
-            views = [np.frombuffer(loaded.members[ext], np.uint8) for ext in self._files]
-            room = None if loaded.room is None else loaded.room((sum(sizes),))
-            joined = np.concatenate(views, out=room)
-        return Finished(loaded.place.sample, {BYTES: torch.from_numpy(joined)}, {SIZES: sizes})
+        if loaded.joined is not None:
+            sizes = [member.length for member in loaded.joined.each]
+            return Finished(loaded.place.sample, _IN_PLACE, {SIZES: sizes})
+        views = [np.frombuffer(loaded.members[ext], np.uint8) for ext in self._files]
+        tensor = torch.from_numpy(np.concatenate(views))
+        return Finished(loaded.place.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
 
-    def _bytes(self, sample: Sample) -> int:
-        return sum(self._sizes(sample))
-
-    def _sizes(self, sample: Sample) -> list[int]:
-        return [member.length for ext in self._files for member in sample.members if member.ext == ext]
+    def _located(self, sample: Sample) -> Files:
+        return files(sample, self._files)

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from dataio import index
-from dataio.core.errors import UsageError
+from dataio.core.errors import CorruptionError, UsageError
 from dataio.shards.dataset import Dataset
-from loaders import FileLoader
+from loaders import FileLoader, Mixture
+from loaders.contract import Place
+from loaders.delivery.ahead import batches_from
 
 SAMPLES, SHARD = 40, 9
 Make = Callable[..., FileLoader]
@@ -99,6 +101,41 @@ def test_the_rest_of_an_epoch_is_the_same_on_another_world_size(make: Make) -> N
     rest = [contents(a) + contents(b) for a, b in zip(*ranks, strict=True)]
     assert rest == whole[3:]
     assert len(rest) == 6
+
+
+def test_batches_that_are_looked_up_together_are_those_that_are_looked_up_one_by_one(make: Make) -> None:
+    plan = make(batch_size=3)._plan
+    assert plan.places(1, range(2, 9)) == [plan.places(1, range(n, n + 1))[0] for n in range(2, 9)]
+    mixed = make(Mixture({"a": str(plan.datasets[0].url), "b": str(plan.datasets[0].url)}), batch_size=5)._plan
+    assert mixed.places(0, range(6)) == [mixed.places(0, range(n, n + 1))[0] for n in range(6)]
+
+
+def test_what_is_wrong_with_a_look_up_is_raised_where_its_batch_is_due(make: Make) -> None:
+    class Torn:
+        """A plan that cannot say what batch 5 holds."""
+
+        def batches_in(self, epoch: int) -> int:
+            return plan.batches_in(epoch)
+
+        def places(self, epoch: int, batches: range) -> list[list[Place]]:
+            if 5 in batches:
+                raise CorruptionError("torn")
+            return plan.places(epoch, batches)
+
+    plan = make()._plan
+    found = batches_from(Torn(), 0, 0)
+    assert [next(found) for _ in range(5)] == plan.places(0, range(5))
+    with pytest.raises(CorruptionError, match="torn"):
+        next(found)
+
+
+@pytest.mark.parametrize("exts", [["latents.npy", "json"], ["json", "latents.npy", "txt"]])
+def test_a_sample_that_comes_twice_in_a_batch_is_there_twice(make: Make, packed: Path, exts: list[str]) -> None:
+    only = Dataset(str(packed / "ds")).where("key in ('001', '002')")
+    (batch,) = make(Mixture({"a": only, "b": only}, epoch_batches=1), batch_size=8, files=exts)
+    found = contents(batch)
+    assert sorted(key for key, _ in found) == ["001"] * 4 + ["002"] * 4
+    assert all(files == expected(key, *exts) for key, files in found)
 
 
 def test_batches_that_are_kept_stay_as_they_were(make: Make) -> None:

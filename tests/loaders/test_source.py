@@ -14,7 +14,7 @@ from dataio.shards import members
 from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
 from dataio.store.open import open_store
-from loaders.samples.source import Source, StoreReader
+from loaders.samples.source import Source, StoreReader, spans
 from tests.denied import denied
 
 FIRST, SECOND = b"first" * 1000, b"second" * 70
@@ -24,7 +24,7 @@ SHARD = bytes(512) + FIRST + bytes(700) + SECOND + bytes(512)
 def files_of(first: bytes = FIRST, second: bytes = SECOND) -> Files:
     places = (512, 512 + len(FIRST) + 700)
     each = zip(places, (first, second), strict=True)
-    return Files("shard", [(offset, len(data), xxhash.xxh3_64_intdigest(data)) for offset, data in each])
+    return Files("shard", [Member("bin", at, len(data), xxhash.xxh3_64_intdigest(data)) for at, data in each])
 
 
 class Rotten(StoreReader):
@@ -69,15 +69,15 @@ def test_bytes_that_are_not_those_that_were_packed_are_damage(source: Source, fi
         source.fetch_into(files, memoryview(bytearray(len(SHARD))))
 
 
-@pytest.mark.parametrize("files", [Files("gone", [(0, 9, 0)]), Files("shard", [(len(SHARD) - 4, 9, 0)])])
-def test_a_shard_that_is_gone_or_short_is_damage(source: Source, files: Files) -> None:
-    with pytest.raises(CorruptionError, match=files.shard):
-        source.fetch_into(files, memoryview(bytearray(9)))
+@pytest.mark.parametrize(("shard", "offset"), [("gone", 0), ("shard", len(SHARD) - 4)])
+def test_a_shard_that_is_gone_or_short_is_damage(source: Source, shard: str, offset: int) -> None:
+    with pytest.raises(CorruptionError, match=shard):
+        source.fetch_into(Files(shard, [Member("bin", offset, 9, 0)]), memoryview(bytearray(9)))
 
 
 def test_a_shard_that_may_not_be_read_is_trouble_and_not_damage(store: Store, tmp_path: Path) -> None:
     """Else credentials that run out would have samples quarantined for good."""
-    sample = Sample(0, "a", "shard", (Member("bin", 512, len(FIRST), files_of().each[0][2]),), 0.0)
+    sample = Sample(0, "a", "shard", (Member("bin", 512, len(FIRST), files_of().each[0].xxh3),), 0.0)
     source = Source(StoreReader(store), store)
     with denied(tmp_path / "shard"):
         with pytest.raises(AccessDeniedError, match="shard: Permission denied"):
@@ -86,3 +86,18 @@ def test_a_shard_that_may_not_be_read_is_trouble_and_not_damage(store: Store, tm
             source.fetch(sample, ["bin"])
         with pytest.raises(AccessDeniedError, match="shard: Permission denied"):
             members.read(store, sample, "bin")
+
+
+@pytest.mark.parametrize("bad", [files_of(second=b"sec0nd" * 70), Files("gone", [Member("bin", 0, 9, 0)])])
+def test_of_many_reads_the_first_are_made_up_to_one_with_which_something_is_wrong(source: Source, bad: Files) -> None:
+    memories = [memoryview(bytearray(files_of().size)) for _ in range(4)]
+    whole = source.fetch_first(list(zip([files_of(), files_of(), bad, files_of()], memories, strict=True)))
+    assert whole == 2
+    assert [bytes(memory) for memory in memories[:2]] == [FIRST + SECOND] * 2
+    assert source.fetch_first([(files_of(), memories[3])]) == 1
+
+
+def test_files_side_by_side_are_announced_as_one_range_and_others_each_by_itself() -> None:
+    near, far = Member("a", 512, 1000, 0), Member("b", 2048, 0, 0)
+    assert spans(Files("s", [far, near])) == [("s", 512, 1536)]
+    assert spans(Files("s", [near, Member("c", 9000, 5, 0)])) == [("s", 512, 1000), ("s", 9000, 5)]

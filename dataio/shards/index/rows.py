@@ -14,6 +14,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import Any
 
 import blake3
@@ -86,6 +87,8 @@ SCHEMA = pa.schema(
         pa.field("key_frames", pa.list_(pa.field("item", _KEY_FRAME, nullable=False))),
     ]
 )
+_EMPTY = dict[str, Any].fromkeys(SCHEMA.names)
+_PLAIN = frozenset(["key", "shard", "bytes", "duration", "members"])
 ALIKE = ("video_ext", "audio_codec")
 """The columns whose least and largest values and null counts are in the footer, beside those of the keys: often all are alike."""
 _RULES = index_checks.Rules(
@@ -154,17 +157,36 @@ def from_row(row: Mapping[str, Any], number: int) -> Sample:
     )
 
 
+def samples_of(table: Any, numbers: Sequence[int]) -> Iterator[Sample]:
+    """The samples of these checked rows, of which there is at least one: `from_row` for whole columns at a time, which is what
+    makes it quick. Columns in which no row has a value may be missing."""
+    ends, members = _members(table)
+    names = [name for name in table.column_names if name not in _PLAIN]
+    rows = [_EMPTY | row for row in table.select(names).to_pylist()] if names else [_EMPTY] * len(numbers)
+    keys, shards, durations = (table[name].to_pylist() for name in ("key", "shard", "duration"))
+    for number, key, shard, duration, (first, end), row in zip(
+        numbers, keys, shards, durations, pairwise(ends), rows, strict=True
+    ):
+        video = None if row["video_codec"] is None else _video(row)
+        audio = None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO))
+        own = tuple(members[first:end])
+        yield Sample(number, key, shard, own, duration, video, audio, row["text"], _fields(row["fields"], key))
+
+
 def files_of(table: Any) -> Iterator[Files]:
-    """Where the files of each of these checked rows lie; whole columns at a time, which is what makes it quick."""
-    members = (
-        pa.concat_arrays(table["members"].chunks) if table["members"].num_chunks > 1 else table["members"].chunk(0)
-    )
-    flat = pc.list_flatten(members)
-    each = list(zip(*(pc.struct_field(flat, [name]).to_pylist() for name in ("offset", "length", "xxh3")), strict=True))
-    counts, first = pc.list_value_length(members).to_pylist(), 0
-    for shard, count in zip(table["shard"].to_pylist(), counts, strict=True):
-        yield Files(shard, each[first : first + count])
-        first += count
+    """Where the files of each of these checked rows lie, of which there is at least one; whole columns at a time."""
+    ends, members = _members(table)
+    for shard, (first, end) in zip(table["shard"].to_pylist(), pairwise(ends), strict=True):
+        yield Files(shard, members[first:end])
+
+
+def _members(table: Any) -> tuple[list[int], list[Member]]:
+    """Where the members of each row end among those of all, from 0 on, and these."""
+    column = table["members"]
+    members = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+    ends = [0, *accumulate(pc.list_value_length(members).to_pylist())]
+    fields = (field.to_pylist() for field in pc.list_flatten(members).flatten())
+    return ends, [Member(*one) for one in zip(*fields, strict=True)]
 
 
 def _refuse_constant(name: str) -> Any:

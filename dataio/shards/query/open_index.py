@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import Files
+from dataio.shards.contract import Files, Sample
 from dataio.shards.index import kernels as pc
 from dataio.shards.index import rows as index
 from dataio.shards.query import kept
@@ -39,7 +39,6 @@ _FEW = 1_000_000
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
 
 _NONE = Files("", ())
-_EMPTY = dict[str, Any].fromkeys(index.SCHEMA.names)
 
 I64 = npt.NDArray[np.int64]
 
@@ -64,14 +63,14 @@ class OpenIndex:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def rows(self, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
-        """The rows of these samples, in this order. Numbers are in range."""
-        found: list[Mapping[str, Any]] = [{}] * len(numbers)
+    def samples(self, numbers: Sequence[int]) -> list[Sample]:
+        """These samples, in this order. Numbers are in range."""
+        found = dict[int, Sample]()
         for (part, group), wanted in self._places(numbers).items():
             table = pc.rows(self.group(part, group), pa.array([row for _, row in wanted], pa.int64()))
-            for (place, _), row in zip(wanted, table.to_pylist(), strict=True):
-                found[place] = _EMPTY | row
-        return found
+            places = [place for place, _ in wanted]
+            found.update(zip(places, index.samples_of(table, [numbers[place] for place in places]), strict=True))
+        return [found[place] for place in range(len(numbers))]
 
     def files(self, numbers: Sequence[int]) -> list[Files]:
         """Where the files of these samples lie, in this order. Numbers are in range."""

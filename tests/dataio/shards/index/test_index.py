@@ -89,6 +89,16 @@ def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
     assert [index.from_row(row, 0) for row in rows] == written
 
 
+@given(st.lists(samples, min_size=1, max_size=4).map(apart))
+def test_whole_columns_give_the_samples_that_single_rows_give(written: list[Sample]) -> None:
+    table = read(index.write_part(written), len(written))
+    filled = table.select([name for name in table.column_names if table[name].null_count < table.num_rows])
+    numbers = list(range(7, 7 + len(written)))
+    alone = [index.from_row(row, n) for n, row in zip(numbers, table.to_pylist(), strict=True)]
+    assert list(index.samples_of(table, numbers)) == list(index.samples_of(filled, numbers)) == alone
+    assert list(index.files_of(filled)) == [(one.shard, list(one.members)) for one in alone]
+
+
 @given(st.lists(samples, max_size=3))
 def test_the_same_samples_give_the_same_bytes(written: list[Sample]) -> None:
     assert index.write_part(written) == index.write_part(list(written))
