@@ -42,7 +42,7 @@ class Area:
 def floor(where: str, training: Training) -> Built:
     """In a directory."""
     os.makedirs(where, exist_ok=True)
-    areas, path, rooms = [Area(training.state())], f"{where}/pack", _Room()
+    areas, paths, rooms = [Area(training.state())], list[str](), _Room()
     pool, readers, writer = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_READERS), ThreadPoolExecutor(1)
     writers = ThreadPoolExecutor(_THREADS)
 
@@ -51,11 +51,12 @@ def floor(where: str, training: Training) -> Built:
             areas[0] = Area(values)
         area = areas[0]
         _all(pool, lambda name: np.copyto(_at(area, name), _bytes(values[name])), values)
-        done: Future[None] = writer.submit(_write, path, area, writers)
+        paths.append(f"{where}/{len(paths)}")  # to replace a file takes longer than to make one
+        done: Future[None] = writer.submit(_write, paths[-1], area, writers)
         return lambda: done.result(SECONDS)
 
     def restore(target: State) -> None:
-        fd = _open(path, os.O_RDONLY)
+        fd = _open(paths[-1], os.O_RDONLY)
 
         def one(name: str) -> None:
             place, length = areas[0].places[name]
