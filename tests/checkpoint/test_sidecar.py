@@ -7,10 +7,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -180,7 +181,7 @@ def test_secrets_in_the_options_keep_the_save_in_this_process(daemon: Daemon, tm
     class Secretive(Wrapped):
         @property
         def location(self) -> Location:
-            return replace(self.inner.location, shareable=False)
+            return msgspec.structs.replace(self.inner.location, shareable=False)
 
     daemon.start()
     with (
