@@ -198,7 +198,7 @@ def restore(url: str, mib: int, sidecar: str, where: str, tier: str = "") -> Ite
     if step != 1 or not torch.equal(state["w"], _tensor(mib)):  # type: ignore[arg-type]
         raise UsageError("what was restored is not what was saved")
     near = ("tier", "buddy") if where == "buddy" else (where,)  # what was fetched ahead lies in the tier already
-    if where != "store" and sum(tier_read_bytes.labels(name).value for name in near) < mib * MIB:
+    if where != "store" and sum(tier_read_bytes.labels(name)._value.get() for name in near) < mib * MIB:
         raise UsageError(f"not all came from the {where}")
     yield from {"restore": seconds, "rate": mib * MIB / seconds / 1e6, "cpu": cpu}.items()
 

@@ -31,7 +31,7 @@ def launch(world_size: int, module: str, *arguments: str, **environment: str) ->
     finally:
         for process in running:
             process.kill()
-    failed = [err[-2000:] for process, (_, err) in zip(running, outputs, strict=True) if process.returncode]
+    failed = [err[-8000:] for process, (_, err) in zip(running, outputs, strict=True) if process.returncode]
     assert not failed, "\n".join(failed)
     return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
 

@@ -105,8 +105,8 @@ with VideoLoader(sys.argv[1], 2, clip=Clip(2), size=(16, 16), sidecar=None) as l
 print([name for name in sys.argv[2].split() if name in sys.modules])
 """
 _NOT_NEEDED = """
-dateutil duckdb fsspec http.server numpy.ma nvidia.dali nvtx prometheus_client pyarrow.compute pyarrow.fs
-pyarrow.parquet dataio.cache.engine dataio.cache.reader dataio.core.exposed dataio.shards.changes dataio.shards.report
+dateutil duckdb fsspec numpy.ma nvidia.dali nvtx pyarrow.compute pyarrow.fs
+pyarrow.parquet dataio.cache.engine dataio.cache.reader dataio.shards.changes dataio.shards.report
 dataio.sidecar.connection dataio.sidecar.messages dataio.sidecar.reader dataio.store.s3 dataio.store.other
 loaders.audio loaders.decode.isolated loaders.decode.worker loaders.files loaders.force loaders.order.buckets
 loaders.order.evaluation loaders.order.interleave loaders.order.mixed_buckets loaders.order.mixture loaders.order.packing

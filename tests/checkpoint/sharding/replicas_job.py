@@ -53,7 +53,7 @@ def main(directory: str) -> None:
                 saved["model"][0].weight.mul_(1.001)
         found["differ"] = save(checkpointer, 2, saved)
     found["lines"] = [line for line in lines.lines if "differ" in line]
-    found["counted"] = metrics.checkpoint_replicas_diverged.labels().value
+    found["counted"] = metrics.checkpoint_replicas_diverged._value.get()
     with Checkpointer(directory, run="error", sidecar=None, wait_seconds=60, replicas="error") as checkpointer:
         found["refused"] = save(checkpointer, 1, saved)
         found["steps"] = checkpointer.steps()

@@ -12,6 +12,7 @@ CODES = {
     "UsageError": ("usage", 2),
     "NotFoundError": ("not_found", 2),
     "AccessDeniedError": ("access_denied", 2),
+    "RangeError": ("range", 2),
     "MismatchError": ("mismatch", 2),
     "UnsupportedError": ("unsupported", 2),
     "TransientError": ("transient", 3),
