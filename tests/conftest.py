@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -47,6 +48,16 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if (place := request.config.stash.get(_PLACE, None)) is not None:
         left = place.left()
         assert not left, "tests of this process left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """Commands of Millrace's own send its log to standard error, which is another for each test."""
+    root = logging.getLogger("millrace")
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
