@@ -45,6 +45,7 @@ from checkpoint.restoring import restore
 from checkpoint.restoring.restore import Saved, Want
 from checkpoint.state import tree
 from dataio.core.errors import ConflictError, MillraceError, NotFoundError, UsageError
+from dataio.core.forgotten import Ending
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 
@@ -301,7 +302,8 @@ class _Reading(io.RawIOBase):
 
     def __init__(self, store: Store, opened: repository.Step, saved: Saved, stack: contextlib.ExitStack) -> None:
         super().__init__()
-        self._store, self._opened, self._saved, self._stack = store, opened, saved, stack
+        self._store, self._opened, self._saved = store, opened, saved
+        self._let_go = Ending(self, stack.close)
         self._at, self._size = 0, saved.shape[0]
 
     def readable(self) -> bool:
@@ -344,8 +346,11 @@ class _Reading(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._stack.close()
+            self._let_go()
         super().close()
+
+    def __del__(self) -> None:
+        """Nothing: a file's own would close it in the garbage collector."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,11 @@ Failure behaviour: a renewal that fails is tried again until the lease is over; 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
 
@@ -65,10 +67,10 @@ class LeaseKeeper:
         self._store, self._clock, self._holding = store, clock, Holding(life)
         self._attempt, self._run, self._timeline, self._step = attempt, run, timeline, step
         self._bases = tuple(bases)
-        self._stop = threading.Event()
+        self._stop = SimpleQueue[None]()  # an Event has a lock, under which the garbage collector may run
         name = f"millrace-lease-{attempt}"
         self._thread = threading.Thread(target=_keep, args=(weakref.ref(self), self._stop), name=name, daemon=True)
-        weakref.finalize(self, self._stop.set)  # whoever forgets a keeper lets its lease run out
+        weakref.finalize(self, self._stop.put, None)  # whoever forgets a keeper lets its lease run out
 
     def __enter__(self) -> Self:
         self._write()
@@ -77,7 +79,7 @@ class LeaseKeeper:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Stop renewing. The lease itself stays, unless `release` was called: it protects what an attempt left."""
-        self._stop.set()
+        self._stop.put(None)
         self._thread.join(self._holding.life)
 
     def tick(self) -> None:
@@ -100,7 +102,7 @@ class LeaseKeeper:
 
     def release(self) -> None:
         """Stop renewing and delete the lease."""
-        self._stop.set()
+        self._stop.put(None)
         self._thread.join(self._holding.life)
         try:
             self._store.delete_many([names.lease(self._attempt)])
@@ -129,12 +131,13 @@ class LeaseKeeper:
         return self._holding.wait(self._clock.monotonic())
 
 
-def _keep(held: weakref.ref[LeaseKeeper], stop: threading.Event) -> None:
+def _keep(held: weakref.ref[LeaseKeeper], stop: SimpleQueue[None]) -> None:
     """Renew as long as somebody has the keeper; the thread alone does not hold it."""
     while (keeper := held()) is not None:
         pause = keeper.pause()
         del keeper
-        if stop.wait(pause):
+        with contextlib.suppress(Empty):
+            stop.get(timeout=pause)
             return
         if (keeper := held()) is not None:
             keeper.tick()

@@ -11,7 +11,6 @@ naming step, tensor, pack and offset.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +26,7 @@ from checkpoint.state import tree
 from checkpoint.state.kinds import TensorSink, empty
 from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, join
 from dataio.core.errors import NotFoundError, UsageError
+from dataio.core.forgotten import Ending
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 
@@ -91,7 +91,7 @@ class SavedStep(Mapping[str, Any]):
 
     def keep(self, stack: contextlib.ExitStack) -> Self:
         """Take `stack` over: it is closed with this step, however that comes about."""
-        self._close = weakref.finalize(self, stack.close)
+        self._close = Ending(self, stack.close)
         return self
 
     def __getitem__(self, path: str) -> Any:

@@ -15,6 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -29,6 +30,7 @@ from checkpoint.repository.lease import LeaseKeeper
 from checkpoint.repository.steps import Step
 from checkpoint.sharding import regions
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
+from dataio.core.forgotten import Ending
 from dataio.core.log import get_logger, warn_once
 from dataio.store.contract import Store
 
@@ -131,23 +133,38 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
     return found | {t.name: Saved(t.dtype, t.shape, ((own, t),)) for t in own.tensors if not t.replicated}
 
 
-@contextlib.contextmanager
-def reading(store: Store, run: str, base: Base) -> Iterator[Step]:
-    """The step, opened, with a lease held while it is read."""
-    lease = LeaseKeeper(store, ulid.new(), run, base.timeline, base.step, [base])
-    with contextlib.ExitStack() as stack:
+class reading(contextlib.AbstractContextManager[Step]):
+    """The step, opened, with a lease held while it is read. Not a generator, which would be left where it is forgotten."""
+
+    def __init__(self, store: Store, run: str, base: Base) -> None:
+        self._store, self._run, self._base = store, run, base
+        self._stack = contextlib.ExitStack()
+        self._close = Ending(self, self._stack.close)
+
+    def __enter__(self) -> Step:
         try:
-            stack.enter_context(lease)
-            stack.callback(lease.release)
-        except AccessDeniedError:
-            warn_once(_log, f"{store.location.url} may not be written to: reading without a lease")
-        repository.require_there(store, run, base)
-        try:
-            yield repository.open_step(store, run, base)
-        except (CorruptionError, NotFoundError) as error:
-            if repository.is_removed(store, run, base):  # by a collection that took this reader for dead
-                raise repository.removed(run, base.step) from error
+            self._lease()
+            repository.require_there(self._store, self._run, self._base)
+            return repository.open_step(self._store, self._run, self._base)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
             raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            gone = isinstance(error, (CorruptionError, NotFoundError))
+            if gone and repository.is_removed(self._store, self._run, self._base):
+                raise repository.removed(self._run, self._base.step) from error  # by who took this reader for dead
+        finally:
+            self._close()
+
+    def _lease(self) -> None:
+        lease = LeaseKeeper(self._store, ulid.new(), self._run, self._base.timeline, self._base.step, [self._base])
+        try:
+            self._stack.enter_context(lease)
+            self._stack.callback(lease.release)
+        except AccessDeniedError:
+            warn_once(_log, f"{self._store.location.url} may not be written to: reading without a lease")
 
 
 def read(store: Store, step: Step, wants: Sequence[Want]) -> None:

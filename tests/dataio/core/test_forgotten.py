@@ -1,0 +1,59 @@
+"""Work for what was forgotten."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+from dataio.core.forgotten import Ending
+from tests.waiting import wait_for
+
+
+class Thing:
+    """Something that can be forgotten."""
+
+
+def test_the_collector_leaves_the_work_to_another_thread_which_may_want_the_lock_that_is_held_here() -> None:
+    lock, done = threading.Lock(), list[int]()
+
+    def work() -> None:
+        with lock:
+            done.append(threading.get_ident())
+
+    thing = Thing()
+    thing.itself = thing  # type: ignore[attr-defined]
+    ending = Ending(thing, work)
+    assert ending.alive
+    with lock:
+        del thing
+        gc.collect()
+        assert not ending.alive
+        assert done == []
+    wait_for(lambda: done)
+    assert done != [threading.get_ident()]
+    ending()
+    assert len(done) == 1, "once"
+
+
+def test_who_asks_for_it_does_it_and_it_is_done_once() -> None:
+    done, thing = list[int](), Thing()
+    ending = Ending(thing, lambda: done.append(threading.get_ident()))
+    ending()
+    ending()
+    del thing
+    gc.collect()
+    assert done == [threading.get_ident()]
+    assert not ending.alive
+
+
+def test_at_the_end_of_the_process_it_is_done_before_the_process_ends() -> None:
+    program = (
+        "import threading, weakref\n"
+        "from dataio.core.forgotten import Ending\n"
+        "kept = threading.Event()\n"
+        "ending = Ending(kept, lambda: print(threading.current_thread().name, flush=True))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("MainThread\n", "", 0)
