@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +14,24 @@ from dataio.sidecar.cachedir import CacheDirectories
 from dataio.sidecar.config import CacheTier
 
 
-def test_a_disk_that_is_read_only_is_named_with_the_reason_and_what_to_give_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(path: Path, *_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
+@pytest.fixture
+def read_only_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system that nobody can write to."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", "ro,size=1m", "millrace-test", str(folder)]
+    done = subprocess.run(["mount", *options], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
-    there = tmp_path / "disk" / "cache"
+
+def test_a_disk_that_is_read_only_is_named_with_the_reason_and_what_to_give_instead(
+    tmp_path: Path, read_only_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = read_only_disk / "cache"
     (tmp_path / "s").mkdir(mode=0o700)
-    monkeypatch.setattr("dataio.sidecar.cachedir.private_directory", refuse)
     socket = ["--socket", str(tmp_path / "s" / "sock"), "--http-port", "off"]
     assert main(["sidecar", "run", *socket, "--cache-dir", str(there)]) == UsageError.exit_code
     said = capsys.readouterr().err
