@@ -3,19 +3,20 @@
 Invariant: nothing but this file and `dataio.core` is imported before a sub-command is chosen, so `millrace --help` answers
 at once. Sub-commands are named by strings, so the dispatcher sits below all of them without importing any.
 Failure behaviour: a `MillraceError` becomes `millrace NAME: error: …` on standard error (with `--json`, a JSON object
-on standard output) and its exit code, and so does what the machine refuses (full disks, read-only places); anything else is
-a bug, said so, with exit code 70 and its traceback on request.
+on standard output) and its exit code, and so does what the machine refuses (full disks, read-only places, memory); anything else
+is a bug, said so, with exit code 70 and its traceback on request.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from dataio.core.errors import AccessDeniedError, CapacityError, MillraceError
+from dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, MillraceError
 from dataio.core.redact import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -73,8 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _machine(name, error, as_json="--json" in args)
+    except MemoryError:
+        pass  # what is held by where it was raised is free again after this block
     except Exception as error:
         return _bug(name, error)
+    found = CapacityError("this process got no more memory", hint=MORE_MEMORY)
+    _report(name, found, as_json="--json" in args)
+    return found.exit_code
 
 
 def _run(args: list[str]) -> int:
@@ -111,10 +117,15 @@ def _load(target: str) -> Callable[[list[str]], int]:
 
 
 def _open_standard() -> None:
-    """What the caller closed is nowhere; else the next file that is opened would get its number, and the text."""
+    """What the caller closed is nowhere; else the next file that is opened would get its number, and the text.
+
+    What the locale has no letters for is escaped: keys and names of files are in all languages.
+    """
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:
             setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115 - for good, at the lowest free number
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it
 
 
 def _drop_output() -> None:
@@ -124,14 +135,15 @@ def _drop_output() -> None:
 
 def _machine(name: str, error: OSError, *, as_json: bool) -> int:
     """What no room foresaw: a full disk, behind standard output too, or a place where nobody may write, is no bug."""
-    from dataio.store.oserrors import from_os_error
+    from dataio.store.oserrors import LIMITS, from_os_error
 
-    found = from_os_error(error, str(error.filename or "output"))
+    behind_output = error.filename is None and error.errno not in LIMITS
+    found = from_os_error(error, "output" if behind_output else str(error.filename or "this process"))
     if not isinstance(found, CapacityError | AccessDeniedError):
         return _bug(name, error)
-    if error.filename is None:
+    if behind_output:
         _drop_output()
-    _report(name, found, as_json=as_json and error.filename is not None)
+    _report(name, found, as_json=as_json and not behind_output)
     return found.exit_code
 
 

@@ -11,6 +11,9 @@ from typing import ClassVar
 
 from dataio.core.redact import redact
 
+MORE_MEMORY = "raise the limit (ulimit -v, the job's or the container's), or give less to do at once"
+"""The next step for whoever got no more memory."""
+
 
 class MillraceError(Exception):
     """Base of all errors raised on purpose.

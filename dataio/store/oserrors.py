@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 
 from dataio.core.errors import (
+    MORE_MEMORY,
     AccessDeniedError,
     CapacityError,
     MillraceError,
@@ -23,9 +24,13 @@ from dataio.core.errors import (
 AMBIGUOUS = {errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 """What `link` may answer although it took effect, or although another's did: to be settled by reading back."""
 
+LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What the process itself may not have more of, whatever it is doing."""
+
 _REMEDIES: list[tuple[set[int], type[MillraceError], str]] = [
     ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, CapacityError, "free space, or raise the quota or the file size limit"),
-    ({errno.EMFILE, errno.ENFILE, errno.ENOMEM}, CapacityError, "raise the process's limits (ulimit -n)"),
+    ({errno.EMFILE, errno.ENFILE}, CapacityError, "raise the process's limits (ulimit -n)"),
+    ({errno.ENOMEM}, CapacityError, MORE_MEMORY),
     ({errno.EACCES, errno.EPERM, errno.EROFS}, AccessDeniedError, "check the owner, the mode and the mount options"),
     ({errno.ENAMETOOLONG}, UsageError, "shorten the key: a segment may have 255 bytes in most file systems"),
     (

@@ -153,6 +153,28 @@ def test_what_the_machine_refuses_is_no_bug(
     assert cli.main(["try"]) == 70
 
 
+def test_a_process_without_memory_says_so_and_whose_limit_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error in (MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))):
+        _command(monkeypatch, error)
+        assert cli.main(["try", "--json"]) == 6
+        said = json.loads(capsys.readouterr().out)["error"]
+        assert said["message"].startswith("this process")
+        assert "ulimit -v" in said["hint"]
+
+
+def test_what_the_locale_has_no_letters_for_is_escaped() -> None:
+    program = "import sys; from dataio import cli; cli._load = lambda _: lambda args: print(*args) or 0; cli.main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "ls", "ünï", "日本"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.stdout, done.returncode) == ("\\xfcn\\xef \\u65e5\\u672c\n", 0), done.stderr
+
+
 def test_a_reader_that_went_away_is_no_error() -> None:
     program = f"{sys.executable} -m dataio.cli doctor /tmp --json --help | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
