@@ -25,6 +25,8 @@ from bench.core.environment import environment
 from bench.core.results import Part, Run, read, shown, write
 from bench.report.page import page
 from dataio.core.errors import MillraceError, UsageError
+from dataio.core.options import amount
+from dataio.store.oserrors import translated
 
 BY_USER = "interrupted by the user"
 GRACE_SECONDS = 20.0
@@ -65,13 +67,14 @@ def main(argv: Sequence[str]) -> int:
         description="A short version of every benchmark, and one report of all.",
         epilog="exit codes: 0 all done; 1 one is not, and is named; 130 interrupted",
     )
-    parser.add_argument("--minutes", type=float, default=5.0, help="for all together (default: %(default)s)")
+    parser.add_argument("--minutes", type=amount, default=5.0, help="for all together (default: %(default)s)")
     parser.add_argument("--only", help=f"of {', '.join(short.name for short in PLAN)}; separated by commas")
     parser.add_argument("-o", "--output", type=Path, default=Path("bench-out"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
     plan = _chosen(args.only)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    args.output.mkdir(parents=True, exist_ok=True)
+    with translated(f"making {args.output}"):
+        args.output.mkdir(parents=True, exist_ok=True)
     found = Run(shown(["millrace", "bench", "all", *argv]), started, environment(args.output))
     found.parts = run(plan, args.output, 60 * args.minutes, found)
     for part in found.parts:

@@ -78,12 +78,22 @@ def run(
     started = datetime.now(UTC).isoformat(timespec="seconds")
     found = Run(shown(["millrace", "bench", name, *argv]), started, environment(args.directory))
     compiled()
-    with terminable(), tempfile.TemporaryDirectory(prefix="mrb-", dir=args.directory) as scratch:
+    with terminable(), _scratch(args.directory) as scratch:
         found.parts.append(_guarded(fill, Job(args.rounds, Path(scratch), progress(), args), name))
     if args.output:
         write(found, args.output)
     print(encode(found) if args.json else text(found.parts[0], show))
     return exit_code(found)
+
+
+def _scratch(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="mrb-", dir=directory)
+    except OSError as error:
+        raise UsageError(
+            f"no folder can be made in {directory or tempfile.gettempdir()}: {error.strerror}",
+            hint="give --directory a folder that can be written to",
+        ) from None
 
 
 @contextlib.contextmanager

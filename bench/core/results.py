@@ -11,6 +11,7 @@ refused. Failure behaviour: what is no such document is a `UsageError` that name
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -141,9 +142,13 @@ def _partial(path: Path) -> Path:
 def read(path: Path) -> Run:
     """The document in `path`; `UsageError` when it is none, too large, or of a newer format."""
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise UsageError(f"{path} has {format_bytes(size)}, results have at most {format_bytes(MAX_BYTES)}")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not path.is_dir():  # reading it might never end
+            raise UsageError(f"{path} is no regular file", hint="give what `millrace bench … -o FILE` wrote")
+        if found.st_size > MAX_BYTES:
+            raise UsageError(
+                f"{path} has {format_bytes(found.st_size)}, results have at most {format_bytes(MAX_BYTES)}"
+            )
         return decode(path.read_bytes(), str(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None

@@ -27,7 +27,7 @@ from bench.core import command, floor
 from bench.core.measure import Candidate, alternate
 from bench.core.results import Metric, Part
 from bench.mlperf.workloads import SHARES, model
-from dataio.core.options import count
+from dataio.core.options import amount, count
 
 CANDIDATES = ("millrace", "torch.save, a file a process")
 METRICS = {
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="8b", help="8b, 70b, 405b or 1t (default: %(default)s)")
-    parser.add_argument("--fraction", type=float, default=0.01, help="of a process's share (default: %(default)s)")
+    parser.add_argument("--fraction", type=amount, default=0.01, help="of a process's share (default: %(default)s)")
     parser.add_argument(
         "--processes", type=count, default=2, help="default: %(default)s; by the rules 8, 64, 512, 1024"
     )

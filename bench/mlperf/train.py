@@ -26,7 +26,7 @@ from bench.mlperf import data
 from bench.mlperf.accelerator import CANDIDATES, Seat
 from bench.mlperf.workloads import WORKLOADS, Workload, utilisation, workload
 from dataio.core.errors import UsageError
-from dataio.core.options import count
+from dataio.core.options import amount, count
 
 UNOFFICIAL = (
     "Unofficial: in the shape of MLPerf Storage's workloads, not verified by MLCommons, not comparable with published "
@@ -51,7 +51,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accelerator", default="h100", help="h100 or a100 (default: %(default)s)")
     parser.add_argument("--accelerators", default="1,2", help="how many at once (default: %(default)s)")
     parser.add_argument("--batches", type=count, default=12, help="batches for each accelerator (default: %(default)s)")
-    parser.add_argument("--fraction", type=float, default=1.0, help="of records and computation (default: %(default)s)")
+    parser.add_argument(
+        "--fraction", type=amount, default=1.0, help="of records and computation (default: %(default)s)"
+    )
 
 
 def fill(job: command.Job, part: Part) -> None:

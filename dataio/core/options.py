@@ -7,6 +7,7 @@ argparse turns into the command's usage, the message and exit code 2.
 from __future__ import annotations
 
 import argparse
+import math
 
 MOST = (1 << 31) - 1
 
@@ -16,3 +17,14 @@ def count(text: str, most: int = MOST) -> int:
     if not text.isascii() or not text.isdecimal() or not 0 < int(text[:20]) <= most:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {most}")
     return int(text)
+
+
+def amount(text: str, most: float = MOST) -> float:
+    """A number above 0 and at most `most`."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= most:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0, at most {most:g}")
+    return found

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bench.core import command, environment, results
 from bench.core.results import MAX_BYTES, Metric, Part, Run, Samples
+from dataio import cli
 from dataio.core.errors import UsageError
 
 NAMES = st.text("abc µ|<>&\"'", min_size=1, max_size=8)
@@ -78,6 +79,14 @@ def test_a_file_too_large_is_not_even_read(tmp_path: Path) -> None:
         results.read(tmp_path / "absent.json")
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=r"pipe is no regular file"):
+        results.read(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=r"null is no regular file"):
+        results.read(Path("/dev/null"))
+
+
 def test_the_environment_names_the_machine_and_nobody(tmp_path: Path) -> None:
     found = environment.environment(tmp_path)
     assert {"cpu", "cpus", "memory_gib", "kernel", "python", "file_system", "packages"} <= set(found)
@@ -115,6 +124,19 @@ def test_a_place_for_results_that_is_none_is_said_before_anything_is_measured(tm
     with pytest.raises(UsageError, match=r"writing .*/it\.json"):
         command.run(["-o", str(tmp_path / "file" / "it.json")], "x", "about", fill)
     assert {entry.name for entry in tmp_path.iterdir()} == {"file"}
+
+
+def test_a_place_for_scratch_that_is_none_is_said_with_the_option_that_gives_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(*_: object) -> None:
+        raise AssertionError("it was measured")
+
+    for place, why in ((tmp_path / "absent", "No such file"), (Path(__file__), "Not a directory")):
+        with pytest.raises(UsageError, match=f"no folder can be made in {place}: {why}.*--directory"):
+            command.run(["--directory", str(place)], "x", "about", fill)
+    assert cli.main(["bench", "all", "-o", f"{__file__}/x"]) == 2
+    assert "Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -27,3 +27,15 @@ def test_a_count_may_have_a_bound_of_its_own() -> None:
     assert options.count("7", 7) == 7
     with pytest.raises(argparse.ArgumentTypeError, match="from 1 to 7"):
         options.count("8", 7)
+
+
+@given(st.floats(0, options.MOST, exclude_min=True))
+def test_numbers_above_0_are_amounts(number: float) -> None:
+    assert options.amount(repr(number)) == number
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "", "nan", "inf", "1e99", "0x1", "some", "9" * 10_000])
+def test_what_is_no_amount_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a number above 0, at most") as refused:
+        options.amount(text)
+    assert len(str(refused.value)) < 120
