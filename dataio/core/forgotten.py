@@ -3,7 +3,7 @@
 Purpose: the collector runs in any thread, in the middle of anything, so also where that thread holds a lock. Work that takes
 locks, waits or talks to a store would then wait for the thread's own lock for ever.
 Invariant: the work is done once: when it is asked for, else in a thread of its own soon after the thing is gone, else at the end
-of the process.
+of the process. A thread that is still at it then is not waited for.
 Failure behaviour: the work's own, of which nobody but the interpreter hears where nobody asked for it.
 """
 
@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 
 _leaving = False
+_late: list[Callable[[], object]] = []
 
 
 class Ending:
@@ -37,13 +38,18 @@ class Ending:
 def _elsewhere(work: Callable[[], object]) -> None:
     if _leaving:
         work()
-    else:
+        return
+    try:
         _thread.start_new_thread(work, ())  # a `Thread` would take locks to start, and wait
+    except RuntimeError:  # Python 3.12 starts none from the end of the main thread on
+        _late.append(work)
 
 
 def _leave() -> None:
     global _leaving
     _leaving = True
+    while _late:
+        _late.pop()()
 
 
 weakref.finalize(

@@ -99,15 +99,36 @@ def _exporting(sdk: Any, environ: Mapping[str, str]) -> Any:
     service = {} if environ.get("OTEL_SERVICE_NAME") else {"service.name": "millrace"}
     provider = sdk.TracerProvider(resource=resources.Resource.create(service), shutdown_on_exit=False)
     provider.add_span_processor(batches(exporter))
-    atexit.register(_last_words, provider)
+    _LastWords(provider)
     return provider
 
 
-def _last_words(provider: Any) -> None:
-    """Send what is left, for no longer than `EXIT_SECONDS`: by itself the SDK tries for half a minute."""
-    thread = threading.Thread(target=provider.shutdown, daemon=True)
-    thread.start()
-    thread.join(EXIT_SECONDS)
+class _LastWords:
+    """Sends what is left at the end, for no longer than `EXIT_SECONDS`: by itself the SDK tries for half a minute.
+
+    In a thread that is there from the start, as Python 3.12 starts none at its end; a process that was forked has to try.
+    """
+
+    def __init__(self, provider: Any) -> None:
+        self._provider, self._leaving = provider, threading.Event()
+        self._thread = self._started()
+        atexit.register(self.say)
+
+    def say(self) -> None:
+        """Send it."""
+        self._leaving.set()
+        if not self._thread.is_alive():
+            self._thread = self._started()
+        self._thread.join(EXIT_SECONDS)
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._wait, name="millrace-otel", daemon=True)
+        thread.start()
+        return thread
+
+    def _wait(self) -> None:
+        self._leaving.wait()
+        self._provider.shutdown()
 
 
 def _attributes(about: Mapping[str, Value]) -> dict[str, Value]:

@@ -57,3 +57,18 @@ def test_at_the_end_of_the_process_it_is_done_before_the_process_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("MainThread\n", "", 0)
+
+
+def test_where_no_thread_can_be_started_any_more_it_is_done_at_the_end() -> None:
+    program = (
+        "import _thread, threading\n"
+        "from dataio.core.forgotten import Ending\n"
+        "kept = threading.Event()\n"
+        "ending = Ending(kept, lambda: print('done', flush=True))\n"
+        "def none(*_): raise RuntimeError('as Python 3.12 says it')\n"
+        "_thread.start_new_thread = none\n"
+        "del kept\n"
+        "print('gone', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("gone\ndone\n", "", 0)
