@@ -7,6 +7,7 @@ Failure behaviour: `ConflictError` for a step that is saved already; `DeadlineEr
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from checkpoint.handle import Handle
 from checkpoint.lineage import Lineage
 from dataio.core.errors import ConflictError, DeadlineError
-from dataio.core.log import get_logger
+from dataio.core.log import get_logger, warn_once
 
 _log = get_logger(__name__)
 _IN_FLIGHT = 2
@@ -110,8 +111,19 @@ class Saves:
                 handle.result()
 
 
+def warn_of_python(version: tuple[int, ...]) -> None:
+    """Say it where saves in flight cannot be waited for at the end: these Pythons start no thread from then on."""
+    if (3, 12) <= version < (3, 12, 3):
+        warn_once(
+            _log,
+            f"Python {'.'.join(map(str, version))} loses a save that is in flight when the program ends without close(): "
+            "close the checkpointer (`with Checkpointer(…)` does), or use Python 3.12.3 or newer",
+        )
+
+
 def _before_exit(method: Callable[[], None]) -> None:
     """Call `method`, if its object still lives, while threads can still be started: `atexit` would be too late."""
+    warn_of_python(sys.version_info[:3])
     reference = weakref.WeakMethod(method)
     register = getattr(threading, "_register_atexit", None)  # not public, but what concurrent.futures itself rests on
     if register is not None:

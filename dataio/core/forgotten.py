@@ -41,7 +41,7 @@ def _elsewhere(work: Callable[[], object]) -> None:
         return
     try:
         _thread.start_new_thread(work, ())  # a `Thread` would take locks to start, and wait
-    except RuntimeError:  # Python 3.12 starts none from the end of the main thread on
+    except RuntimeError:  # Python 3.12.0 to 3.12.2 start none from the end of the main thread on
         _late.append(work)
 
 
