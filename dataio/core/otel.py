@@ -106,7 +106,8 @@ def _exporting(sdk: Any, environ: Mapping[str, str]) -> Any:
 class _LastWords:
     """Sends what is left at the end, for no longer than `EXIT_SECONDS`: by itself the SDK tries for half a minute.
 
-    In a thread that is there from the start, as Python 3.12.0 to 3.12.2 start none at their end; a process that was forked has to try.
+    In a thread that is there from the start, as Python 3.12.0 to 3.12.2 start none at their end; a process that was forked has
+    to try.
     """
 
     def __init__(self, provider: Any) -> None:
