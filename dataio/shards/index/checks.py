@@ -20,6 +20,8 @@ from dataio.core.errors import CorruptionError
 from dataio.shards.index import kernels as pc
 
 I64 = npt.NDArray[np.int64]
+Numbers = I64 | range | None
+"""What errors call the rows; None: by their places."""
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -31,9 +33,9 @@ class Rules(msgspec.Struct, frozen=True):
     not_negative: Sequence[str]
 
 
-def check(table: Any, rules: Rules, name: str, shards: Mapping[str, int], first_row: int = 0) -> None:
-    """Raise for the first bad value. `shards` gives the size of every shard; rows are counted from `first_row` in errors."""
-    rows = _Rows(table, name, first_row)
+def check(table: Any, rules: Rules, name: str, shards: Mapping[str, int], numbers: Numbers = None) -> None:
+    """Raise for the first bad value. `shards` gives the size of every shard."""
+    rows = _Rows(table, name, range(table.num_rows) if numbers is None else numbers)
     for column in rows.those_of(rules.required):
         if rows[column].null_count:
             rows.refuse(pc.is_null(rows[column]), column, "is missing")
@@ -62,12 +64,12 @@ def check(table: Any, rules: Rules, name: str, shards: Mapping[str, int], first_
 
 
 class _Rows:
-    def __init__(self, table: Any, name: str, first_row: int) -> None:
+    def __init__(self, table: Any, name: str, numbers: I64 | range) -> None:
         self._columns = {
             column: chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()  # which would copy it
             for column, chunked in zip(table.column_names, table.columns, strict=True)
         }
-        self._name, self._first_row = name, first_row
+        self._name, self._numbers = name, numbers
 
     def __contains__(self, column: str) -> bool:
         return column in self._columns
@@ -83,7 +85,7 @@ class _Rows:
         first = pc.index(bad, True).as_py() if not isinstance(bad, np.ndarray) else _first(bad)
         if first >= 0:
             row = first if rows is None else int(rows[first])
-            raise CorruptionError(f"{self._name}: row {self._first_row + row}: {column} {why}")
+            raise CorruptionError(f"{self._name}: row {self._numbers[row]}: {column} {why}")
 
 
 def _least(column: Any) -> Any:

@@ -35,3 +35,16 @@ def leaves(metadata: Any, columns: Collection[str]) -> list[int]:
     """The numbers of what a file stores of these columns: lists and structs are stored in parts."""
     schema = metadata.schema
     return [n for n in range(metadata.num_columns) if schema.column(n).path.partition(".")[0] in columns]
+
+
+def paths(schema: Any) -> list[str]:
+    """What a file of this schema calls the columns that it stores, as `leaves` numbers them."""
+    return [path for field in schema for path in _paths(field.type, field.name)]
+
+
+def _paths(kind: Any, path: str) -> list[str]:
+    if pa.types.is_list(kind):
+        return _paths(kind.value_type, f"{path}.list.element")
+    if pa.types.is_struct(kind):
+        return [below for field in kind for below in _paths(field.type, f"{path}.{field.name}")]
+    return [path]

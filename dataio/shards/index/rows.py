@@ -91,6 +91,8 @@ _EMPTY = dict[str, Any].fromkeys(SCHEMA.names)
 _PLAIN = frozenset(["key", "shard", "bytes", "duration", "members"])
 ALIKE = ("video_ext", "audio_codec")
 """The columns whose least and largest values and null counts are in the footer, beside those of the keys: often all are alike."""
+_LONG = ("key", "text", "fields", "members", "key_frames")
+"""The columns whose pages are long: unpacking zstd costs every page a fixed time, which the others are not worth."""
 _RULES = index_checks.Rules(
     required=tuple(field.name for field in SCHEMA if not field.nullable),
     together={"video_codec": (*_VIDEO, "key_frames"), "audio_codec": tuple(_AUDIO), "color_space": tuple(_COLOR)},
@@ -241,10 +243,16 @@ def write_table(table: Any) -> bytes:
     """An index part of these rows, which have `SCHEMA`."""
     import pyarrow.parquet as pq  # with Arrow's file systems, which readers need not wait for
 
+    codecs = {path: "zstd" if path.partition(".")[0] in _LONG else "lz4" for path in parquet.paths(SCHEMA)}
     sink = io.BytesIO()
-    # others are of no use, and those of long texts would make every footer long
     with pq.ParquetWriter(
-        sink, SCHEMA, compression="zstd", compression_level=6, write_statistics=["key", *ALIKE], store_schema=True
+        sink,
+        SCHEMA,
+        compression=codecs,
+        compression_level={path: 6 for path, codec in codecs.items() if codec == "zstd"},
+        use_dictionary=False,  # a page more for each column to be unpacked, and no fewer bytes
+        write_statistics=["key", *ALIKE],  # others are of no use, and those of long texts would make every footer long
+        store_schema=True,
     ) as writer:
         writer.write_table(table, row_group_size=group_rows(table))
         digests = block_digests(sink.getbuffer())
@@ -309,6 +317,6 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
     return table
 
 
-def check(table: Any, name: str, shards: Mapping[str, int], first_row: int = 0) -> None:
+def check(table: Any, name: str, shards: Mapping[str, int], numbers: index_checks.Numbers = None) -> None:
     """`CorruptionError` for the first value that cannot be meant, in whichever columns of `SCHEMA` `table` has."""
-    index_checks.check(table, _RULES, name, shards, first_row)
+    index_checks.check(table, _RULES, name, shards, numbers)

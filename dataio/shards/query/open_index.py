@@ -1,7 +1,8 @@
 """The index of an open version: numbers to rows, with as little in memory as the question needs.
 
 Purpose: opening takes the version document alone; rows and columns are read when asked for, so 10^7 samples open like 10.
-Invariants: number i is the i-th row that is left, in the order of the document's parts. Decoded row groups are kept up to
+Invariants: number i is the i-th row that is left, in the order of the document's parts. Row groups that are wanted at once are
+read together, up to `TOGETHER`, which takes less time and one round trip; they are kept together too, decoded, up to
 `CACHE_BYTES`, the least recently used go first; readers of parts up to `READERS`. Answers do not depend on what is kept.
 Whatever was read was checked (`part_reader`); `check` reads and checks everything, also what only the whole shows: the order
 of the samples across parts.
@@ -35,12 +36,15 @@ from dataio.store.contract import Store
 
 CACHE_BYTES = 256 * limits.MIB
 READERS = 256
+TOGETHER = 8
 _FEW = 1_000_000
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
 
 _NONE = Files("", ())
 
 I64 = npt.NDArray[np.int64]
+Together = tuple[int, tuple[int, ...]]
+"""A part, and row groups of it that were read together."""
 
 
 class OpenIndex:
@@ -56,7 +60,8 @@ class OpenIndex:
         self.ends: I64 = np.cumsum(left, dtype=np.int64)
         """The number after the last one of every part."""
         self._readers: OrderedDict[int, PartReader] = OrderedDict()
-        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._tables: OrderedDict[Together, Any] = OrderedDict()
+        self._holding: dict[tuple[int, int], Together] = {}
         self._held = 0
         self._lock = threading.RLock()
 
@@ -66,19 +71,17 @@ class OpenIndex:
     def samples(self, numbers: Sequence[int]) -> list[Sample]:
         """These samples, in this order. Numbers are in range."""
         found = dict[int, Sample]()
-        for (part, group), wanted in self._places(numbers).items():
-            table = pc.rows(self.group(part, group), pa.array([row for _, row in wanted], pa.int64()))
-            places = [place for place, _ in wanted]
-            found.update(zip(places, index.samples_of(table, [numbers[place] for place in places]), strict=True))
+        for table, places, rows in self._found(numbers):
+            there = pc.rows(table, pa.array(rows, pa.int64()))
+            found.update(zip(places, index.samples_of(there, [numbers[place] for place in places]), strict=True))
         return [found[place] for place in range(len(numbers))]
 
     def files(self, numbers: Sequence[int]) -> list[Files]:
         """Where the files of these samples lie, in this order. Numbers are in range."""
         found: list[Files] = [_NONE] * len(numbers)
-        for (part, group), wanted in self._places(numbers).items():
-            columns = self.group(part, group).select(["shard", "members"])
-            table = pc.rows(columns, pa.array([row for _, row in wanted], pa.int64()))
-            for (place, _), files in zip(wanted, index.files_of(table), strict=True):
+        for table, places, rows in self._found(numbers):
+            there = pc.rows(table.select(["shard", "members"]), pa.array(rows, pa.int64()))
+            for place, files in zip(places, index.files_of(there), strict=True):
                 found[place] = files
         return found
 
@@ -130,7 +133,10 @@ class OpenIndex:
         places = {shard.key: place for place, shard in enumerate(self._document.shards)}
         for part in range(len(self._document.index)):
             self.kept(part)
-            for group in range(len(self._reader(part).ends)):
+            groups = len(self._reader(part).ends)
+            for group in range(groups):
+                if group % TOGETHER == 0:
+                    self._read(part, range(group, min(group + TOGETHER, groups)))
                 last = self._check_order(self.group(part, group), places, last)
         if self._repeats_a_key():
             raise self._bad("two samples have the same key")
@@ -164,11 +170,10 @@ class OpenIndex:
 
     # -- finding and keeping
 
-    def _places(self, numbers: Sequence[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """(part, row group) → [(place in `numbers`, row in the group)]."""
+    def _found(self, numbers: Sequence[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
+        """Tables that hold these samples: each with some of the places in `numbers`, and the rows of it that belong there."""
         wanted = np.asarray(numbers, np.int64)
         parts = np.searchsorted(self.ends, wanted, side="right")
-        found = dict[tuple[int, int], list[tuple[int, int]]]()
         for part in np.flatnonzero(np.bincount(parts)).tolist():  # np.unique would import masked arrays
             at = np.flatnonzero(parts == part)
             rows = wanted[at] - (self.ends[part - 1] if part else 0)
@@ -176,27 +181,53 @@ class OpenIndex:
                 chosen, ends = self.kept(part), self._reader(part).ends
             rows = rows if chosen is None else chosen[rows].astype(np.int64)
             groups = np.searchsorted(ends, rows, side="right")
-            starts = np.where(groups > 0, ends[groups - 1], 0)
-            for place, group, row in zip(at.tolist(), groups.tolist(), (rows - starts).tolist(), strict=True):
-                found.setdefault((part, group), []).append((place, row))
-        return found
+            left = np.flatnonzero(np.bincount(groups)).tolist()
+            while left:
+                table, held = self._read(part, left)
+                begin, places, inside = 0, list[int](), list[int]()
+                for group in held:
+                    start = int(ends[group - 1]) if group else 0
+                    here = np.flatnonzero(groups == group)
+                    places += at[here].tolist()
+                    inside += (rows[here] + (begin - start)).tolist()
+                    begin += int(ends[group]) - start
+                left = [group for group in left if group not in held]
+                yield table, places, inside
 
     def group(self, part: int, group: int) -> Any:
-        """All rows of a row group, also those that are no samples; without the columns in which none of them has a value, which
-        would take as long to look up as the others."""
+        """All rows of a row group, also those that are no samples; see `_read`."""
+        table, held = self._read(part, [group])
+        ends = [int(end) for end in self._reader(part).ends]
+        sizes = {one: ends[one] - (ends[one - 1] if one else 0) for one in held}
+        return table.slice(sum(sizes[one] for one in held if one < group), sizes[group])
+
+    def _read(self, part: int, groups: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+        """All rows of the first of these row groups, and of others that were or now are read with it, ascending; which ones.
+        Without columns in which none of them has a value, which would take as long to look up as the others."""
         with self._lock:
-            table = self._groups.get((part, group))
-            if table is None:
-                table = self._reader(part).read(None, [group])
-                table = table.select(
-                    [name for name in table.column_names if table[name].null_count < max(1, table.num_rows)]
+            which = self._holding.get((part, groups[0]))
+            if which is None:
+                which = part, tuple(one for one in groups if (part, one) not in self._holding)[:TOGETHER]
+                table = self._reader(part).read(None, which[1])
+                self._keep(
+                    which,
+                    table.select(
+                        [name for name in table.column_names if table[name].null_count < max(1, table.num_rows)]
+                    ),
                 )
-                self._groups[part, group] = table
-                self._held += table.nbytes
-                while self._held > CACHE_BYTES and len(self._groups) > 1:
-                    self._held -= self._groups.popitem(last=False)[1].nbytes
-            self._groups.move_to_end((part, group))
-            return table
+            self._tables.move_to_end(which)
+            return self._tables[which], which[1]
+
+    def _keep(self, which: Together, table: Any) -> None:
+        part, groups = which
+        self._tables[which] = table
+        self._holding.update(dict.fromkeys([(part, group) for group in groups], which))
+        self._held += table.nbytes
+        while self._held > CACHE_BYTES and len(self._tables) > 1:
+            (gone, those), dropped = self._tables.popitem(last=False)
+            self._held -= dropped.nbytes
+            for group in those:
+                del self._holding[gone, group]
 
     def _reader(self, part: int) -> PartReader:
         with self._lock:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataio.core.errors import CorruptionError, NotFoundError, RangeError
@@ -28,6 +29,7 @@ from dataio.store.mounts import PREFIX
 
 GROUP_BYTES = 1 << 30
 """The most that a row group may say to hold unpacked."""
+I64 = npt.NDArray[np.int64]
 _GAP_BLOCKS = 4
 """Blocks read though not needed, rather than with a request of their own."""
 
@@ -71,9 +73,13 @@ class PartReader:
         if table.num_rows != sum(self._metadata.row_group(g).num_rows for g in chosen):
             raise self._bad("holds another number of rows than its footer says")
         table = _prefixed(table, self._part.prefix)
-        first = chosen[0]
-        index.check(table, self._name, self._shards, int(self.ends[first - 1]) if first else 0)
+        index.check(table, self._name, self._shards, self._numbers(chosen))
         return table
+
+    def _numbers(self, groups: Sequence[int]) -> I64:
+        """The numbers in the part of the rows of these row groups."""
+        starts = [int(self.ends[group - 1]) if group else 0 for group in groups]
+        return np.concatenate([np.arange(start, self.ends[group]) for start, group in zip(starts, groups, strict=True)])
 
     def _footer(self) -> bytes:
         one_block = self._part.size - self._part.footer <= index.BLOCK_BYTES

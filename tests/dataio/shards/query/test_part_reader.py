@@ -88,6 +88,17 @@ def test_rows_with_many_key_frames_lie_in_smaller_groups(tmp_path: Path) -> None
     assert index.group_rows(short) == index.GROUP_ROWS
 
 
+def test_a_bad_row_is_named_by_its_number_in_the_part_whatever_was_read_with_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    rows = [sample(n, "shards/a.tar", n) for n in range(3000)]
+    rows[2500] = replace(rows[2500], duration=-1.0)
+    (part,) = parts.store_parts(store, rows, 0)
+    reader = PartReader(store, part, {"shards/a.tar": 1 << 40})
+    assert reader.read(None, [0, 1]).num_rows == 2048
+    with pytest.raises(CorruptionError, match="row 2500: duration is negative"):
+        reader.read(None, [0, 2])
+
+
 class Counting:
     """Passes reads on and counts their bytes."""
 
@@ -99,9 +110,12 @@ class Counting:
         self.store.get_ranges_into(key, ranges)
 
 
-def test_one_group_costs_less_than_the_part(made: tuple[Store, versions.VersionDocument, list[Sample]]) -> None:
-    store, document, _ = made
-    counting, part = Counting(store), document.index[0]
+def test_one_group_costs_less_than_the_part(
+    made: tuple[Store, versions.VersionDocument, list[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, document, rows = made
+    monkeypatch.setattr(index, "BLOCK_BYTES", 4096)  # more of them than a megabyte of rows would have
+    counting, part = Counting(store), parts.store_parts(store, rows, 1)[0]
     reader = PartReader(counting, part, document.shard_sizes())  # type: ignore[arg-type]
     assert counting.bytes == part.footer < part.size / 4
     reader.read(None, [2])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dataio.core.errors import NotFoundError, UsageError
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
+from dataio.shards.index import rows as index_rows
 from dataio.shards.query import open_index, predicate
 from dataio.store.open import open_store
 from tests.dataio.shards.making import make
@@ -210,8 +211,34 @@ def test_few_row_groups_are_held_and_the_answers_stay_the_same(tmp_path: Path, m
     rows = make(store, range(60), per_part=7)
     dataset = Dataset(store)
     assert dataset.samples([59, 0, 31, 59]) == [rows[59], rows[0], rows[31], rows[59]]
-    assert len(dataset.index._groups) == 1
+    assert len(dataset.index._tables) == len(dataset.index._holding) == 1
     assert len(dataset.index._readers) <= 1
+
+
+def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_rows, "GROUP_ROWS", 10)
+    monkeypatch.setattr(index_rows, "MIN_GROUP_ROWS", 1)
+    store = open_store(tmp_path)
+    rows = make(store, range(200), per_part=150)  # 15 row groups, and 5
+    dataset, asked = Dataset.at_once(tmp_path), list[object]()
+    original = open_index.PartReader.read
+    monkeypatch.setattr(
+        open_index.PartReader,
+        "read",
+        lambda self, columns=None, groups=None: asked.append(groups) or original(self, columns, groups),
+    )
+    assert dataset.samples([41, 12, 199, 48, 0]) == [rows[n] for n in (41, 12, 199, 48, 0)]
+    assert asked == [(0, 1, 4), (4,)]
+    assert dataset.samples([140, 11, 77]) == [rows[n] for n in (140, 11, 77)]
+    assert [files.each[0].offset for files in dataset.files([11, 141])] == [
+        rows[n].members[0].offset for n in (11, 141)
+    ]
+    assert asked[2:] == [(7, 14)]
+    everything = [row for row in range(200) if row % 3]
+    assert dataset.samples(everything) == [rows[n] for n in everything]
+    assert asked[3:] == [(2, 3, 5, 6, 8, 9, 10, 11), (12, 13), (0, 1, 2, 3)]
+    assert dataset.index.group(0, 4)["key"].to_pylist() == [one.key for one in rows[40:50]]
+    dataset.check()
 
 
 def test_a_condition_reads_only_the_columns_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
