@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dataio.core import metrics
 from dataio.core.errors import UsageError
+from dataio.core.forgotten import Ending
 from dataio.core.limits import GIB
 from dataio.core.log import get_logger
 from dataio.core.trace import span
@@ -112,7 +112,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         )
         self._epoch = self._batch = 0
         self._ahead: Ahead | None = None
-        self._finalizer: weakref.finalize[[], Loader] | None = None
+        self._ending: Ending | None = None
         self._meter = LoaderMeter()
         self._closed = False
 
@@ -252,7 +252,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         with contextlib.ExitStack() as undo:  # what was begun ends, also if something further on cannot begin
             ahead = self._begin(undo)
             undo.pop_all()
-        self._finalizer = weakref.finalize(self, ahead.close)
+        self._ending = Ending(self, ahead.close)
         return ahead
 
     def _begin(self, undo: contextlib.ExitStack) -> Ahead:
@@ -278,6 +278,6 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._listed.close()
 
     def _stop(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._ahead = self._finalizer = None
+        if self._ending is not None:
+            self._ending()
+        self._ahead = self._ending = None

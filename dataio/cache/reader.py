@@ -23,6 +23,7 @@ from dataio.cache.lease import Lease
 from dataio.cache.lent import Lent
 from dataio.core import limits
 from dataio.core.errors import DeadlineError
+from dataio.core.forgotten import Ending
 from dataio.store.contract import Store
 
 WAIT_SECONDS = 300.0
@@ -137,7 +138,7 @@ class PrivateReader(CachedReader):
         engine = Engine(directory, budget, threads=PRIVATE_THREADS, max_files=PRIVATE_FILES)
         super().__init__(store, engine)
         self._memory = Lent()
-        self._end = weakref.finalize(self, engine.close)
+        self._end = Ending(self, engine.close)
 
     def read(self, key: str, ranges: Ranges) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""

@@ -7,7 +7,7 @@ an idempotent request once more when a kept-alive connection turns out to be dea
 coroutine has ended, so nobody writes into a caller's buffer any more; `close` waits until obstore's threads, which hand their
 results over, are out of the interpreter, because one that is in it when it ends aborts the process.
 Failure behaviour: errors are those of `s3errors`. Use after `close`, or in a forked child, raises `UsageError` instead of
-waiting for a thread that is not there. A session that is dropped without `close` is closed by the garbage collector.
+waiting for a thread that is not there. A session that is forgotten without `close` is closed by a thread of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import io
 import os
 import selectors
 import threading
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import Context
 from typing import Any, TypeGuard, TypeVar, TypeVarTuple
 
 from dataio.core.errors import AccessDeniedError, UsageError
+from dataio.core.forgotten import Ending
 from dataio.store.s3config import S3Config
 from dataio.store.s3credentials import Keys, Rotating
 from dataio.store.s3errors import translated_s3
@@ -42,7 +42,7 @@ class S3Session:
     def __init__(self, config: S3Config) -> None:
         self.config = config
         self._worker = _Worker(config)
-        self._closer = weakref.finalize(self, self._worker.stop)
+        self._closer = Ending(self, self._worker.stop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, run in the session's loop, from any thread but that loop's own."""
@@ -228,9 +228,6 @@ class _Worker:
             self._stopped = True
             loop, thread = self._loop, self._thread
         if loop is None or thread is None or not self.is_here():
-            return
-        if threading.current_thread() is thread:  # collected by the loop's own thread
-            loop.create_task(self._disconnect()).add_done_callback(lambda _: loop.stop())
             return
         asyncio.run_coroutine_threadsafe(self._disconnect(), loop).add_done_callback(
             lambda _: loop.call_soon_threadsafe(loop.stop)

@@ -21,8 +21,10 @@ from dataio import pack
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import AudioLoader, AudioSpec, Clip, VideoLoader, engine
+from loaders.delivery.ahead import Ahead
 from loaders.samples.source import StoreReader
 from tests.loaders import made
+from tests.waiting import wait_for
 
 SECOND = (
     1.0 if "PYTEST_XDIST_WORKER" not in os.environ else 60.0
@@ -278,3 +280,17 @@ def test_memory_descriptors_and_threads_stay_flat_over_many_batches(clips: Datas
 @pytest.mark.timeout(3600)
 def test_memory_descriptors_and_threads_stay_flat_over_fifty_thousand_batches(clips: Dataset) -> None:
     soak(clips, 50_000)
+
+
+def test_a_forgotten_loader_ends_and_not_in_the_thread_that_collects_it(
+    clips: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = list[int](), Ahead.close
+    monkeypatch.setattr(Ahead, "close", lambda it: (close(it), closed.append(threading.get_ident())))
+    loader = AudioLoader(clips, 1, window=0.2, threads=2, sidecar=None)
+    begun(loader)
+    del loader
+    gc.collect()
+    wait_for(lambda: closed)
+    assert threading.get_ident() not in closed
+    assert not left()["threads"]

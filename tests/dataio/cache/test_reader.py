@@ -7,10 +7,9 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 
@@ -23,6 +22,7 @@ from dataio.core.errors import AccessDeniedError, NotFoundError, TransientError,
 from dataio.core.metrics import REGISTRY
 from dataio.core.private import private_directory
 from dataio.testing.clock import ManualClock
+from tests.waiting import wait_for
 
 from .memory_store import MemoryStore
 
@@ -31,13 +31,6 @@ BLOCK = 4096
 
 def payload(name: str, size: int = 10 * BLOCK + 100) -> bytes:
     return random.Random(name).randbytes(size)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = monotonic() + 30
-    while not condition():
-        assert monotonic() < until, "waited 30 s in vain"
-        sleep(0.002)
 
 
 @pytest.fixture
@@ -350,3 +343,16 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "x" / "y")
     with pytest.raises(AccessDeniedError):
         private_directory(tmp_path / "link")
+
+
+def test_a_forgotten_private_cache_ends_and_not_in_the_thread_that_collects_it(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = list[int](), Engine.close
+    monkeypatch.setattr(Engine, "close", lambda it: (close(it), closed.append(threading.get_ident())))
+    reader = PrivateReader(store)
+    assert bytes(reader.read("a", [(0, 10)])[0]) == store.objects["a"][:10]
+    del reader
+    gc.collect()
+    wait_for(lambda: closed)
+    assert threading.get_ident() not in closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import http.server
 import io
 import os
@@ -42,6 +43,7 @@ from dataio.store.s3session import S3Session
 from dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
 from dataio.testing.proxy import Fault, FaultProxy
 from dataio.testing.s3server import S3Server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.s3
 MIB = 1 << 20
@@ -300,14 +302,18 @@ def test_a_silent_server_is_given_up_after_the_time_out(
                 operation()
 
 
-def test_a_dropped_store_is_collected_with_its_thread(client: str, s3_url: str) -> None:
-    import gc
-
+def test_a_forgotten_store_ends_with_its_thread_and_not_in_the_thread_that_collects_it(
+    client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, stop = list[int](), s3session._Worker.stop
+    monkeypatch.setattr(s3session._Worker, "stop", lambda it: (stop(it), stopped.append(threading.get_ident())))
     store = open_store(s3_url)
     store.put("k", b"")
     before = {t for t in threading.enumerate() if t.name == "millrace-s3"}
     del store
     gc.collect()
+    wait_for(lambda: stopped)
+    assert threading.get_ident() not in stopped
     assert len({t for t in threading.enumerate() if t.name == "millrace-s3"}) < len(before)
 
 
