@@ -230,7 +230,10 @@ class PosixStore(Store):
                     self._temporary_folder(), f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(8)}"
                 )
                 return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        raise TransientError(f"{self._root!r}: the folder of unfinished files was removed {_PUBLISH_TRIES} times")
+        raise TransientError(
+            f"{self._root!r}: {_PUBLISH_TRIES} times there was no folder for unfinished files, though it was made",
+            hint="see whether another program deletes below it, and whether that file system takes files at all",
+        )
 
     def _write(self, path: str, fd: int, parts: Iterable[Buffer]) -> int:
         """Write the hidden file, open as `fd`; how many bytes it has."""
