@@ -282,7 +282,7 @@ def test_the_folder_of_hidden_files_is_made_anew_when_it_vanishes_a_bounded_numb
 
     monkeypatch.setattr(os, "open", vanish)
     if times > posix._PUBLISH_TRIES:
-        with pytest.raises(TransientError, match="no folder for unfinished files.*another program deletes"):
+        with pytest.raises(TransientError, match=r"no folder for unfinished files.*another program deletes"):
             PosixStore(root).put("a", b"1")
         assert len(fired) == posix._PUBLISH_TRIES
     else:
