@@ -22,7 +22,8 @@ from pathlib import Path
 from dataio.cache.announced import Announced, Upcoming, check_inside
 from dataio.cache.disks import Disks, Place
 from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready
-from dataio.cache.fetcher import Fetcher, Flight
+from dataio.cache.fetcher import Fetcher
+from dataio.cache.flight import Flight, Landed
 from dataio.cache.forecast import Forecast
 from dataio.cache.lease import Lease
 from dataio.cache.objects import Objects
@@ -82,7 +83,6 @@ class Engine:
             [place.budget for place in places],
             block_bytes=block_bytes,
             max_files=max_files,
-            prefetch_parts=max(1, min(threads // 2, buffers * 2 // 3)),
         )
         self._lock = threading.Lock()
         self._sources: dict[str, Store] = {}
@@ -100,6 +100,7 @@ class Engine:
         self._forecast = Forecast()
         self._adopt()
         self._fetcher = Fetcher(threads, buffers, block_bytes, clock, self._landed)
+        self._plan.ahead(*self._fetcher.ahead())
 
     def open(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Future[Lease | None]:
         """A lease on a file that holds `ranges` ((offset, length)) of the object `key`, or None: read the store directly.
@@ -148,7 +149,11 @@ class Engine:
             found.newest, scheduled, found.busy = (store, upcoming[:ANNOUNCED]), found.busy, True
             later = self._execute(self._plan.reads_in_order(stream, self._objects.source(store)))
         _finish(later)
-        if not scheduled:
+        if scheduled:
+            return
+        if self._objects.all_known(store, {key for key, _, _ in upcoming}):
+            self._announce(stream)  # no store is asked, and waking a thread for it would take as long
+        else:
             self._fetcher.submit(lambda: self._announce(stream))
 
     def withdraw(self, stream: int) -> None:
@@ -327,14 +332,14 @@ class Engine:
                 _log.exception("not prefetching from %s", store.location.url)
 
     def _follow(self, stream: int, announced: Announced, store: Store, upcoming: Upcoming) -> None:
-        reads = announced.renew(upcoming, self._plan.block_bytes, lambda key: self._objects.find(store, key))
+        reads = announced.renew(upcoming, self._plan.block_bytes, self._objects.finder(store))
         with self._lock:
             if self._closed or stream not in self._announcing:
                 return
             self._recover()
             source, now = self._objects.source(store), self._clock.monotonic()
             self._sources[source] = store
-            self._plan.prefetch_bytes = self._fetcher.window_bytes()
+            self._plan.ahead(*self._fetcher.ahead())
             wants = announced.wants(self._forecast.announced(stream, reads, now), now)
             later = self._execute(self._plan.announce(stream, source, wants))
         _finish(later)
@@ -419,17 +424,19 @@ class Engine:
 
     # threads
 
-    def _landed(self, fetch: Fetch, error: BaseException | None, from_store: int) -> None:
+    def _landed(self, landed: Sequence[Landed]) -> None:
+        """All that one thread has done is told at once: what follows from it is decided once, and wakes others once."""
+        later = list[Callable[[], None]]()
         with self._lock:
-            self._counts["fetched_bytes"] += from_store
-            if isinstance(error, DiskError):
-                self._pause(self._plan.tier_of(fetch.file), error.error)
-                instructions = self._plan.lost(fetch.file)
-            elif error is None:
-                instructions = self._plan.fetched(fetch.file, fetch.block)
-            else:
-                instructions = self._plan.failed(fetch.file, fetch.block)
-            later = self._execute(instructions, error)
+            for fetch, error, from_store in landed:
+                self._counts["fetched_bytes"] += from_store
+                if isinstance(error, DiskError):
+                    self._pause(self._plan.tier_of(fetch.file), error.error)
+                    later += self._execute(self._plan.lost(fetch.file), error)
+                elif error is not None:
+                    later += self._execute(self._plan.failed(fetch.file, fetch.block), error)
+            fine = [(fetch.file, fetch.block) for fetch, error, _ in landed if error is None]
+            later += self._execute(self._plan.fetched(*fine))
         _finish(later)
 
     def _guard(self, future: Future[Lease | None], job: Callable[[], None]) -> None:

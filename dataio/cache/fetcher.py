@@ -1,8 +1,8 @@
 """The engine's threads: fetch parts of objects into cache files, check what an earlier daemon left, ask again when it is late.
 
 Invariants: each fetch reports once, whichever of its attempts ends first; a second attempt is started only while somebody waits
-for the bytes, and for at most one in a hundred fetches. Jobs take turns (`turns`). A fetch takes one buffer of a block, and
-nothing else that grows.
+for the bytes, for at most one in a hundred fetches, and not of files of this machine, of which several go together (`together`).
+Jobs take turns (`turns`). A fetch, or those that go together, takes one buffer of a block, and nothing else that grows.
 Failure behaviour: the store's error is reported when no other attempt is under way; trouble with the
 cache's own disk comes as `DiskError`.
 """
@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 from dataio.cache import kept
-from dataio.cache.blocks import BlockFile
 from dataio.cache.buffers import IDLE_SECONDS, Buffers
 from dataio.cache.events import Fetch
-from dataio.cache.passing import OvertakenError, Part
+from dataio.cache.flight import Flight, Landed
+from dataio.cache.passing import OvertakenError
+from dataio.cache.together import TOGETHER, Together
 from dataio.cache.turns import JobLimits, Turns
 from dataio.cache.window import Window
 from dataio.core import trace
 from dataio.core.clock import Clock
 from dataio.core.log import get_logger
-from dataio.store.contract import Store
 
 LOOK_SECONDS = 0.25
 QUIET_LOOKS = 4
@@ -33,37 +32,8 @@ _log = get_logger(__name__)
 Job = Callable[[], None]
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A fetch for a job, asked for `within` a span. `here` are the files that have some of its bytes; `wanted()` whether
-    somebody waits for it."""
-
-    fetch: Fetch
-    file: BlockFile
-    store: Store
-    key: str
-    here: Sequence[BlockFile]
-    wanted: Callable[[], bool]
-    job: str = ""
-    within: str = ""
-    attempts: int = 1
-    done: bool = False
-    since: float = 0.0
-    delivered: int = 0
-    part: Part = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.part = Part(self.file, self.fetch.block, self.fetch.offset)
-
-    @property
-    def cost(self) -> int:
-        """Bytes that the store is asked for, as far as can be known: none where an earlier daemon left them."""
-        return 0 if self.fetch.adopted else self.fetch.length - sum(size for _, _, size in self.fetch.here)
-
-
 class Fetcher:
-    """`threads` threads, and `buffers` of `block_bytes`, which bound the blocks in flight. They call `landed(fetch, error, bytes
-    from the store)`."""
+    """`threads` threads, and `buffers` of `block_bytes`, which bound what is in memory. They call `landed`."""
 
     def __init__(
         self,
@@ -71,16 +41,18 @@ class Fetcher:
         buffers: int,
         block_bytes: int,
         clock: Clock,
-        landed: Callable[[Fetch, BaseException | None, int], None],
+        landed: Callable[[Sequence[Landed]], None],
     ) -> None:
         self._clock, self._landed = clock, landed
+        self._ahead = max(1, min(threads // 2, buffers * 2 // 3)), block_bytes
+        self._together = Together(clock)
         self._buffers = Buffers(block_bytes, buffers, clock)
         self.window = Window(2 * block_bytes, max(2, buffers) * block_bytes)
         self._lock = threading.Condition()
         self._flights: dict[Flight, None] = {}
         self._turns: Turns[Job | Flight] = Turns()
         self._turn = threading.Condition()
-        self._closed = self._watching = False
+        self._closed = self._watching = self._woken = False
         self._mine = threading.local()
         self._threads = [
             threading.Thread(target=self._work, name=f"millrace-cache-{n}", daemon=True) for n in range(threads)
@@ -93,7 +65,7 @@ class Fetcher:
         """Run `job` in one of the threads."""
         with self._turn:
             self._turns.add_first(job)
-            self._turn.notify()
+            self._wake()
 
     def start(self, flight: Flight) -> None:
         """Fetch it when it is its turn. A thread of this fetcher's that ends a flight takes it by itself, and wakes another for
@@ -101,7 +73,7 @@ class Fetcher:
         with self._turn:
             self._turns.add(flight, flight.job, flight.cost)
             if not getattr(self._mine, "looks_again", False):
-                self._turn.notify()
+                self._wake()
 
     def limit(self, limits: JobLimits) -> None:
         """What each job may have in flight from now on."""
@@ -114,10 +86,13 @@ class Fetcher:
         with self._turn:
             return self._turns.report()
 
-    def window_bytes(self) -> int:
-        """What may be in flight."""
+    def ahead(self) -> tuple[int, int, int]:
+        """How many prefetches may be in flight, bytes of them, and how many of them are best started together."""
+        parts, block_bytes = self._ahead
+        if self._together.lately:
+            return 2 * TOGETHER, 2 * TOGETHER * block_bytes, TOGETHER
         with self._lock:
-            return self.window.bytes()
+            return parts, self.window.bytes(), 1
 
     def report(self) -> dict[str, float | int]:
         with self._lock:
@@ -133,7 +108,7 @@ class Fetcher:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             try:
-                if isinstance(job, Flight):
+                if isinstance(job, list):
                     self._fly(job)
                 else:
                     job()
@@ -141,28 +116,86 @@ class Fetcher:
                 _log.exception("a job of the cache failed")
             del job  # or it would keep its file open while this thread waits for the next one
 
-    def _next(self) -> Job | Flight | None:
-        """The next job; None at the end."""
+    def _next(self) -> Job | list[Flight] | None:
+        """The next job, or fetches that go together; None at the end."""
         with self._turn:
             idle = IDLE_SECONDS
-            while (job := self._turns.next(now := self._clock.monotonic())) is None:
+            while (job := self._look(now := self._clock.monotonic())) is None:
                 if self._closed and not self._turns:
                     return None
                 soon = self._turns.wake_in(now)
                 if not self._turn.wait(soon if soon is not None else idle or None) and soon is None:
+                    self._together.rest()
                     idle = IDLE_SECONDS if self._buffers.trim() else 0.0  # an idle daemon is a small one
+            found = [job, *self._more(job, now)] if isinstance(job, Flight) else job
             if self._turns:
-                self._turn.notify()  # what a limit held may go as well, now that something ended
-            return job
+                self._wake()  # what a limit held may go as well, now that something ended
+            return found
 
-    def _fly(self, flight: Flight) -> None:
+    def _look(self, now: float) -> Job | Flight | None:
+        self._woken = False
+        return self._turns.next(now)
+
+    def _wake(self) -> None:
+        """Under the lock: let one thread look, who wakes the next one if there is more. One that has been woken and did not look
+        yet is enough."""
+        if not self._woken:
+            self._woken = True
+            self._turn.notify()
+
+    def _more(self, first: Flight, now: float) -> Iterator[Flight]:
+        fits, left = self._together.fits, TOGETHER - 1
+        while left and fits(first) and isinstance(more := self._turns.next(now, fits), Flight):
+            yield more
+            left -= 1
+
+    def _fly(self, flights: list[Flight]) -> None:
         self._mine.looks_again = True
         try:
-            self._attempt(flight)
+            left = self._pass_together(flights) if self._together.takes(flights[0]) else flights
+            for flight in left:
+                self._attempt(flight)
         finally:
             self._mine.looks_again = False
             with self._turn:
-                self._turns.done(flight.job, flight.cost, self._clock.monotonic())
+                now = self._clock.monotonic()
+                for flight in flights:
+                    self._turns.done(flight.job, flight.cost, now)
+
+    def _pass_together(self, flights: list[Flight]) -> list[Flight]:
+        """One after the other through one buffer, and told of at once; what somebody waits for goes first and is told of by
+        itself. Returns what the store has to be asked for."""
+        order = sorted([(not flight.wanted(), number) for number, flight in enumerate(flights)])
+        done, left = list[Landed](), dict.fromkeys(flights)
+        try:
+            with self._buffers.one() as buffer:
+                for later, number in order:
+                    flight, began = flights[number], self._clock.monotonic()
+                    landed = self._together.fetch(flight, buffer)
+                    if landed is None:
+                        continue
+                    del left[flight]
+                    self._passed(flight, landed, began)
+                    done.append(landed)
+                    if not later:
+                        self._landed(done)
+                        done = []
+                        with self._turn:  # what follows need not wait for the rest
+                            if self._turns:
+                                self._wake()
+        except Exception:  # no memory, at most: each that is left will say so
+            _log.exception("blocks could not be fetched together")
+        if done:
+            self._landed(done)
+        return list(left)
+
+    def _passed(self, flight: Flight, landed: Landed, began: float) -> None:
+        _, error, size = landed
+        with self._lock:
+            seconds = self._clock.monotonic() - began
+            self.window.landed(size, seconds, self.window.delivered)
+            self.window.stored(seconds)
+        self._record(flight, began, size, error)
 
     # one attempt
 
@@ -176,6 +209,7 @@ class Fetcher:
                 if not self._is_right(flight, view):
                     fetched = self._pass(flight, view)
                     self._stored(fetched, began)
+                    self._together.lately = False
         except Exception as error:  # any error goes to those who wait
             failed = error
         if fetched or failed:
@@ -238,7 +272,7 @@ class Fetcher:
             self.window.landed(size, self._clock.monotonic() - began, delivered)
         return size
 
-    def _record(self, flight: Flight, began: float, fetched: int, error: Exception | None) -> None:
+    def _record(self, flight: Flight, began: float, fetched: int, error: BaseException | None) -> None:
         if not trace.recording():
             return
         seconds = self._clock.monotonic() - began
@@ -263,7 +297,7 @@ class Fetcher:
             if first:
                 flight.done = True
                 self._flights.pop(flight, None)
-        self._landed(flight.fetch if first else _NOTHING, error, fetched)
+        self._landed([(flight.fetch if first else _NOTHING, error, fetched)])
 
     # asking again
 

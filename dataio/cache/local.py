@@ -3,10 +3,9 @@
 Purpose: what a process reads of a local file stays in the page cache; a cache of our own in the same process would copy it once
 more, and show it through mappings that count as this process's memory. So exactly the wanted bytes are read, straight into
 the memory where they are wanted, and what was announced is named to the kernel.
-Invariants: every read is a `preadv` and never a mapping, so that a file that becomes shorter is an error and no SIGBUS. At most
-`FILES` descriptors are open, and a file is believed to be the object of its name for `BELIEVED_SECONDS`, like an object's size in
-the cache. A thread's memory is used again when nothing refers to what it held; a view stays valid and unchanged
-for as long as it is referenced. At most `ADVISED_BYTES` of an announcement are named to the kernel.
+Invariants: every read is a `preadv` and never a mapping, so that a file that becomes shorter is an error and no SIGBUS. A
+thread's memory is used again when nothing refers to what it held; a view stays valid and unchanged for as long as it is
+referenced. At most `ADVISED_BYTES` of an announcement are named to the kernel.
 Failure behaviour: what cannot be read whole (truncated, a bad disk) is asked of the store, whose errors pass
 through; objects that are no files of this machine are read by the `other` reader, which is made when the first one comes.
 """
@@ -16,21 +15,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
 from dataio.cache.blocks import Descriptor
 from dataio.cache.contract import GAP_BYTES, Read, ShardReader
 from dataio.cache.lent import Lent
+from dataio.cache.opened import Opened
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import CapacityError, MillraceError
+from dataio.core.errors import MillraceError
 from dataio.store.contract import Store
 from dataio.store.direct import mostly_cached
 
-FILES = 128
-BELIEVED_SECONDS = 30.0
 ADVISED_BYTES = 256 * limits.MIB
 AT_ONCE = 64
 """So many reads are prepared at once."""
@@ -47,22 +44,12 @@ Range = tuple[str, int, int]
 Run = tuple[int, int, list[memoryview]]
 
 
-class _File:
-    """An open object; without a descriptor one that is no file of this machine."""
-
-    __slots__ = ("descriptor", "since")
-
-    def __init__(self, descriptor: Descriptor | None, since: float) -> None:
-        self.descriptor, self.since = descriptor, since
-
-
 class DirectReader:
     """A `ShardReader` of `store`'s files; what is none is left to `other`. Closing it closes that, and not the store."""
 
     def __init__(self, store: Store, other: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
-        self._store, self._make, self._clock = store, other, clock
+        self._store, self._make, self._files = store, other, Opened(clock)
         self._lock, self._making = threading.Lock(), threading.Lock()
-        self._files: OrderedDict[str, _File] = OrderedDict()
         self._other: ShardReader | None = None
         self._memory = Lent()
         self._announced: Range | None = None  # the last of all that were looked at
@@ -122,11 +109,10 @@ class DirectReader:
 
     def close(self) -> None:
         """Let go of all descriptors; views stay valid."""
+        self._files.clear()
         with self._lock:
-            gone, self._files = self._files, OrderedDict()
             other, self._other = self._other, None
             read, self._read = self._read, 0
-        del gone
         _READ.inc(read)
         if other is not None:
             other.close()
@@ -135,34 +121,7 @@ class DirectReader:
 
     def _opened(self, key: str) -> Descriptor | None:
         """The object's file; None where it is none of this machine."""
-        now = self._clock.monotonic()
-        with self._lock:
-            file = self._files.get(key)
-            if file is not None and now - file.since < BELIEVED_SECONDS:
-                self._files.move_to_end(key)
-                return file.descriptor
-        return self._open(key, now)
-
-    def _open(self, key: str, now: float) -> Descriptor | None:
-        try:
-            fd = self._store.open_file(key)
-        except CapacityError:  # too many open files, of which some may be ours
-            with self._lock:
-                gone, self._files = self._files, OrderedDict()
-            del gone
-            fd = self._store.open_file(key)
-        file = _File(None if fd is None else Descriptor(fd), now)
-        with self._lock:
-            before = self._files.pop(key, None)
-            self._files[key] = file
-            oldest = self._files.popitem(last=False) if len(self._files) > FILES else None
-        del before, oldest  # closed outside the lock, when the last read of them is over
-        return file.descriptor
-
-    def _forget(self, key: str) -> None:
-        with self._lock:
-            gone = self._files.pop(key, None)
-        del gone
+        return self._files.get(self._store, key)
 
     def _elsewhere(self) -> ShardReader:
         with self._making:
@@ -176,7 +135,7 @@ class DirectReader:
         try:
             size = sum([_run(descriptor.fileno(), *run) for run in runs])
         except (OSError, EOFError):
-            self._forget(key)
+            self._files.forget(self._store, key)
             self._store.get_ranges_into(key, [(offset, buffer) for offset, buffer in pieces if len(buffer)])
             return
         with self._lock:

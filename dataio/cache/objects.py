@@ -12,7 +12,7 @@ import json
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from dataio.cache.events import ObjectId
 from dataio.core.clock import Clock
@@ -48,6 +48,21 @@ class Objects:
         if found is None or self._clock.monotonic() - found[1] > STAT_SECONDS:
             return None
         return found[0]
+
+    def all_known(self, store: Store, keys: Iterable[str]) -> bool:
+        """Whether none of them has to be asked after."""
+        source, since, known = self.source(store), self._clock.monotonic() - STAT_SECONDS, self._known
+        return all((found := known.get((source, key))) is not None and found[1] >= since for key in keys)
+
+    def finder(self, store: Store) -> Callable[[str], ObjectId]:
+        """`find` for many keys at about the same time."""
+        source, since, known = self.source(store), self._clock.monotonic() - STAT_SECONDS, self._known
+
+        def find(key: str) -> ObjectId:
+            found = known.get((source, key))
+            return found[0] if found is not None and found[1] >= since else self._stat(store, key)
+
+        return find
 
     def find(self, store: Store, key: str) -> ObjectId:
         """The object, as it is known, or as the store says."""

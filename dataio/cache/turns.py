@@ -13,6 +13,7 @@ Start-time fair queueing: Goyal, Vin, Cheng, SIGCOMM 1996.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -66,14 +67,16 @@ class Turns(Generic[T]):
             job.given = max(job.given, self._now)
         job.waiting.append((item, cost))
 
-    def next(self, now: float) -> T | None:
-        """What goes now, if anything may."""
+    def next(self, now: float, fits: Callable[[T], bool] = lambda _: True) -> T | None:
+        """What goes now, if anything may, and if it fits."""
         if self._first:
-            return self._first.popleft()
+            return self._first.popleft() if fits(self._first[0]) else None
         able = [job for job in self._jobs.values() if job.waiting and self._may(job, now)]
         if not able:
             return None
         job = min(able, key=lambda job: job.given)
+        if not fits(job.waiting[0][0]):
+            return None
         item, cost = job.waiting.popleft()
         self._now = job.given
         job.given += cost

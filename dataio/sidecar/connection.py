@@ -153,7 +153,7 @@ class Sidecar:
         self.forgotten: Callable[[int], None] = lambda _file: None
         self.reporting: Callable[[], m.Report | None] = lambda: None
         """Asked once a tick for what to report, where the daemon understands that."""
-        self._reports = False
+        self._reports = self.goes_on = False
         self._thread = threading.Thread(target=self._receive, name="millrace-sidecar", daemon=True)
 
     @classmethod
@@ -198,7 +198,7 @@ class Sidecar:
             for frame in self._framer.feed(data, descriptors):
                 answer = m.decode_from_daemon(frame.payload)
                 if isinstance(answer, m.Welcome):
-                    self._reports = answer.reports
+                    self._reports, self.goes_on = answer.reports, answer.goes_on
                     return
                 if isinstance(answer, m.Refused):
                     raise m.error_of(answer.code, answer.message, "")

@@ -135,6 +135,7 @@ class Session:
         self._held: dict[int, list[Holdable]] = {}
         self._holds = 0
         self._recalls = 0
+        self._announced: m.Announce | None = None
 
     # what the client sent
 
@@ -154,7 +155,7 @@ class Session:
             case m.Open():
                 return self._open(message)
             case m.Announce():
-                return [Prefetch(message)]
+                return self._announce(message)
             case m.Touched(files):
                 return [Touch(files)]
             case m.Closed(files):
@@ -173,6 +174,7 @@ class Session:
         self.state = "over"
         self._held.clear()
         self._opens.clear()
+        self._announced = None
         self._holds = 0
 
     # what became of it
@@ -254,7 +256,7 @@ class Session:
             )
             return [Send(m.Refused("unsupported", text)), *self._end(text)]
         self.state, self.client_pid = "ready", hello.pid
-        return [Send(m.Welcome(m.VERSION, self._daemon_pid, reports=True))]
+        return [Send(m.Welcome(m.VERSION, self._daemon_pid, reports=True, goes_on=True))]
 
     def _open(self, request: m.Open) -> list[Instruction]:
         if request.id in self._opens:
@@ -263,6 +265,19 @@ class Session:
             return self._fail(request.id, CapacityError(f"{OPENS} requests are in progress; the most is {OPENS}"))
         self._opens[request.id] = request.have
         return [StartOpen(request)]
+
+    def _announce(self, message: m.Announce) -> list[Instruction]:
+        """All that is announced now, whatever the client needs to say of it."""
+        if message.gone is not None:
+            last = self._announced
+            if last is None or last.where != message.where:
+                return self._end("an announcement that goes on from none")
+            upcoming = [*last.upcoming[message.gone :], *message.upcoming]
+            if len(upcoming) > m.RANGES:
+                return self._end(f"{len(upcoming)} ranges are announced; the most is {m.RANGES}")
+            message = m.Announce(message.where, upcoming, message.trace)
+        self._announced = message
+        return [Prefetch(message)]
 
     def _stage(self, message: m.Stage, descriptors: tuple[int, ...]) -> list[Instruction]:
         if len(descriptors) != 2:

@@ -68,11 +68,13 @@ class Open(Message, frozen=True, tag="open"):
 
 
 class Announce(Message, frozen=True, tag="announce"):
-    """(key, offset, length) that will be read next, soonest first; replaces the last announcement. Not answered."""
+    """(key, offset, length) that will be read next, soonest first; replaces the last announcement, or, with `gone`, goes on from
+    it: without so many of its first, and with these behind the others. At most `RANGES` in all. Not answered."""
 
     where: Where
     upcoming: Annotated[list[tuple[Key, Size, Size]], msgspec.Meta(max_length=RANGES)]
     trace: Trace = ""
+    gone: Size | None = None
 
 
 class Touched(Message, frozen=True, tag="touched"):
@@ -144,11 +146,13 @@ class Report(Message, frozen=True, tag="report"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The handshake is done. `reports`: whether `Report` is understood."""
+    """The handshake is done. `reports`: whether `Report` is understood; `goes_on`: whether an `Announce` that goes on from the
+    last one is."""
 
     version: int
     pid: int
     reports: bool = False
+    goes_on: bool = False
 
 
 class Refused(Message, frozen=True, tag="refused"):

@@ -38,7 +38,7 @@ class Node:
             match self.todo.popleft():
                 case Fetch(file, block, _, length, here):
                     self.fetched += length - sum(size for _, _, size in here)
-                    self.todo.extend(self.plan.fetched(file, block))
+                    self.todo.extend(self.plan.fetched((file, block)))
                 case Ready(_, file):
                     self.todo.extend(self.plan.released(file))
                 case Bypass():

@@ -42,6 +42,8 @@ class CachePlan:
         """`budgets` in bytes: of each tier, the fast one first."""
         self.block_bytes, self.prefetch_parts = block_bytes, prefetch_parts
         """Prefetches in flight at once: fewer than the engine has threads, so that a fetch somebody waits for gets one."""
+        self.prefetch_together = 1
+        """So many prefetches start at once, as soon as there is room for them all."""
         self.prefetch_bytes = prefetch_parts * block_bytes
         """Bytes that prefetches may have in flight; the engine sets it to what the store's bandwidth and latency ask for."""
         self._tiers = Tiers([budgets] if isinstance(budgets, int) else budgets, block_bytes, max_files)
@@ -69,12 +71,16 @@ class CachePlan:
                 return file.id
         return None
 
-    def fetched(self, file_id: int, block: int) -> list[Instruction]:
-        """A `Fetch` is done: its bytes are in the file."""
-        file = self._tiers.files.get(file_id)
-        if file is None or block not in file.flying:  # the file was lost meanwhile
-            return []
+    def fetched(self, *parts: tuple[int, int]) -> list[Instruction]:
+        """These `Fetch`es, (file, block), are done: their bytes are in the files."""
         out: list[Instruction] = []
+        for file_id, block in parts:
+            file = self._tiers.files.get(file_id)
+            if file is not None and block in file.flying:  # else it was lost meanwhile
+                self._arrived(file, block, out)
+        return [*out, *self._prefetch()] if parts else out
+
+    def _arrived(self, file: CacheFile, block: int, out: list[Instruction]) -> None:
         for number in self._flights.fetched(file, block):
             ticket = self._flights.tickets.pop(number)
             if ticket.file is not None:
@@ -83,7 +89,6 @@ class CachePlan:
                 self._request(number, ticket.object, ticket.ranges, ticket.stream, out)
         if file.ring:
             self._ring.sweep(file.object, out)
-        return [*out, *self._prefetch()]
 
     def failed(self, file_id: int, block: int) -> list[Instruction]:
         """A `Fetch` failed at the store."""
@@ -166,6 +171,10 @@ class CachePlan:
     def set_open(self, tier: int, *, open: bool) -> None:
         """Whether the tier's disk can be written: else what is present is still served, and nothing new comes into it."""
         self._tiers.all[tier].open = open
+
+    def ahead(self, parts: int, size: int, together: int) -> None:
+        """How many prefetches may be in flight, bytes of them, and how many start at once."""
+        self.prefetch_parts, self.prefetch_bytes, self.prefetch_together = parts, size, together
 
     # questions
 
@@ -314,6 +323,8 @@ class CachePlan:
         """Start announced fetches, the one due first before the others, while there is room in the air and in the cache."""
         out: list[Instruction] = []
         flights = self._flights
+        if flights.ahead_parts > self.prefetch_parts - self.prefetch_together:
+            return out
         while flights.ahead_parts < self.prefetch_parts and flights.ahead_bytes < self.prefetch_bytes:
             stream = self._streams.next(self.prefetch_bytes) if self._tiers.open else None
             if stream is None or not self._prefetch_for(stream, self._streams.head(stream), out):

@@ -33,8 +33,8 @@ class Stream:
     placed: set[Read] = field(default_factory=set)
     times: Counter[Read] = field(default_factory=Counter)
     """How often the newest announcement names a read."""
-    reread: bool = False
-    """Whether a read that is still named was read: then it is looked at again when it is announced again."""
+    reread: set[Read] = field(default_factory=set)
+    """Reads that were looked at, and then read: one that is named still, or again, is looked at again."""
 
     @cached_property
     def due(self) -> dict[Read, float]:
@@ -42,18 +42,19 @@ class Stream:
         return {(want.object, want.ranges): want.due for want in reversed(self.named)}
 
     def announce(self, wants: Sequence[Want]) -> None:
-        gone = None if self.reread else continued(self.named, wants)
-        if gone is None:
+        gone = continued(self.named, wants)
+        if gone is not None:
+            self._go_on(gone, wants)
+        if gone is None or any(self.times[read] for read in self.reread):
             self._begin(wants)
-        else:
-            self._go_on(gone, wants[len(self.named) - gone :])
-        self.named, self.number, self.reread = wants, self.number + 1, False
+        self.named, self.number = wants, self.number + 1
+        self.reread.clear()
         self.__dict__.pop("due", None)
 
     def read(self, read: Read) -> None:
         if read in self.placed:
             self.placed.discard(read)
-            self.reread = True
+            self.reread.add(read)
 
     def _begin(self, wants: Sequence[Want]) -> None:
         reads = [(want.object, want.ranges) for want in wants]
@@ -61,8 +62,9 @@ class Stream:
         self.placed &= self.times.keys()
         self.wants = deque(want for want, read in zip(wants, reads, strict=True) if read not in self.placed)
 
-    def _go_on(self, gone: int, more: Sequence[Want]) -> None:
-        """The first `gone` wants are named no more, and `more` come after the others."""
+    def _go_on(self, gone: int, wants: Sequence[Want]) -> None:
+        """The first `gone` of the wants are named no more, and others come after the rest."""
+        more, twice = wants[len(self.named) - gone :], len(self.times) < len(self.named)
         reads = [(want.object, want.ranges) for want in more]
         self.times.update(reads)
         for want in self.named[:gone]:
@@ -73,8 +75,11 @@ class Stream:
             if not self.times[read]:
                 del self.times[read]
                 self.placed.discard(read)
-        self.wants.extend(more)
-        self.wants = deque(want for want in self.wants if (want.object, want.ranges) not in self.placed)
+        self.wants.extend([want for want, read in zip(more, reads, strict=True) if read not in self.placed])
+        if twice or len(self.times) < len(
+            wants
+        ):  # some are named twice, and the first of the two may have been looked at
+            self.wants = deque(want for want in self.wants if (want.object, want.ranges) not in self.placed)
 
 
 class Streams:

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from dataio.cache import lent, local
-from dataio.cache.local import BELIEVED_SECONDS, FILES, SURE, DirectReader
+from dataio.cache.local import SURE, DirectReader
+from dataio.cache.opened import BELIEVED_SECONDS, FILES
 from dataio.cache.own import own_reader
 from dataio.cache.reader import PrivateReader
 from dataio.core import filesystem

@@ -51,7 +51,7 @@ def land_all(cache: CachePlan, out: list[Instruction]) -> list[Instruction]:
     todo, seen = deque(out), list(out)
     while todo:
         if isinstance(i := todo.popleft(), Fetch):
-            more = cache.fetched(i.file, i.block)
+            more = cache.fetched((i.file, i.block))
             todo.extend(more)
             seen.extend(more)
     return seen
@@ -61,7 +61,7 @@ def load(cache: CachePlan, ticket: int, o: ObjectId, blocks: list[int], *, keep:
     """Request and fetch; returns the file."""
     out = ask(cache, ticket, o, blocks)
     for fetch in fetches(out):
-        out += cache.fetched(fetch.file, fetch.block)
+        out += cache.fetched((fetch.file, fetch.block))
     ready = [i for i in out if isinstance(i, Ready)]
     assert [r.ticket for r in ready] == [ticket]
     if not keep:
@@ -73,8 +73,8 @@ def test_a_block_is_fetched_once_for_all_who_ask() -> None:
     cache = plan()
     assert ask(cache, 1, obj("a"), [0]) == [Create(1, obj("a")), Fetch(1, 0, 0, 10)]
     assert ask(cache, 2, obj("a"), [0, 1]) == [Fetch(1, 1, 10, 10)]
-    assert cache.fetched(1, 0) == [Ready(1, 1)]
-    assert cache.fetched(1, 1) == [Ready(2, 1)]
+    assert cache.fetched((1, 0)) == [Ready(1, 1)]
+    assert cache.fetched((1, 1)) == [Ready(2, 1)]
     assert ask(cache, 3, obj("a"), [0, 1]) == [Ready(3, 1)]
 
 
@@ -142,7 +142,7 @@ def test_a_failed_fetch_wakes_all_who_wait_and_is_not_kept() -> None:
     ask(cache, 1, obj("a"), [0, 1])
     ask(cache, 2, obj("a"), [1])
     assert cache.failed(1, 1) == [Failed(1, 1, 1), Failed(2, 1, 1)]
-    assert cache.fetched(1, 0) == []
+    assert cache.fetched((1, 0)) == []
     assert fetches(ask(cache, 3, obj("a"), [1])) == [Fetch(1, 1, 10, 10)]
 
 
@@ -152,7 +152,7 @@ def test_a_lost_file_sends_its_waiters_past_the_cache() -> None:
     ask(cache, 2, obj("a"), [1])
     assert cache.lost(1) == [Drop(1), Bypass(1), Bypass(2)]
     assert cache.used == 0
-    assert cache.fetched(1, 0) == []  # the fetch that was in flight ends in nothing
+    assert cache.fetched((1, 0)) == []  # the fetch that was in flight ends in nothing
 
 
 def test_a_cache_in_trouble_serves_what_it_has() -> None:
@@ -175,15 +175,15 @@ def test_announced_blocks_are_fetched_soonest_due_first_and_a_few_at_a_time() ->
     out = announce(cache, 1, wants(obj("a"), range(3), due=5.0))
     assert [(f.file, f.block) for f in fetches(out)] == [(1, 0), (1, 1)]
     assert announce(cache, 2, wants(obj("b"), [0], due=1.0)) == []
-    assert [(f.file, f.block) for f in fetches(cache.fetched(1, 0))] == [(2, 0)]
-    assert [(f.file, f.block) for f in fetches(cache.fetched(1, 1))] == [(1, 2)]
+    assert [(f.file, f.block) for f in fetches(cache.fetched((1, 0)))] == [(2, 0)]
+    assert [(f.file, f.block) for f in fetches(cache.fetched((1, 1)))] == [(1, 2)]
 
 
 def test_a_stream_with_more_than_its_share_in_flight_lets_others_go_first() -> None:
     cache = plan(4000, prefetch_parts=4)
     assert len(fetches(announce(cache, 1, wants(obj("a", 500), range(20), due=1.0)))) == 4
     announce(cache, 2, wants(obj("b", 500), range(20), due=9.0))
-    started = [f for block in range(2) for f in fetches(cache.fetched(1, block))]
+    started = [f for block in range(2) for f in fetches(cache.fetched((1, block)))]
     assert {f.file for f in started} == {2}, "due later, but its turn"
 
 
@@ -191,13 +191,23 @@ def test_a_stream_that_is_over_prefetches_nothing_more() -> None:
     cache = plan(400, prefetch_parts=1)
     announce(cache, 1, wants(obj("a"), range(3)))
     cache.withdraw(1)
-    assert cache.fetched(1, 0) == []
+    assert cache.fetched((1, 0)) == []
 
 
 def test_bytes_in_flight_are_bounded_too() -> None:
     cache = plan(4000, prefetch_parts=8)
     cache.prefetch_bytes = 3 * BLOCK
     assert len(fetches(announce(cache, 1, wants(obj("a", 500), range(20))))) == 3
+
+
+def test_prefetches_that_go_together_start_together_and_what_is_asked_for_does_not_wait_for_that() -> None:
+    cache = plan(4000)
+    cache.ahead(4, 4 * BLOCK, 2)
+    assert len(fetches(announce(cache, 1, wants(obj("a", 500), range(20))))) == 4
+    assert cache.fetched((1, 0)) == [], "there is room for one"
+    assert [(f.file, f.block) for f in fetches(cache.fetched((1, 1)))] == [(1, 4), (1, 5)]
+    assert len(fetches(ask(cache, 1, obj("b"), [0]))) == 1
+    assert len(fetches(cache.fetched((1, 2), (1, 3), (1, 4)))) == 3, "and what landed together is followed up together"
 
 
 def full_of_pinned(budget: int = 640) -> CachePlan:
@@ -215,7 +225,7 @@ def test_announced_blocks_stay_and_the_rest_passes_through_the_ring() -> None:
     out = ask(cache, 1, obj("b", 600), [3], stream=1)
     file = out[0].file if isinstance(out[0], Create) else 0
     assert out == [Create(file, obj("b", 600), False), Fetch(file, 0, 30, 10)]
-    assert cache.fetched(file, 0) == [Ready(1, file, True), Drop(file, True)]
+    assert cache.fetched((file, 0)) == [Ready(1, file, True), Drop(file, True)]
     assert cache.counts()["dropped_but_held_bytes"] == 10
     cache.released(file)
     assert (cache.counts()["pinned_bytes"], cache.counts()["ring_bytes"]) == (kept, 0)
@@ -283,9 +293,9 @@ def test_adopted_blocks_are_on_the_books_and_checked_before_they_are_served() ->
     assert cache.used == 30
     assert cache.failed(1, 0) == [Failed(1, 1, 0)]
     assert cache.used == 30, "its bytes are still on the disk"
-    cache.fetched(1, 1)
+    cache.fetched((1, 1))
     assert ask(cache, 2, obj("a"), [0, 1]) == [Fetch(1, 0, 0, 10, (), True)]
-    assert cache.fetched(1, 0) == [Ready(2, 1)]
+    assert cache.fetched((1, 0)) == [Ready(2, 1)]
 
 
 def test_what_an_earlier_daemon_left_above_the_budget_is_not_adopted() -> None:
@@ -523,11 +533,24 @@ class PlanMachine(RuleBasedStateMachine):
         fetch = self.flying.pop((file, block))
         if outcome == "fetched":
             self.bytes[file] |= set(range(fetch.offset, fetch.offset + fetch.length))
-            self.execute(self.cache.fetched(file, block))
+            self.execute(self.cache.fetched((file, block)))
         else:
             if fetch.adopted:
                 self.adopted.add((file, block))
             self.execute(self.cache.failed(file, block), failing=(file, block))
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def land_together(self, data: st.DataObject) -> None:
+        places = data.draw(st.lists(st.sampled_from(sorted(self.flying)), min_size=1, max_size=4, unique=True))
+        for place in places:
+            fetch = self.flying.pop(place)
+            self.bytes[place[0]] |= set(range(fetch.offset, fetch.offset + fetch.length))
+        self.execute(self.cache.fetched(*places))
+
+    @rule(parts=st.integers(1, 6), together=st.integers(1, 4))
+    def ahead(self, parts: int, together: int) -> None:
+        self.cache.ahead(parts, parts * BLOCK, min(parts, together))
 
     @precondition(lambda self: any(self.holds.values()))
     @rule(data=st.data())
@@ -575,7 +598,7 @@ class PlanMachine(RuleBasedStateMachine):
         while self.waiting and self.flying:
             (file, block), fetch = self.flying.popitem()
             self.bytes[file] |= set(range(fetch.offset, fetch.offset + fetch.length))
-            self.execute(self.cache.fetched(file, block))
+            self.execute(self.cache.fetched((file, block)))
         assert not self.waiting
 
 

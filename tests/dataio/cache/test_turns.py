@@ -57,6 +57,17 @@ def test_what_belongs_to_no_job_goes_first() -> None:
     assert [turns.next(0.0), turns.next(0.0), turns.next(0.0)] == ["size of an object", "a", None]
 
 
+def test_what_does_not_fit_is_left_where_it_is() -> None:
+    turns: Turns[str] = Turns()
+    turns.add("a1", "a", 1)
+    turns.add("a2", "a", 1)
+    assert turns.next(0.0, lambda item: item != "a1") is None
+    assert turns.next(0.0, lambda item: item != "a2") == "a1"
+    turns.add_first("job")
+    assert turns.next(0.0, lambda item: item != "job") is None
+    assert [turns.next(0.0), turns.next(0.0), turns.next(0.0)] == ["job", "a2", None]
+
+
 def test_connections_and_bytes_in_flight_are_limited_for_each_job() -> None:
     turns = filled(JobLimits(connections=2), a=5, b=5)
     assert Counter(turns.next(0.0) for _ in range(5)) == {"a": 2, "b": 2, None: 1}

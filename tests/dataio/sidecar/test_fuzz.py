@@ -24,6 +24,7 @@ SOUND: list[m.Message] = [
     m.Hello(m.VERSION, 1),
     m.Open(1, WHERE, "shards/0.tar", [(0, 10)], 0.1),
     m.Announce(WHERE, [("shards/0.tar", 0, 10)]),
+    m.Announce(WHERE, [("shards/1.tar", 0, 10)], gone=1),
     m.Touched([1, 2]),
     m.Closed([]),
     m.Stage(2, "test", "about", priority=1, wait=1.0),

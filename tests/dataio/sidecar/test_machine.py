@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dataio.core.errors import NotFoundError
 from dataio.sidecar import machine
 from dataio.sidecar import messages as m
-from dataio.sidecar.machine import Discard, HangUp, Send, Session, StartJob, StartOpen
+from dataio.sidecar.machine import Discard, HangUp, Prefetch, Send, Session, StartJob, StartOpen
 
 WHERE = m.Where("file:///data", {})
 
@@ -25,7 +25,7 @@ class Lease:
 
 def ready() -> Session:
     session = Session(7)
-    assert session.received(m.Hello(m.VERSION, 1), ()) == [Send(m.Welcome(m.VERSION, 7, True))]
+    assert session.received(m.Hello(m.VERSION, 1), ()) == [Send(m.Welcome(m.VERSION, 7, True, True))]
     return session
 
 
@@ -147,6 +147,28 @@ def test_a_late_answer_is_dropped() -> None:
     assert late.message.code == "deadline"
     assert session.opened(1, Lease(5)) == []
     assert session.held == 0
+
+
+def announced(keys: str, gone: int | None = None) -> m.Announce:
+    return m.Announce(WHERE, [(key, 0, 1) for key in keys], gone=gone)
+
+
+def test_an_announcement_that_goes_on_is_followed_as_the_whole_list() -> None:
+    session = ready()
+    assert session.received(announced("abc"), ()) == [Prefetch(announced("abc"))]
+    assert session.received(announced("de", gone=2), ()) == [Prefetch(announced("cde"))]
+    assert session.received(announced("", gone=1), ()) == [Prefetch(announced("de"))]
+    assert session.received(announced("x"), ()) == [Prefetch(announced("x"))]
+
+
+def test_an_announcement_that_goes_on_from_none_or_to_too_many_ends_the_connection() -> None:
+    assert hangs_up(ready().received(announced("a", gone=0), ()))
+    elsewhere, long = ready(), ready()
+    elsewhere.received(announced("a"), ())
+    assert hangs_up(elsewhere.received(m.Announce(m.Where("file:///other", {}), [("b", 0, 1)], gone=0), ()))
+    long.received(announced("a" * m.RANGES), ())
+    assert long.received(announced("b", gone=1), ()) == [Prefetch(announced("a" * (m.RANGES - 1) + "b"))]
+    assert hangs_up(long.received(announced("b", gone=0), ()))
 
 
 def test_a_failure_goes_to_the_one_who_asked() -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataio.cache.local import DirectReader
 from dataio.core.errors import NotFoundError
@@ -26,7 +28,8 @@ from dataio.core.limits import MIB
 from dataio.sidecar import messages as m
 from dataio.sidecar import reader as reader_module
 from dataio.sidecar.client import Sidecar, open_reader
-from dataio.sidecar.reader import SidecarReader
+from dataio.sidecar.machine import Prefetch, Session
+from dataio.sidecar.reader import SidecarReader, _gone
 from dataio.store.contract import Store
 
 from .conftest import RunningDaemon, wait_for
@@ -236,6 +239,55 @@ def test_what_is_known_to_be_present_is_announced_no_more(
     reader._forget(reader._known["shards/0.tar"].file)
     assert announced([("shards/0.tar", 0, 10)]), "the daemon has dropped it"
     reader.close()
+
+
+def test_of_an_announcement_that_goes_on_what_is_new_is_told_when_it_is_a_quarter(
+    daemon: RunningDaemon, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, followed = list[m.Announce](), list[list[tuple[str, int, int]]]()
+    session, tell = Session(1), Sidecar.tell
+
+    def telling(self: Sidecar, message: m.FromClient) -> None:
+        if isinstance(message, m.Announce):
+            told.append(message)
+            (prefetch,) = session.received(message, ())
+            assert isinstance(prefetch, Prefetch)
+            followed.append(prefetch.request.upcoming)
+        tell(self, message)
+
+    session.received(m.Hello(m.VERSION, 1), ())
+    monkeypatch.setattr(Sidecar, "tell", telling)
+    coming = [("shards/1.tar", 100 * n, 100) for n in range(64)]
+    reader = open_reader(store, daemon.socket)
+    reader.announce(coming[:16])
+    reader.announce(coming[3:19])
+    assert len(told) == 1, "three of sixteen are new"
+    reader.announce(coming[4:20])
+    assert told[-1].upcoming == coming[16:20]
+    assert told[-1].gone == 4
+    reader.announce(coming[40:56])
+    assert told[-1].gone is None, "nothing of it was known"
+    reader.announce([*coming[44:50], *coming[60:64]])
+    assert told[-1].gone is None, "it goes on with something else"
+    assert followed == [coming[:16], coming[4:20], coming[40:56], [*coming[44:50], *coming[60:64]]]
+    reader.close()
+
+
+@given(st.data())
+def test_however_a_list_goes_on_the_daemon_has_what_was_told(data: st.DataObject) -> None:
+    last = data.draw(st.lists(st.sampled_from("abc"), max_size=6).map(as_ranges))
+    now = data.draw(
+        st.one_of(
+            st.lists(st.sampled_from("abc"), max_size=6).map(as_ranges),
+            st.integers(0, len(last)).map(lambda gone: [*last[gone:], ("d", 0, 1)]),
+        )
+    )
+    gone = _gone(last, now)
+    assert [*last[gone:], *now[len(last) - gone :]] == now
+
+
+def as_ranges(keys: list[str]) -> list[tuple[str, int, int]]:
+    return [(key, 0, 1) for key in keys]
 
 
 def test_the_mapping_that_was_not_used_goes_first(

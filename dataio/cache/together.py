@@ -1,0 +1,84 @@
+"""Blocks of files of this machine: several go together, through one buffer, and are told of at once.
+
+Purpose: deciding what follows from a block, and waking those who wait for it, takes a good part of the time in which a block that
+the page cache has is read, digested and written; four that are told of at once are decided on once. Where a store has to be
+waited for, that is lost in the wait, and blocks go side by side.
+Invariants: at most `TOGETHER` blocks, so that who begins to wait for one of them waits for a few milliseconds more at most;
+what somebody waits for already goes first. The bytes are those of the store's object: a store says which file that is.
+Failure behaviour: what cannot be read whole (truncated, gone, a bad disk) is left to the store, whose errors pass through.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+from dataio.cache.blocks import Descriptor
+from dataio.cache.buffers import IDLE_SECONDS
+from dataio.cache.flight import Flight, Landed
+from dataio.cache.opened import Opened
+from dataio.cache.passing import DiskError
+from dataio.core import metrics
+from dataio.core.clock import Clock
+from dataio.core.errors import MillraceError
+from dataio.store.contract import Store
+
+TOGETHER = 4
+
+_READ = metrics.store_bytes.labels("posix", "read")
+
+
+class Together:
+    """Safe to share between threads. `lately`: the last fetch was one of these."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._opened, self._clock, self._used = Opened(clock), clock, 0.0
+        self._here: weakref.WeakKeyDictionary[Store, bool] = weakref.WeakKeyDictionary()
+        self.lately = False
+
+    def fits(self, item: object) -> bool:
+        """Whether it may go together with others."""
+        return isinstance(item, Flight) and item.plain and self._here.get(item.store, False)
+
+    def takes(self, flight: Flight) -> bool:
+        """Whether it is to be fetched here: its store's objects are files of this machine."""
+        if not flight.plain:
+            return False
+        here = self._here.get(flight.store)
+        if here is None:
+            here = self._here[flight.store] = self._file(flight) is not None
+        return here
+
+    def fetch(self, flight: Flight, buffer: memoryview) -> Landed | None:
+        """Bring it into its file; None where that is left to the store."""
+        fetch = flight.fetch
+        view = buffer[: fetch.length]
+        file = self._file(flight)
+        if file is None:
+            self._here[flight.store] = False
+            return None
+        try:
+            whole = os.preadv(file.fileno(), [view], fetch.offset) == fetch.length
+        except OSError:
+            whole = False
+        if not whole:
+            self._opened.forget(flight.store, flight.key)
+            return None
+        _READ.inc(fetch.length)
+        self.lately, self._used = True, self._clock.monotonic()
+        try:
+            flight.part.whole(view)
+        except DiskError as error:
+            return fetch, error, fetch.length
+        return fetch, None, fetch.length
+
+    def rest(self) -> None:
+        """Let go of all files, if nobody asked for any in the last `IDLE_SECONDS`."""
+        if self._clock.monotonic() - self._used >= IDLE_SECONDS:
+            self._opened.clear()
+
+    def _file(self, flight: Flight) -> Descriptor | None:
+        try:
+            return self._opened.get(flight.store, flight.key)
+        except MillraceError:  # said by the store, when it is asked
+            return None
