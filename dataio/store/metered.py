@@ -74,6 +74,7 @@ class Metered(Wrapper):
         return size
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._requests("list", "ok"), self._seconds("list")  # looked up here: the collector may end this, under their lock
         with self._counted("list"):
             yield from self.inner.list(prefix)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 import uuid
 from pathlib import Path
 
 import pytest
 
 from dataio.core.errors import MillraceError
-from dataio.core.metrics import REGISTRY
+from dataio.core.metrics import REGISTRY, store_requests
 from dataio.store.metered import Metered
 from dataio.store.posix import PosixStore
 
@@ -44,3 +46,19 @@ def test_each_operation_is_counted_with_its_outcome_and_its_bytes(tmp_path: Path
     for direction, size in (("read", 5 + 2 + 4), ("written", 5 + 4 + 1)):
         labels = {"backend": backend, "direction": direction}
         assert REGISTRY.get_sample_value("millrace_store_bytes_total", labels) == size
+
+
+def test_a_listing_that_is_forgotten_ends_also_where_the_counters_are_locked(tmp_path: Path) -> None:
+    store = Metered(PosixStore(tmp_path), uuid.uuid4().hex)
+    store.put("a", b"1")
+    circle: list[object] = [store.list()]
+    circle.append(circle)
+    next(circle[0])  # type: ignore[call-overload]
+    collecting = threading.Thread(target=gc.collect)
+    with store_requests._lock:  # as the thread that the collector runs in may have it
+        del circle
+        collecting.start()
+        collecting.join(5)
+        ended = not collecting.is_alive()
+    collecting.join()
+    assert ended
