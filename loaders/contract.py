@@ -13,7 +13,7 @@ when it fails as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -96,6 +96,13 @@ class Plan(Coming, Protocol):
 
 Room = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
 """Where a batch will hold pixels of this shape, (T, 3, H, W); None when it will hold something else."""
+
+
+class Stretch(NamedTuple):
+    """Where a batch will hold these files, one after the other."""
+
+    files: Files
+    memory: memoryview
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -63,7 +63,7 @@ class DirectReader:
         if descriptor is None:
             return self._elsewhere().read(key, ranges)
         pieces = self._memory.pieces(ranges)
-        self._fill(key, descriptor, list(_runs(pieces)), pieces)
+        self._count(self._fill(key, descriptor, _runs(pieces), pieces))
         return [view.toreadonly() for _, view in pieces]
 
     def read_into(self, key: str, pieces: Pieces) -> None:
@@ -72,25 +72,32 @@ class DirectReader:
         if descriptor is None:
             self._elsewhere().read_into(key, pieces)
         else:
-            self._fill(key, descriptor, list(_runs(pieces)), pieces)
+            self._count(self._fill(key, descriptor, _runs(pieces), pieces))
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
         """Fill the pieces of every (key, pieces), and yield after each. Where `AT_ONCE` of them lie is found out before the first
         is read: between what it copies, the processor then has little else to do, and keeps its caches for it."""
         for first in range(0, len(reads), AT_ONCE):
-            prepared, failed = list[tuple[Descriptor | None, Sequence[Run], Read]](), None
+            prepared, failed = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
+            opened = dict[str, Descriptor | None]()
             for key, pieces in reads[first : first + AT_ONCE]:
                 try:
-                    prepared.append((self._opened(key), list(_runs(pieces)), (key, pieces)))
+                    if key not in opened:
+                        opened[key] = self._opened(key)
+                    prepared.append((opened[key], _runs(pieces), key, pieces))
                 except MillraceError as error:  # raised when those before it are read
                     failed = error
                     break
-            for descriptor, runs, (key, pieces) in prepared:
-                if descriptor is None:
-                    self._elsewhere().read_into(key, pieces)
-                else:
-                    self._fill(key, descriptor, runs, pieces)
-                yield
+            read = 0
+            try:
+                for descriptor, runs, key, pieces in prepared:
+                    if descriptor is None:
+                        self._elsewhere().read_into(key, pieces)
+                    else:
+                        read += self._fill(key, descriptor, runs, pieces)
+                    yield
+            finally:
+                self._count(read)
             if failed is not None:
                 raise failed
 
@@ -131,13 +138,24 @@ class DirectReader:
 
     # bytes
 
-    def _fill(self, key: str, descriptor: Descriptor, runs: Sequence[Run], pieces: Pieces) -> None:
+    def _fill(self, key: str, descriptor: Descriptor, runs: Sequence[Run], pieces: Pieces) -> int:
+        """Read all of them; how many bytes came from the file."""
+        size, fd = 0, descriptor.fileno()
         try:
-            size = sum([_run(descriptor.fileno(), *run) for run in runs])
+            for start, length, buffers in runs:
+                if (
+                    os.preadv(fd, buffers, start) != length
+                ):  # the file is shorter, or the kernel gave less than was asked for
+                    raise EOFError
+                size += length
         except (OSError, EOFError):
             self._files.forget(self._store, key)
             self._store.get_ranges_into(key, [(offset, buffer) for offset, buffer in pieces if len(buffer)])
-            return
+            return 0
+        return size
+
+    def _count(self, size: int) -> None:
+        """Tell the metrics, now and then."""
         with self._lock:
             self._read += size
             told, self._read = (self._read, 0) if self._read >= _TOLD_BYTES else (0, self._read)
@@ -177,10 +195,10 @@ def _behind(upcoming: Sequence[Range], last: Range | None) -> int:
     return 0
 
 
-def _runs(pieces: Pieces) -> Iterator[Run]:
-    """From where to where to read, and what is filled by it: neighbours together, with what lies between them, in whatever order
-    they are wanted."""
-    start, end, buffers = 0, 0, list[memoryview]()
+def _runs(pieces: Pieces) -> list[Run]:
+    """From where on how much to read, and what is filled by it: neighbours together, with what lies between them, in whatever
+    order they are wanted."""
+    runs, start, end, buffers = list[Run](), 0, 0, list[memoryview]()
     for offset, buffer in sorted(pieces, key=_OFFSET):
         gap = offset - end
         if buffers and 0 <= gap <= GAP_BYTES and len(buffers) < PIECES:
@@ -188,16 +206,10 @@ def _runs(pieces: Pieces) -> Iterator[Run]:
                 buffers.append(_GAP[:gap])
         else:
             if buffers:
-                yield start, end, buffers
+                runs.append((start, end - start, buffers))
             start, buffers = offset, []
         buffers.append(buffer)
         end = offset + len(buffer)
     if buffers:
-        yield start, end, buffers
-
-
-def _run(fd: int, start: int, end: int, buffers: Sequence[memoryview]) -> int:
-    """Fill all of them; how many bytes that were."""
-    if os.preadv(fd, buffers, start) != end - start:  # the file is shorter, or the kernel gave less than was asked for
-        raise EOFError
-    return end - start
+        runs.append((start, end - start, buffers))
+    return runs

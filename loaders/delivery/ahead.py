@@ -2,9 +2,9 @@
 
 Purpose: the running half of a loader, which can be thrown away and made again at any position.
 Invariants: batches follow each other over the ends of epochs without a pause; `prefetch` of them are in the making while the
-trainer works, and the bytes of `ANNOUNCED_BATCHES` more are named to the readers, soonest first. What batches hold is looked
-up in the index by a thread of its own, at most `prefetch` and `ANNOUNCED_BATCHES` ahead: the trainer waits for a look-up
-only when nothing else is in the making. Nothing here refers to the loader.
+trainer works, and the bytes of at least `ANNOUNCED_BATCHES` more are named to the readers, soonest first. What batches hold is
+looked up in the index by a thread of its own, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of those in
+the making: the trainer waits for a look-up only when nothing else is in the making. Nothing here refers to the loader.
 Failure behaviour: what `next` raises makes the whole unusable; the loader closes it and makes another.
 """
 
@@ -19,9 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from dataio.core.errors import MillraceError
+from dataio.shards.contract import Files
 from loaders.contract import Coming, Place, Work
 from loaders.delivery.batch import Batch
-from loaders.delivery.memory import Memory
+from loaders.delivery.memory import Closed, Memory
 from loaders.delivery.prefetch import Prefetcher
 from loaders.samples.source import Range, Source, ranges, spans
 
@@ -53,9 +54,10 @@ def batches_from(plan: Coming, epoch: int, batch: int) -> Iterator[Sequence[Plac
 
 
 class _Planned(msgspec.Struct, frozen=True):
-    """A batch that was looked up; `reads` by the number of the source."""
+    """A batch that was looked up; `files` where it is delivered as it is; `reads` by the number of the source."""
 
     places: Places
+    files: Sequence[Files] | None
     reads: Mapping[int, Sequence[Range]]
 
 
@@ -75,25 +77,25 @@ class Ahead:
         self._prefetcher, self._prefetch, self._memory = prefetcher, prefetch, memory
         self._batch_bytes = 0
         self._planner = ThreadPoolExecutor(1, _THREAD)
-        self._planned: deque[Future[_Planned]] = deque()
-        self._announced: Future[None] | None = None
+        self._planned: deque[_Planned] = deque()  # appended to by the planner's thread
+        self._planning: Future[None] | None = None
+        self._failed: BaseException | None = None
 
     def next(self) -> Batch:
         """The next batch, whole. What comes behind it is begun before it is returned, and what comes later is looked up and
         announced only then: the first batch has the cores for itself."""
-        self._plan(self._room() + 1 - len(self._prefetcher))
-        while len(self._prefetcher) <= self._room() and (self._planned[0].done() or not len(self._prefetcher)):
-            self._prefetcher.start(self._planned.popleft().result().places)
+        if not len(self._prefetcher):
+            self._prefetcher.start(*self._next_planned())
+        self._start(self._room() + 1)
         batch = self._prefetcher.next()
         self._batch_bytes = max(self._batch_bytes, batch.nbytes)
-        self._plan(ANNOUNCED_BATCHES + self._room() + 1 - len(self._prefetcher))
-        while len(self._prefetcher) < self._room() and _is_there(self._planned[0]):
-            self._prefetcher.start(self._planned.popleft().result().places)
-        self._announce()
+        self._start(self._room())
+        self._plan()
         return batch
 
     def close(self) -> None:
         """End the threads; nothing is delivered afterwards."""
+        self._failed = self._failed or Closed()  # ends what is being looked up
         self._memory.close()
         self._prefetcher.stop()
         inside = threading.current_thread().name.startswith(_THREAD)  # a collected loader may be finalised there
@@ -121,36 +123,58 @@ class Ahead:
             return self._prefetch
         return max(0, min(self._prefetch, self._memory.limit // self._batch_bytes - 1))
 
-    def _plan(self, count: int) -> None:
-        """Have so many batches looked up."""
-        while len(self._planned) < count:
-            self._planned.append(self._planner.submit(self._look_up))
+    def _start(self, count: int) -> None:
+        """Have so many batches in the making, as far as it is known what they hold."""
+        while len(self._prefetcher) < count and self._planned:
+            planned = self._planned.popleft()
+            self._prefetcher.start(planned.places, planned.files)
 
-    def _look_up(self) -> _Planned:
-        """In the planner's thread: the next batch, and what is read for it."""
-        places = next(self._batches)
-        reads = dict[int, list[Range]]()
-        joined = self._work.layout.joined
-        for place in places:
+    def _next_planned(self) -> tuple[Places, Sequence[Files] | None]:
+        """What the next batch holds; what went wrong when it was looked up is raised here."""
+        if not self._planned:
+            self._finish_planning()
+        if not self._planned and self._failed is None:  # one by itself, for which nobody waits longer than he must
+            first = self._planner.submit(self._look_up, 1)
+            self._planning = self._planner.submit(self._look_up, self._room())
+            first.result()
+        if self._failed is not None and not self._planned:
+            raise self._failed
+        planned = self._planned.popleft()
+        return planned.places, planned.files
+
+    def _plan(self) -> None:
+        """Have more batches looked up and announced, where it is time, and none are already or nothing came of it."""
+        if self._planning is not None and self._planning.done():
+            self._finish_planning()
+        if len(self._planned) <= ANNOUNCED_BATCHES and self._planning is None and self._failed is None:
+            count = ANNOUNCED_BATCHES + AT_ONCE - len(self._planned)
+            self._planning = self._planner.submit(self._look_up, count, announce=True)
+
+    def _finish_planning(self) -> None:
+        """Wait for what is being looked up; what went wrong when it was announced is raised here."""
+        planning, self._planning = self._planning, None
+        if planning is not None:
+            planning.result()
+
+    def _look_up(self, count: int, *, announce: bool = False) -> None:
+        """In the planner's thread. What goes wrong is raised where the batch is due."""
+        try:
+            while count > 0 and self._failed is None:
+                self._planned.append(self._look_at(next(self._batches)))
+                count -= 1
+        except BaseException as error:
+            self._failed = error
+        if announce and self._failed is None:
+            planned = tuple(self._planned)
+            for number, source in enumerate(self._sources):
+                source.announce([read for one in planned for read in one.reads.get(number, ())])
+
+    def _look_at(self, places: Places) -> _Planned:
+        """What is read for a batch."""
+        reads, joined = dict[int, list[Range]](), self._work.layout.joined
+        files = None if joined is None else [joined(place.sample) for place in places]
+        for number, place in enumerate(places):
             sample = place.sample
-            read = ranges(sample, self._work.members(sample)) if joined is None else spans(joined(sample))
+            read = ranges(sample, self._work.members(sample)) if files is None else spans(files[number])
             reads.setdefault(place.source, []).extend(read)
-        return _Planned(places, reads)
-
-    def _announce(self) -> None:
-        """Have the batches that are planned announced, unless the last time is not over yet."""
-        if self._announced is None or self._announced.done():
-            if self._announced is not None:
-                self._announced.result()
-            self._announced = self._planner.submit(self._name, tuple(self._planned))
-
-    def _name(self, planned: Sequence[Future[_Planned]]) -> None:
-        """In the planner's thread, after these were looked up. What went wrong there is raised where the batch is due."""
-        done = [future.result() for future in planned if not future.exception()]
-        for number, source in enumerate(self._sources):
-            source.announce([read for one in done for read in one.reads.get(number, ())])
-
-
-def _is_there(planned: Future[_Planned]) -> bool:
-    """Whether these places are known; what went wrong is raised where the batch is due."""
-    return planned.done() and not planned.exception()
+        return _Planned(places, files, reads)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from dataio.core.errors import UsageError
-from loaders.contract import Finished, Layout, Room
+from loaders.contract import Finished, Layout, Room, Stretch
 from loaders.delivery.buffers import Buffers
 
 _IN_NUMPY = {torch.int64: np.int64, torch.float64: np.float64}
@@ -63,6 +63,10 @@ class Batch:
     def nbytes(self) -> int:
         """Bytes of its tensors, as far as they are known."""
         return sum(tensor.nbytes for tensor in list(self._tensors.values()))
+
+    def rooms(self, slots: Sequence[int]) -> Sequence[Room | Stretch | None]:
+        """Where each of these samples may be made; None where it has to be put."""
+        return [self.room(slot) for slot in slots]
 
     def room(self, slot: int) -> Room | None:
         """Where uint8 pixels may be drawn that are put into this slot next; None where they become something else."""

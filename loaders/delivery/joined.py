@@ -11,36 +11,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from loaders.contract import IN_PLACE, Finished, Layout, Place, Room
+from dataio.shards.contract import Files
+from loaders.contract import IN_PLACE, Finished, Layout, Stretch
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
 
 
 class JoinedBatch(Batch):
-    """The samples at `places`; each gives one tensor of bytes, of as many as `layout.joined` says."""
+    """Samples that are these `files`; each gives one tensor of their bytes."""
 
-    def __init__(self, places: Sequence[Place], layout: Layout, output: Output, buffers: Buffers) -> None:
-        super().__init__(len(places), layout, output, buffers)
-        assert layout.joined is not None
-        self._ends = list(itertools.accumulate([layout.joined(place.sample).size for place in places], initial=0))
+    def __init__(self, files: Sequence[Files], layout: Layout, output: Output, buffers: Buffers) -> None:
+        super().__init__(len(files), layout, output, buffers)
+        self._files = files
+        self._ends = list(itertools.accumulate([one.size for one in files], initial=0))
         self._name = layout.tensors[0]
-        self._memory: npt.NDArray[np.uint8] | None = None
         self._other: dict[int, torch.Tensor] = {}
 
-    def room(self, slot: int) -> Room | None:
-        """Where the sample of this slot belongs; None where the processor cannot write it there."""
-        return partial(self._stretch, slot) if self._output.device.type == "cpu" else None
+    def rooms(self, slots: Sequence[int]) -> Sequence[Stretch | None]:
+        """Where the samples of these slots belong; None where the processor cannot write them there."""
+        if self._output.device.type != "cpu":
+            return [None] * len(slots)
+        memory, ends = self._joined().numpy().data, self._ends
+        return [Stretch(self._files[slot], memory[ends[slot] : ends[slot + 1]]) for slot in slots]
 
     def put(self, slot: int, sample: Finished) -> None:
         """Write `sample` into its stretch, or beside it where it is of another length, and let its tensor go."""
-        tensor = sample.tensors.get(self._name)
-        if tensor is not None and tensor is not IN_PLACE:
+        tensor = sample.tensors.get(self._name, IN_PLACE)
+        if tensor is not IN_PLACE:
             start, end = self._ends[slot], self._ends[slot + 1]
             if len(tensor) == end - start:
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
@@ -48,13 +48,6 @@ class JoinedBatch(Batch):
                 self._other[slot] = tensor.to(self._output.device, copy=True)
             sample = Finished(sample.sample, {self._name: IN_PLACE}, sample.values, sample.refusals)
         self.samples[slot] = sample
-
-    def _stretch(self, slot: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
-        """The room of a slot."""
-        if self._memory is None:
-            self._memory = self._joined().numpy()
-        part = self._memory[self._ends[slot] : self._ends[slot + 1]]
-        return part if part.shape == shape else None
 
     def _joined(self) -> torch.Tensor:
         with self._lock:

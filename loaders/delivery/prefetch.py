@@ -5,21 +5,23 @@ Purpose: keep the trainer from waiting without ever running away from it.
 Invariants: batches come out in the order they were asked for, whichever sample was finished first. A batch is started only by
 the one who asks for batches.
 Failure behaviour: the first error of a batch is raised where that batch would be delivered, and again if it is asked
-for again; a batch that nothing was finished of for `STALL_SECONDS` is a `DeadlineError`. `close` stops threads, from any
+for again; what was waited for during `STALL_SECONDS` and is not finished is a `DeadlineError`. `close` stops threads, from any
 state, after the picture that each has in hand, or the sample where that is not decoded picture by picture.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from dataio.core.errors import DeadlineError
-from loaders.contract import Finished, Layout, Place, Room
+from dataio.shards.contract import Files
+from loaders.contract import Finished, Layout, Place, Room, Stretch
 from loaders.decode.giving_up import GivenUp, giving_up
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
@@ -29,7 +31,7 @@ from loaders.delivery.rows import RowBatch
 
 STALL_SECONDS = 600.0
 _THREADS = "millrace-loader"
-Make = Callable[[Sequence[Place], Sequence[Room | None]], list[Finished]]
+Make = Callable[[Sequence[Place], Sequence[Room | Stretch | None]], list[Finished]]
 """Samples of these places, each maybe already in the room that its batch has for it."""
 
 
@@ -83,17 +85,17 @@ class Prefetcher:
         """Batches that were started and not delivered."""
         return len(self._batches)
 
-    def start(self, places: Sequence[Place]) -> None:
-        """Begin the next batch."""
-        batch = self._begun(places)
+    def start(self, places: Sequence[Place], files: Sequence[Files] | None = None) -> None:
+        """Begin the next batch; `files` are what its samples are where they are delivered as they are."""
+        batch = self._begun(places, files)
         groups = self._groups(places)
         self._batches.append(
             (batch, [self._pool.submit(self._fill, batch, group, [places[n] for n in group]) for group in groups])
         )
 
-    def _begun(self, places: Sequence[Place]) -> Batch:
-        if self._layout.joined is not None:
-            return JoinedBatch(places, self._layout, self._output, self._buffers)
+    def _begun(self, places: Sequence[Place], files: Sequence[Files] | None) -> Batch:
+        if files is not None:
+            return JoinedBatch(files, self._layout, self._output, self._buffers)
         if self._layout.capacity is not None:
             return RowBatch(places, self._layout, self._output, self._buffers)
         return Batch(len(places), self._layout, self._output, self._buffers)
@@ -111,15 +113,12 @@ class Prefetcher:
     def next(self) -> Batch:
         """The oldest batch that was started, whole."""
         batch, futures = self._batches[0]
-        while True:
-            done, waiting = wait(futures, STALL_SECONDS, FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            if not waiting:
-                break
-            if not done:
+        for future in futures:
+            with contextlib.suppress(TimeoutError):
+                future.exception(STALL_SECONDS)
+            if not future.done():
                 raise DeadlineError(f"no clip was finished for {STALL_SECONDS:.0f} s", hint="is the store reachable?")
-            futures = list(waiting)
+            future.result()
         del self._batches[0]
         self._buffers.tick()
         return batch
@@ -157,7 +156,7 @@ class Prefetcher:
 
     def _put(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
         try:
-            made = self._make(places, [batch.room(slot) for slot in slots])
+            made = self._make(places, batch.rooms(slots))
             for slot, sample in zip(slots, made, strict=True):
                 batch.put(slot, sample)
         except (Closed, GivenUp):

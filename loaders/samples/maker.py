@@ -11,15 +11,15 @@ are nobody's damage and are raised, so that a bad network never changes what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
 from dataio.core.trace import span
-from dataio.shards.contract import Files, Sample
-from loaders.contract import Finished, Loaded, Place, Plan, Room, Work
+from dataio.shards.contract import Sample
+from loaders.contract import Finished, Loaded, Place, Plan, Room, Stretch, Work
 from loaders.delivery.memory import Memory
 from loaders.refusals import Refusal
 from loaders.samples.quarantine import Quarantine
@@ -28,6 +28,7 @@ from loaders.samples.source import Source
 MAX_SUBSTITUTES = 16
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
 OnBad = Literal["replace", "shorter"]
+Rooms = Sequence[Room | Stretch | None]
 
 
 class Maker:
@@ -49,7 +50,7 @@ class Maker:
         self._quarantine, self._memory, self._on_bad = quarantine, memory, on_bad
         self._joined = work.layout.joined
 
-    def make(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Finished]:
+    def make(self, places: Sequence[Place], rooms: Rooms) -> list[Finished]:
         """The samples of `places`, worked on together where the work can, maybe each in its room. Left out is what has no
         tensors."""
         outcomes = self._try(places, rooms)
@@ -58,21 +59,25 @@ class Maker:
             for place, room, outcome in zip(places, rooms, outcomes, strict=True)
         ]
 
-    def _try(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Finished | MillraceError]:
-        with self._memory.admitted(sum(self._cost(place.sample) for place in places)):
-            loaded = self._load_all(places, rooms)
+    def _try(self, places: Sequence[Place], rooms: Rooms) -> list[Finished | MillraceError]:
+        with self._memory.admitted(sum(map(self._cost, places, rooms))):
+            loaded = self._load_all(places, rooms) if self._joined is None else self._load_joined(places, rooms)
             with span("decode", clips=len(places)):
-                done = iter(self._work.do([one for one in loaded if isinstance(one, Loaded)]))
+                whole = [one for one in loaded if isinstance(one, Loaded)]
+                made = self._work.do(whole)
+            if len(whole) == len(places):
+                return made
+            done = iter(made)
             return [next(done) if isinstance(one, Loaded) else one for one in loaded]
 
-    def _cost(self, sample: Sample) -> int:
-        exts = self._work.members(sample)
+    def _cost(self, place: Place, room: Room | Stretch | None) -> int:
+        if isinstance(room, Stretch):
+            return len(room.memory)
+        exts, sample = self._work.members(place.sample), place.sample
         return sum(member.length for member in sample.members if member.ext in exts) + self._work.cost(sample)
 
-    def _load_all(self, places: Sequence[Place], rooms: Sequence[Room | None]) -> list[Loaded | MillraceError]:
+    def _load_all(self, places: Sequence[Place], rooms: Rooms) -> list[Loaded | MillraceError]:
         """Parts of one sample share its bytes."""
-        if self._joined is not None:
-            return self._load_joined(places, rooms, self._joined)
         there = dict[tuple[int, int], Loaded | MillraceError]()
         for place, room in zip(places, rooms, strict=True):
             which = place.source, place.sample.id
@@ -80,45 +85,45 @@ class Maker:
                 there[which] = self._load(place, room)
         found = [there[place.source, place.sample.id] for place in places]
         return [
-            one if isinstance(one, MillraceError) or one.place is place else replace(one, place=place, room=room)
+            one
+            if isinstance(one, MillraceError) or one.place is place
+            else replace(one, place=place, room=_drawn(room))
             for place, room, one in zip(places, rooms, found, strict=True)
         ]
 
-    def _load_joined(
-        self, places: Sequence[Place], rooms: Sequence[Room | None], joined: Callable[[Sample], Files]
-    ) -> list[Loaded | MillraceError]:
+    def _load_joined(self, places: Sequence[Place], rooms: Rooms) -> list[Loaded | MillraceError]:
         """What is delivered as it is, read to where it belongs: all in one go, and one by one from the first on with which
         something is wrong."""
-        wanted = dict[int, list[tuple[int, Files, memoryview]]]()
+        wanted = dict[int, list[int]]()
         for slot, (place, room) in enumerate(zip(places, rooms, strict=True)):
-            if room is not None and not self._quarantine.condemned(place):
-                files = joined(place.sample)
-                if (into := room((files.size,))) is not None:
-                    wanted.setdefault(place.source, []).append((slot, files, into.data))
-        found = dict[int, Loaded]()
-        for source, these in wanted.items():
-            whole = self._sources[source].fetch_first([(files, into) for _, files, into in these])
-            found.update((slot, Loaded(places[slot], {}, None, files)) for slot, files, _ in these[:whole])
-        return [found.get(slot) or self._load(places[slot], rooms[slot]) for slot in range(len(places))]
+            if isinstance(room, Stretch) and not self._quarantine.condemned(place):
+                wanted.setdefault(place.source, []).append(slot)
+        found: list[Loaded | MillraceError | None] = [None] * len(places)
+        for source, slots in wanted.items():
+            stretches = [room for slot in slots if isinstance(room := rooms[slot], Stretch)]
+            whole = self._sources[source].fetch_first(stretches)
+            for slot, stretch in zip(slots[:whole], stretches, strict=False):
+                found[slot] = Loaded(places[slot], {}, None, stretch.files)
+        return [one or self._load(places[slot], None) for slot, one in enumerate(found)]
 
-    def _load(self, place: Place, room: Room | None) -> Loaded | MillraceError:
+    def _load(self, place: Place, room: Room | Stretch | None) -> Loaded | MillraceError:
         """Read and check the bytes."""
         known = self._quarantine.condemned(place)
         if known:
             return known
         try:
             source, exts = self._sources[place.source], self._work.members(place.sample)
-            return Loaded(place, source.fetch(place.sample, exts), room)
+            return Loaded(place, source.fetch(place.sample, exts), _drawn(room))
         except CorruptionError as error:
             self._quarantine.condemn(place, error)
             return error
 
-    def _instead(self, place: Place, room: Room | None, error: MillraceError) -> Finished:
+    def _instead(self, place: Place, room: Room | Stretch | None, error: MillraceError) -> Finished:
         if self._on_bad == "replace" or not isinstance(error, DAMAGE):
             return self._substitute(place, room, error)
         return Finished(place.sample, {}, refusals=(self._refusal(place, error),))
 
-    def _substitute(self, place: Place, room: Room | None, error: MillraceError) -> Finished:
+    def _substitute(self, place: Place, room: Room | Stretch | None, error: MillraceError) -> Finished:
         """The first neighbour that is whole."""
         refusals: list[Refusal] = []
         refused, first = place, error
@@ -130,7 +135,7 @@ class Maker:
             if other is None:
                 break
             refused = other
-            outcome = self._try([refused], [room])[0]
+            outcome = self._try([refused], [self._room_for(refused.sample, room)])[0]
             if not isinstance(outcome, MillraceError):
                 return replace(outcome, refusals=tuple(refusals))
             error = outcome
@@ -139,12 +144,24 @@ class Maker:
             hint="check the dataset with `millrace verify`",
         ) from first
 
+    def _room_for(self, sample: Sample, room: Room | Stretch | None) -> Room | Stretch | None:
+        """The room of one sample for another one; None where its files do not fill it."""
+        if self._joined is None or not isinstance(room, Stretch):
+            return room
+        files = self._joined(sample)
+        return Stretch(files, room.memory) if files.size == len(room.memory) else None
+
     def _refusal(self, place: Place, error: MillraceError) -> Refusal:
         sample = place.sample
         for_good = self._quarantine.condemned(place) is not None
         url = self._plan.datasets[place.source].url
         offset = _offset(sample, self._work.members(sample))
         return Refusal(sample.id, sample.key, sample.shard, offset, error.code, str(error), for_good, url, place.source)
+
+
+def _drawn(room: Room | Stretch | None) -> Room | None:
+    """Room that a work can draw in."""
+    return None if isinstance(room, Stretch) else room
 
 
 def _offset(sample: Sample, exts: Sequence[str]) -> int:
