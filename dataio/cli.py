@@ -9,12 +9,15 @@ is a bug, said so, with exit code 70 and its traceback on request.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, MillraceError
 from dataio.core.redact import redact
@@ -51,7 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 _EXIT_CODES = """\
 exit codes: 0 done · 1 done in part (some inputs were skipped or found damaged, and are listed) · 2 wrong use or missing
 object · 3 passing trouble, try again · 4 stored data is damaged · 5 another writer won · 6 no space or above a limit ·
-70 a bug in Millrace · 130 interrupted"""
+70 a bug in Millrace · 130 interrupted, also by SIGTERM"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"millrace {args[0]}" if args and args[0] in COMMANDS else "millrace"
     _open_standard()
     try:
-        code = _run(args)
+        with _terminable():
+            code = _run(args)
         print(end="", flush=True)  # here, where somebody can still say that it failed; nothing when it is closed
         return code
     except MillraceError as error:
@@ -114,6 +118,20 @@ def _load(target: str) -> Callable[[list[str]], int]:
     module, _, function = target.partition(":")
     loaded: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return loaded
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM is an interrupt, so that what was made on the way is taken away and what was started ends, also when a scheduler or
+    a time limit ends the command. A command that has another use for it sets its own."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _open_standard() -> None:

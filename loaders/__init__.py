@@ -68,6 +68,10 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'loaders' has no attribute {name!r}")
 
 
+_FREEZE = 1000
+"""Fewer objects are nobody's wish: Python 3.12 begins with some 400 that are frozen."""
+
+
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
     """Modules are no garbage, and a look for some among all that torch has made takes longer than any import of ours. What was
@@ -79,7 +83,7 @@ def _collecting_nothing() -> Iterator[None]:
     finally:
         if collecting:
             if (
-                not gc.get_freeze_count()
+                gc.get_freeze_count() < _FREEZE
             ):  # else it would become what somebody wants frozen, or be all that no longer is
                 gc.freeze()
                 gc.unfreeze()

@@ -119,6 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MillraceError as error:
         sys.stderr.write(f"millrace doctor: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -105,6 +105,23 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["try"]) == 130
 
 
+def test_a_time_limit_ends_a_command_as_an_interrupt_does() -> None:
+    program = (
+        "import time\nfrom dataio import cli\n"
+        "def wait(_):\n"
+        "    try: print('ready', flush=True); time.sleep(60)\n"
+        "    finally: print('tidied')\n"
+        "cli._load = lambda _: wait\n"
+        "raise SystemExit(cli.main(['pack']))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.terminate()
+        assert process.communicate(timeout=60) == (b"tidied\n", b"millrace pack: interrupted\n")
+    assert process.returncode == 130
+
+
 def test_an_interrupt_while_a_command_is_imported_exits_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
