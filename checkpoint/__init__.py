@@ -6,8 +6,9 @@ Failure behaviour: errors of `dataio.core.errors`.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from dataio.core.lazy import exports
 
 if TYPE_CHECKING:
     from checkpoint.api import Checkpointer
@@ -27,12 +28,4 @@ _WHERE = {
     "read": "checkpoint.restoring.reading",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = exports(__name__, _WHERE)

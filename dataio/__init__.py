@@ -5,8 +5,9 @@ The public names load their modules on first use, so that `import dataio` and `m
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from dataio.core.lazy import exports
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
@@ -46,12 +47,4 @@ _HOME = {
     "verify": "dataio.shards.verify.run",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'dataio' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = exports(__name__, _HOME)

@@ -7,8 +7,9 @@ The public names load their modules on first use: a plain order needs few of the
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from dataio.core.lazy import exports
 
 if TYPE_CHECKING:
     from loaders.order.buckets import Bucket, Bucketed, Buckets, Durations
@@ -40,30 +41,22 @@ __all__ = [
 ]
 
 _HOME = {
-    "MAX_LANES": "lanes",
-    "Bucket": "buckets",
-    "Bucketed": "buckets",
-    "Buckets": "buckets",
-    "Durations": "buckets",
-    "Evaluation": "evaluation",
-    "Mixed": "mixture",
-    "MixedBuckets": "mixed_buckets",
-    "Order": "lanes",
-    "Packing": "packing",
-    "Plain": "schedule",
-    "Population": "schedule",
-    "Quality": "quality",
-    "Schedule": "schedule",
-    "Share": "schedule",
-    "lanes_for": "lanes",
+    "MAX_LANES": "loaders.order.lanes",
+    "Bucket": "loaders.order.buckets",
+    "Bucketed": "loaders.order.buckets",
+    "Buckets": "loaders.order.buckets",
+    "Durations": "loaders.order.buckets",
+    "Evaluation": "loaders.order.evaluation",
+    "Mixed": "loaders.order.mixture",
+    "MixedBuckets": "loaders.order.mixed_buckets",
+    "Order": "loaders.order.lanes",
+    "Packing": "loaders.order.packing",
+    "Plain": "loaders.order.schedule",
+    "Population": "loaders.order.schedule",
+    "Quality": "loaders.order.quality",
+    "Schedule": "loaders.order.schedule",
+    "Share": "loaders.order.schedule",
+    "lanes_for": "loaders.order.lanes",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = exports(__name__, _HOME)
