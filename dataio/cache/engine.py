@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,8 @@ ENDED = 256
 TOLD_READS = 64
 RUNS = 256
 """Present runs that a lease lists."""
+GROWN_LOOKS, GROWN_FILES, GROWN_RUNS = 256, 16, 32
+"""Files that are looked at for more of them to tell of, how many are told of, and the runs of each."""
 
 _log = get_logger(__name__)
 _CACHE_BYTES = {source: metrics.cache_bytes.labels(source) for source in ("bypass", "cache", "store")}
@@ -141,6 +143,13 @@ class Engine:
             self._count(size, True, False, stream)
             self._hit(file, size)
             return self._lease(file, False)
+
+    def grown(self, told: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Of files with the runs that somebody was told of last (the very lists), some of those of which more is present."""
+        if len(told) > GROWN_LOOKS:
+            return []
+        with self._lock:
+            return self._plan.grown(told, GROWN_FILES, GROWN_RUNS)
 
     def announce(self, stream: int, store: Store, upcoming: Upcoming) -> None:
         """Prefetch (key, offset, length), soonest first; replaces what `stream` announced before."""

@@ -24,6 +24,8 @@ from dataio.core.errors import MillraceError
 from dataio.store.contract import Store
 
 TOGETHER = 4
+PIECE_BYTES = 1 << 20
+"""What is read and written by one system call."""
 
 _READ = metrics.store_bytes.labels("posix", "read")
 
@@ -42,35 +44,41 @@ class Together:
 
     def takes(self, flight: Flight) -> bool:
         """Whether it is to be fetched here: its store's objects are files of this machine."""
-        if not flight.plain:
-            return False
-        here = self._here.get(flight.store)
-        if here is None:
-            here = self._here[flight.store] = self._file(flight) is not None
-        return here
+        if flight.plain and flight.store not in self._here:
+            self._file(flight)
+        return self.fits(flight)
 
     def fetch(self, flight: Flight, buffer: memoryview) -> Landed | None:
         """Bring it into its file; None where that is left to the store."""
-        fetch = flight.fetch
-        view = buffer[: fetch.length]
-        file = self._file(flight)
+        fetch, file = flight.fetch, self._file(flight)
         if file is None:
-            self._here[flight.store] = False
             return None
         try:
-            whole = os.preadv(file.fileno(), [view], fetch.offset) == fetch.length
-        except OSError:
-            whole = False
-        if not whole:
-            self._opened.forget(flight.store, flight.key)
-            return None
-        _READ.inc(fetch.length)
-        self.lately, self._used = True, self._clock.monotonic()
-        try:
-            flight.part.whole(view)
+            if not self._pass(flight, file.fileno(), buffer):
+                self._opened.forget(flight.store, flight.key)
+                return None
         except DiskError as error:
             return fetch, error, fetch.length
+        finally:
+            self.lately, self._used = True, self._clock.monotonic()
+        _READ.inc(fetch.length)
         return fetch, None, fetch.length
+
+    def _pass(self, flight: Flight, fd: int, buffer: memoryview) -> bool:
+        """By pieces that stay in a processor's own cache; whether all of it could be read."""
+        passing, at = flight.part.begin(), flight.fetch.offset
+        end = at + flight.fetch.length
+        while at < end:
+            piece = buffer[: min(PIECE_BYTES, end - at)]
+            try:
+                if os.preadv(fd, [piece], at) != len(piece):
+                    return False
+            except OSError:
+                return False
+            passing.take(at, piece)
+            at += len(piece)
+        passing.end()
+        return True
 
     def rest(self) -> None:
         """Let go of all files, if nobody asked for any in the last `IDLE_SECONDS`."""
@@ -79,6 +87,8 @@ class Together:
 
     def _file(self, flight: Flight) -> Descriptor | None:
         try:
-            return self._opened.get(flight.store, flight.key)
+            file = self._opened.get(flight.store, flight.key)
         except MillraceError:  # said by the store, when it is asked
             return None
+        self._here[flight.store] = file is not None
+        return file

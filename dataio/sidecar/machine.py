@@ -25,6 +25,10 @@ HELD = 1024
 RECALLS = 4
 
 
+Runs = Sequence[tuple[int, int]]
+Grown = Sequence[tuple[int, Runs]]
+
+
 class Holdable(Protocol):
     """What the machine keeps of a lease: while it refers to it, the cache counts the file as held."""
 
@@ -134,6 +138,8 @@ class Session:
         self._opens: dict[int, int] = {}  # request -> the file that the client has
         self._held: dict[int, list[Holdable]] = {}
         self._holds = 0
+        self.told: dict[int, Runs] = {}
+        """Of held files, the runs that the client was told of last."""
         self._recalls = 0
         self._announced: m.Announce | None = None
 
@@ -173,35 +179,41 @@ class Session:
         """The connection has ended: everything held is let go."""
         self.state = "over"
         self._held.clear()
+        self.told.clear()
         self._opens.clear()
         self._announced = None
         self._holds = 0
 
     # what became of it
 
-    def opened(self, request: int, lease: Holdable | None) -> list[Instruction]:
-        """The ranges of this open are in the cache, or, with None, the cache has no room for them."""
+    def opened(self, request: int, lease: Holdable | None, grown: Grown = ()) -> list[Instruction]:
+        """The ranges of this open are in the cache, or, with None, the cache has no room for them. `grown`: files of `told` of
+        which more is there by now."""
         if request not in self._opens:
             return []
         have = self._opens.pop(request)
-        return [Send(m.Bypassed(request))] if lease is None else self._there(request, have, lease)
+        return [Send(m.Bypassed(request))] if lease is None else self._there(request, have, lease, grown)
 
     def at_once(self, request: m.Open) -> bool:
         """Whether an open that brought no descriptors may be answered by `opened_at_once`, without being begun; whatever is wrong
         with it is said when it is `received`."""
         return self.state == "ready" and request.id not in self._opens and len(self._opens) < OPENS
 
-    def opened_at_once(self, request: m.Open, lease: Holdable) -> list[Instruction]:
+    def opened_at_once(self, request: m.Open, lease: Holdable, grown: Grown = ()) -> list[Instruction]:
         """The ranges are in the cache, and were when the client asked."""
-        return self._there(request.id, request.have, lease)
+        return self._there(request.id, request.have, lease, grown)
 
-    def _there(self, request: int, have: int, lease: Holdable) -> list[Instruction]:
-        answer = m.Opened(request, lease.file, lease.size, list(lease.present), lease.once)
+    def _there(self, request: int, have: int, lease: Holdable, grown: Grown) -> list[Instruction]:
+        also = [(file, list(runs)) for file, runs in grown if file in self._held and file != lease.file]
+        answer = m.Opened(request, lease.file, lease.size, list(lease.present), lease.once, also)
+        self.told.update({file: runs for file, runs in grown if file in self._held})
         if lease.file == have and lease.file in self._held:
+            self.told[lease.file] = lease.present
             return [Send(answer)]
         if self._holds >= HELD:
             return self._fail(request, CapacityError(f"this process holds {HELD} cached files; the most is {HELD}"))
         self._held.setdefault(lease.file, []).append(lease)
+        self.told[lease.file] = lease.present
         self._holds += 1
         return [Send(answer, lease)]
 
@@ -301,6 +313,7 @@ class Session:
             self._holds -= 1
             if not leases:
                 del self._held[file]
+                self.told.pop(file, None)
         return []
 
     def _fail(self, request: int, error: BaseException) -> list[Instruction]:

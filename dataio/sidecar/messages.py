@@ -165,13 +165,14 @@ class Refused(Message, frozen=True, tag="refused"):
 class Opened(Message, frozen=True, tag="opened"):
     """The ranges are in `file`, whose read-only descriptor comes along unless the client has it. (first, end) runs of
     `present` are there as well; what is there stays there. `once`: the cache has dropped the file already, so close it after this
-    read; no `Forget` follows."""
+    read; no `Forget` follows. `also`: of some other files that the client holds, what is there by now."""
 
     id: Id
     file: Id
     size: Size
     present: list[tuple[Size, Size]]
     once: bool = False
+    also: list[tuple[Id, list[tuple[Size, Size]]]] = []
 
 
 class Bypassed(Message, frozen=True, tag="bypassed"):

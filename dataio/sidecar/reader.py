@@ -257,6 +257,8 @@ class SidecarReader:
             hold = _Hold(connection, answer.file)
             mapped = map_file(descriptors[0], answer.size, hold) if answer.size else None
         learnt = _Known(answer.file, mapped, answer.present)
+        if answer.also:
+            self._learn_more(connection, answer.also)
         if answer.once:
             return learnt
         with self._lock:
@@ -267,6 +269,17 @@ class SidecarReader:
             oldest = self._evicted() if len(self._known) > MAPPED_FILES else None
         del gone, oldest  # their holds end outside the lock
         return learnt
+
+    def _learn_more(self, connection: Sidecar, also: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> None:
+        """More is present of files that are mapped here."""
+        grown = dict(also)
+        with self._lock:
+            if self._connection is not connection:
+                return
+            for key, known in list(self._known.items()):
+                if known.file in grown:
+                    self._known[key] = more = _Known(known.file, known.mapped, grown[known.file])
+                    more.used = known.used
 
     def _evicted(self) -> _Known:
         """The oldest that was not used since it was last looked at: reads do not stop to put what they use in order."""

@@ -64,6 +64,10 @@ class Reads:
             return None
         return self._engine.present(source, request.key, request.ranges, id(client))
 
+    def grown(self, client: Client) -> machine.Grown:
+        """Files that the client holds of which more is there than it knows: each that is told saves it a question."""
+        return self._engine.grown(client.session.told)
+
     def open(self, client: Client, request: m.Open) -> None:
         """Answer when all is present."""
         if self.draining:
@@ -173,7 +177,7 @@ class Reads:
         error = future.exception()
         if error is not None:
             return client.session.open_failed(request, error)
-        return client.session.opened(request, future.result())
+        return client.session.opened(request, future.result(), self.grown(client))
 
     async def _open_and_announce(self, client: Client, location: Location, request: m.Announce) -> None:
         try:

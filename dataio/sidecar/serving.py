@@ -144,7 +144,7 @@ class Clients:
         if type(message) is m.Open and not descriptors and client.session.at_once(message):
             lease = self._reads.present(client, message)
             if lease is not None:
-                self._carry_out(client, client.session.opened_at_once(message, lease))
+                self._carry_out(client, client.session.opened_at_once(message, lease, self._reads.grown(client)))
                 return
         client.carry_out(client.session.received(message, descriptors))
 

@@ -16,7 +16,7 @@ room; prefetching alone waits (back-pressure). A failed fetch fails the tickets 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dataio.cache.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
 from dataio.cache.plan.files import CacheFile, blocks_of
@@ -205,6 +205,19 @@ class CachePlan:
     def runs(self, file_id: int, at_most: int) -> list[tuple[int, int]]:
         """The file's present bytes as (first, end) runs, sorted; the first `at_most` of them."""
         return self._tiers.files[file_id].runs(at_most)
+
+    def grown(
+        self, told: Mapping[int, Sequence[tuple[int, int]]], files: int, runs: int
+    ) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Of files with the very lists that `runs` gave: up to `files` of those of which more is present, in few runs."""
+        out: list[tuple[int, list[tuple[int, int]]]] = []
+        for id, before in told.items():
+            file = self._tiers.files.get(id)
+            if file is not None and file.listed is not before and len(file.listed) <= runs:
+                out.append((id, file.listed))
+                if len(out) == files:
+                    break
+        return out
 
     def object_of(self, file_id: int) -> ObjectId:
         return self._tiers.files[file_id].object

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache import together
 from dataio.cache.blocks import BlockDirectory, BlockFile
 from dataio.cache.buffers import IDLE_SECONDS
 from dataio.cache.engine import Engine
@@ -82,6 +81,10 @@ class Node:
         length = min(BLOCK, self.file.size - block * BLOCK)
         return os.pread(self.file.reader.fileno(), length, block * BLOCK)
 
+    def forget(self) -> None:
+        """Keep no file open."""
+        self._fetcher._together._opened.clear()
+
     def close(self) -> None:
         self._fetcher.close()
 
@@ -115,17 +118,21 @@ def test_what_somebody_waits_for_goes_first_and_waits_for_none_of_the_others(nod
 
 @pytest.mark.parametrize("damage", ["shorter", "gone"])
 def test_what_cannot_be_read_is_left_to_the_store_whose_error_it_is(
-    node: Node, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+    node: Node, tmp_path: Path, data: bytes, damage: str
 ) -> None:
     if damage == "shorter":
         os.truncate(tmp_path / "store" / "a", 3 * BLOCK)
     else:
-        monkeypatch.setattr(together.Together, "_file", lambda self, flight: None)
         (tmp_path / "store" / "a").unlink()
+        node.forget()
     node.fetch([1, 2, 3, 4])
     assert sorted(block for landed in node.blocks() for block in landed) == [1, 2, 3, 4]
     assert len(node.errors()) == (2 if damage == "shorter" else 4)
     assert not any(isinstance(error, DiskError) for error in node.errors())
+    (tmp_path / "store" / "a").write_bytes(data)
+    node.told.clear()
+    node.fetch([5, 6])
+    assert (node.blocks(), node.errors()) == ([[5, 6]], []), "and for other blocks nothing has changed"
 
 
 def test_a_file_that_was_read_amiss_is_opened_anew(node: Node, data: bytes, tmp_path: Path) -> None:

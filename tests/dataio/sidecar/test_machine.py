@@ -84,6 +84,22 @@ def test_what_is_there_is_answered_at_once_and_held_as_if_it_had_been_begun() ->
     assert session.held == 0
 
 
+def test_what_grew_of_other_files_that_the_client_holds_is_told_along() -> None:
+    session, more = ready(), [(0, 90)]
+    session.opened_at_once(opening(1), Lease(5))
+    session.opened_at_once(opening(2), Lease(6))
+    assert session.told == {5: ((0, 10),), 6: ((0, 10),)}
+    (answer,) = session.opened_at_once(opening(3, have=6), Lease(6), [(5, more), (6, more)])
+    assert answer == Send(m.Opened(3, 6, 100, [(0, 10)], also=[(5, more)]))
+    assert session.told[5] is more, "and not told again"
+    session.received(m.Closed([5]), ())
+    assert 5 not in session.told
+    (answer,) = session.opened_at_once(opening(4, have=6), Lease(6), [(5, more)])
+    assert answer == Send(m.Opened(4, 6, 100, [(0, 10)])), "it was closed"
+    session.over()
+    assert not session.told
+
+
 def test_an_open_that_is_not_in_order_is_not_answered_at_once() -> None:
     assert not Session(7).at_once(opening(1)), "nobody said hello"
     session = ready()

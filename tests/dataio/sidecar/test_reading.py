@@ -241,6 +241,22 @@ def test_what_is_known_to_be_present_is_announced_no_more(
     reader.close()
 
 
+def test_an_answer_tells_what_came_of_other_files_too(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, other = open_reader(store, daemon.socket), open_reader(store, daemon.socket)
+    for key in ("shards/0.tar", "shards/1.tar"):
+        reader.read(key, [(0, 10)])
+    other.read("shards/1.tar", [(0, len(shards["shards/1.tar"]))])
+    reader.read("shards/0.tar", [(4 * MIB, 10)])
+    monkeypatch.setattr(Sidecar, "call", None)
+    ranges = [(4 * MIB - 5, 10), (len(shards["shards/1.tar"]) - 10, 10)]
+    views = reader.read("shards/1.tar", ranges)
+    assert [bytes(v) for v in views] == expected(shards, "shards/1.tar", ranges), "without asking"
+    reader.close()
+    other.close()
+
+
 def test_of_an_announcement_that_goes_on_what_is_new_is_told_when_it_is_a_quarter(
     daemon: RunningDaemon, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
