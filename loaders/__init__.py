@@ -10,7 +10,10 @@ import gc
 import importlib
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING
+
+from dataio.core.lazy import exports
 
 if TYPE_CHECKING:
     from loaders.audio import AudioLoader
@@ -59,15 +62,6 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        if _HOME[name] in sys.modules:
-            return getattr(sys.modules[_HOME[name]], name)
-        with _collecting_nothing():
-            return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'loaders' has no attribute {name!r}")
-
-
 _FREEZE = 1000
 """Fewer objects are nobody's wish: Python 3.12 begins with some 400 that are frozen."""
 
@@ -90,5 +84,11 @@ def _collecting_nothing() -> Iterator[None]:
             gc.enable()
 
 
-def __dir__() -> list[str]:
-    return __all__
+def _imported(module: str) -> ModuleType:
+    if module in sys.modules:
+        return sys.modules[module]
+    with _collecting_nothing():
+        return importlib.import_module(module)
+
+
+__getattr__, __dir__ = exports(__name__, _HOME, _imported)
