@@ -20,6 +20,7 @@ import msgspec
 
 from dataio.core.errors import UsageError
 from dataio.core.limits import MIB, format_bytes
+from dataio.core.outputs import is_special, written_whole
 from dataio.store.oserrors import translated
 
 FORMAT = "millrace-bench"
@@ -120,9 +121,11 @@ def prepare(path: Path) -> None:
     """Find out that nothing can be written to `path` before the measuring rather than behind it."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder", hint="name a file for the results")
+    if is_special(path):
+        return
     with translated(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(path)
+        partial = path.with_name(f".{path.name}.partial")
         partial.touch()
         partial.unlink()
 
@@ -130,13 +133,8 @@ def prepare(path: Path) -> None:
 def write(run: Run, path: Path) -> None:
     """Write the document to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(path)
-    partial.write_text(encode(run) + "\n")
-    partial.replace(path)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
+    with written_whole(path) as file:
+        file.write(f"{encode(run)}\n".encode())
 
 
 def read(path: Path) -> Run:

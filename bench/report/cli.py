@@ -16,6 +16,8 @@ from bench.core.results import Run, read
 from bench.report.compare import as_text, compare
 from bench.report.markdown import markdown
 from bench.report.page import page
+from dataio.core.outputs import written_whole
+from dataio.store.oserrors import translated
 
 
 def report(argv: Sequence[str]) -> int:
@@ -33,7 +35,8 @@ def report(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     runs: list[tuple[str, Run]] = [(path.name, read(path)) for path in args.results]
     if args.output:
-        args.output.write_text(page(runs, args.title))
+        with translated(f"writing {args.output}"), written_whole(args.output) as file:
+            file.write(page(runs, args.title).encode())
         print(f"wrote {args.output}")
     if args.markdown or not args.output:
         print(markdown(runs, args.part), end="")

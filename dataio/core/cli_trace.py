@@ -9,13 +9,15 @@ is then 1. A file without a header is refused: it is no event log.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from dataio.core.errors import MillraceError, NotFoundError, UsageError
+from dataio.core.errors import NotFoundError, UsageError
+from dataio.core.outputs import written_whole
 from dataio.core.trace import HEADER, VERSION
 
 LINE_BYTES = 64 << 10
@@ -33,13 +35,10 @@ def trace(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     reader = _Reader()
     try:
-        with open(options.output, "w", encoding="utf-8") as out:
+        with written_whole(options.output) as file, io.TextIOWrapper(file, "utf-8") as out:
             events = _write(out, reader.all(_found(options.files)))
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from None
-    except MillraceError:
-        options.output.unlink(missing_ok=True)
-        raise
     print(f"{options.output}: {events} events of {len(reader.tracks)} processes")
     if reader.skipped:
         print(f"skipped {reader.skipped} lines that are no events", file=sys.stderr)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -164,3 +165,14 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Sig
     assert part.status == "interrupted"
     assert part.candidates["millrace"].metrics["get_4096_x1"][0] > 0
     assert not list((tmp_path / "data").iterdir()), "the objects of the sweep were left behind"
+
+
+def test_results_go_into_a_pipe_that_stays_one(tmp_path: Path) -> None:
+    pipe, read = tmp_path / "pipe", list[bytes]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    assert command.run(["-o", str(pipe)], "x", "about", lambda *_: None) == 0
+    reader.join()
+    assert json.loads(read[0])["format"] == "millrace-bench"
+    assert pipe.is_fifo()

@@ -68,14 +68,15 @@ def preview(argv: list[str]) -> int:
     parser.add_argument("-o", "--output", metavar="PAGE", required=True, help="the file to write, such as page.html")
     _add_json(parser, "one JSON object: the page, its size, and what it is of")
     args = parser.parse_args(argv)
+    from dataio.core.outputs import written_whole
     from dataio.shards.dataset import Dataset
-    from dataio.shards.look.export import written_whole
+    from dataio.shards.look.export import said
     from dataio.shards.look.preview import preview as make
 
     path = Path(args.output)
     with Dataset(args.dataset, args.version) as opened, _progress(quiet=args.json) as progress:
         dataset = _narrowed(opened, args.where)
-        with written_whole(path) as file:  # opened before the work, which may take long
+        with said(path), written_whole(path) as file:  # opened before the work, which may take long
             page = make(
                 dataset,
                 limit=args.limit,

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 import xxhash
 
+from dataio.core import outputs
 from dataio.core.errors import ConflictError, MillraceError, NotFoundError
 from dataio.shards import members
 from dataio.shards.contract import Member, Sample
@@ -74,29 +73,20 @@ def _escaped(c: str) -> str:
 def _write(dataset: Dataset, sample: Sample, member: Member, path: Path, force: bool) -> None:
     if not force and os.path.lexists(path):
         raise _exists(path)
-    with written_whole(path, replace=force) as file:
+    with said(path), outputs.written_aside(path, replace=force) as file:
         for piece in members.chunks(dataset.store, sample, member):
             file.write(piece)
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write, which gets its name at the end; nothing is left when it does not come to that."""
-    temporary = path.with_name(f".millrace-{secrets.token_hex(8)}.tmp")
+def said(path: Path) -> Iterator[None]:
+    """What keeps `path` from being written, as an error of ours."""
     try:
-        with open(temporary, "xb") as file:
-            yield file
-        if replace:
-            os.replace(temporary, path)
-        else:
-            os.link(temporary, path)
+        yield
     except FileExistsError as error:
         raise _exists(path) from error
     except OSError as error:
         raise _os_error(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def _exists(path: Path) -> ConflictError:
