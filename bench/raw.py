@@ -48,7 +48,7 @@ BATCH, EPOCHS, AT_ONCE = 16, 3, 32
 MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
 PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Millrace through the sidecar", "Millrace in one process"
 TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
-LOADER = "FileLoader in one process, 2 threads"
+LOADER, LOADER_SIDECAR = "FileLoader in one process, 2 threads", "FileLoader through the sidecar, 2 threads"
 PLAIN_CHECKED, UNCHECKED = f"{PLAIN}, with digests", "{}, without digests"
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
@@ -216,11 +216,11 @@ def _reading(
     return ahead
 
 
-def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Epochs:
+def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None = None) -> Epochs:
     """`FileLoader`, which puts batches into memory of its own."""
     from loaders import FileLoader
 
-    options: dict[str, Any] = {"seed": 1, "sidecar": None, "threads": 2, "drop_last": False}
+    options: dict[str, Any] = {"seed": 1, "sidecar": sidecar, "threads": 2, "drop_last": False}
     loader = stack.enter_context(FileLoader(str(folder / "dataset"), BATCH, files=sorted(MEMBERS), **options))
     begun = dict[int, dict[str, Any]]()
 
@@ -265,21 +265,29 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     }
 
 
-def _through(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Epochs:
-    place = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))
-    running = stack.enter_context(daemon(Path(place) / "node", cache_bytes="4GiB"))
-    return _millrace(folder, staging, stack, running.socket)
+def _through(
+    read: Callable[[Path, memoryview, contextlib.ExitStack, Path | None], Epochs],
+) -> Callable[[Path, memoryview, contextlib.ExitStack], Epochs]:
+    """The same through a daemon."""
+
+    def epochs(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Epochs:
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))
+        running = stack.enter_context(daemon(Path(place) / "node", cache_bytes="4GiB"))
+        return read(folder, staging, stack, running.socket)
+
+    return epochs
 
 
 CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epochs]] = {
     PLAIN: _plain,
     PLAIN_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2),
     PLAIN_CHECKED: lambda folder, staging, stack: _plain(folder, staging, stack, check=True),
-    SIDECAR: _through,
+    SIDECAR: _through(_millrace),
     ALONE: lambda folder, staging, stack: _millrace(folder, staging, stack, None),
     TWO: lambda folder, staging, stack: _millrace(folder, staging, stack, None, 2),
     LOADER: _loader,
-    UNCHECKED.format(SIDECAR): _through,
+    LOADER_SIDECAR: _through(_loader),
+    UNCHECKED.format(SIDECAR): _through(_millrace),
     UNCHECKED.format(ALONE): lambda folder, staging, stack: _millrace(folder, staging, stack, None),
 }
 

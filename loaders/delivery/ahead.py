@@ -135,7 +135,7 @@ class Ahead:
             self._finish_planning()
         if not self._planned and self._failed is None:  # one by itself, for which nobody waits longer than he must
             first = self._planner.submit(self._look_up, 1)
-            self._planning = self._planner.submit(self._look_up, self._room())
+            self._planner.submit(self._look_up, self._room())
             first.result()
         if self._failed is not None and not self._planned:
             raise self._failed
@@ -147,8 +147,7 @@ class Ahead:
         if self._planning is not None and self._planning.done():
             self._finish_planning()
         if len(self._planned) <= ANNOUNCED_BATCHES and self._planning is None and self._failed is None:
-            count = ANNOUNCED_BATCHES + AT_ONCE - len(self._planned)
-            self._planning = self._planner.submit(self._look_up, count, announce=True)
+            self._planning = self._planner.submit(self._look_up, ANNOUNCED_BATCHES + AT_ONCE, announce=True)
 
     def _finish_planning(self) -> None:
         """Wait for what is being looked up; what went wrong when it was announced is raised here."""
@@ -157,11 +156,10 @@ class Ahead:
             planning.result()
 
     def _look_up(self, count: int, *, announce: bool = False) -> None:
-        """In the planner's thread. What goes wrong is raised where the batch is due."""
+        """In the planner's thread, until so many batches are known. What goes wrong is raised where the batch is due."""
         try:
-            while count > 0 and self._failed is None:
+            while len(self._planned) < count and self._failed is None:
                 self._planned.append(self._look_at(next(self._batches)))
-                count -= 1
         except BaseException as error:
             self._failed = error
         if announce and self._failed is None:

@@ -3,10 +3,10 @@
 Purpose: a batch of floats is tens of megabytes; fresh memory of that size costs a page fault for every 4 KiB of it.
 
 How. On the CPU a batch's memory is a block that is lent to the tensor. When the last tensor, view or array over it is
-gone, the block comes back, rests until `tick` was called, and is lent again. Pinned and device memory comes from
+gone, the block comes back and is lent again. Pinned and device memory comes from
 torch's own caching allocators, which also wait for the copies that are under way.
-Invariants: memory that anything still refers to is never written again: whoever keeps a batch keeps it. Whoever reads
-it by its bare address may do so until the next batch after letting go. At most `spare` blocks wait to be used.
+Invariants: memory that anything still refers to is never written again: whoever keeps a batch keeps it. When one is lent, at
+most `spare` other blocks wait for that.
 Failure behaviour: none of its own; `MemoryError` and torch's errors pass.
 """
 
@@ -51,12 +51,6 @@ class Buffers:
             return torch.from_numpy(loan.view(_IN_NUMPY[dtype]).reshape(shape))
         return torch.from_numpy(loan).view(dtype).view(tuple(shape))
 
-    def tick(self) -> None:
-        """A batch was delivered: what came back before it may be used again."""
-        with self._lock:
-            back = [self._returned.popleft() for _ in range(len(self._returned))]
-            self._free = (self._free + back)[-self._spare :]
-
     def clear(self) -> None:
         """Let go of what is not lent."""
         with self._lock:
@@ -66,6 +60,8 @@ class Buffers:
     def _block(self, size: int) -> Block:
         with self._lock:
             self.lent += 1
+            back = [self._returned.popleft() for _ in range(len(self._returned))]
+            self._free = (self._free + back)[-self._spare :]
             for number, block in enumerate(self._free):
                 if size <= len(block) <= 2 * size + _GRAIN:
                     self.reused += 1

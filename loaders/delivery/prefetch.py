@@ -120,7 +120,6 @@ class Prefetcher:
                 raise DeadlineError(f"no clip was finished for {STALL_SECONDS:.0f} s", hint="is the store reachable?")
             future.result()
         del self._batches[0]
-        self._buffers.tick()
         return batch
 
     @property

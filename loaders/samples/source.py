@@ -43,11 +43,11 @@ def files(sample: Sample, exts: Sequence[str]) -> Files:
 
 def spans(files: Files) -> list[Range]:
     """What `Source.fetch_into` reads of one or more files: those that lie side by side, with the headers between them, as one."""
-    first = min([member.offset for member in files.each])
-    end = max([member.offset + member.length for member in files.each])
-    if end - first <= files.size + GAP_BYTES * (len(files.each) - 1):
+    each = [(member.offset, member.length) for member in files.each]
+    first, end = min(each)[0], max([offset + length for offset, length in each])
+    if end - first <= sum([length for _, length in each]) + GAP_BYTES * (len(each) - 1):
         return [(files.shard, first, end - first)]
-    return [(files.shard, member.offset, member.length) for member in files.each]
+    return [(files.shard, offset, length) for offset, length in each]
 
 
 class StoreReader:

@@ -16,7 +16,16 @@ def test_every_candidate_delivers_the_same_bytes(tmp_path: Path, monkeypatch: py
     raw.make(tmp_path, 40, lambda *_: None)
     found = [
         raw.measure(name, tmp_path)
-        for name in (raw.PLAIN, raw.PLAIN_TWO, raw.PLAIN_CHECKED, raw.ALONE, raw.TWO, raw.LOADER, raw.SIDECAR)
+        for name in (
+            raw.PLAIN,
+            raw.PLAIN_TWO,
+            raw.PLAIN_CHECKED,
+            raw.ALONE,
+            raw.TWO,
+            raw.LOADER,
+            raw.SIDECAR,
+            raw.LOADER_SIDECAR,
+        )
     ]
     assert len({figures["digest"] for figures in found}) == 1
     assert all(figures["samples_per_s"] > 0 for figures in found)
