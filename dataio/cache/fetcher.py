@@ -89,7 +89,7 @@ class Fetcher:
     def ahead(self) -> tuple[int, int, int]:
         """How many prefetches may be in flight, bytes of them, and how many of them are best started together."""
         parts, block_bytes = self._ahead
-        if self._together.lately:
+        if self._together.lately and not self._flights:
             return 2 * TOGETHER, 2 * TOGETHER * block_bytes, TOGETHER
         with self._lock:
             return parts, self.window.bytes(), 1
