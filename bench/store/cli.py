@@ -29,7 +29,7 @@ from bench.store.clients import against, clients_of
 from bench.store.worker import Order
 from dataio.core.errors import UsageError
 from dataio.core.limits import GIB, MIB, format_bytes, parse_bytes
-from dataio.store.open import open_store
+from dataio.store.open import folder_of, open_store
 
 _ABOUT = """\
 Measure a bucket or a directory by operation, object size and requests at once, beside other clients.
@@ -73,7 +73,7 @@ def fill(job: command.Job, part: Part) -> None:
             f"Store: {'S3' if url.startswith('s3://') else 'directory'}, by operation, size and requests at once"
         )
         part.metrics, part.against = cells.metrics(sweep.cells()), against(url)
-        part.metrics = _limited(part.metrics, url, Path(url.removeprefix("file://")), cold=args.cold)
+        part.metrics = _limited(part.metrics, url, cold=args.cold)
         part.settings = msgspec.to_builtins(_order(args, url, sweep, "", len(names))) | {"url": _shown(args.url)}
         del part.settings["client"]
         part.notes = [_caching(url, cold=args.cold), *_left_out(sweep)]
@@ -87,10 +87,11 @@ def fill(job: command.Job, part: Part) -> None:
         part.notes.append("some cells were left out: --duration or --max-bytes was reached (skipped_cells in the JSON)")
 
 
-def _limited(metrics: dict[str, Metric], url: str, folder: Path, *, cold: bool) -> dict[str, Metric]:
+def _limited(metrics: dict[str, Metric], url: str, *, cold: bool) -> dict[str, Metric]:
     """What the disk allows one thread, beside the cells with one request at a time that depend on it: writes, cold reads."""
     if url.startswith("s3://"):
         return metrics
+    folder = folder_of(url)
     limits = dict.fromkeys(("put", "multipart"), floor.write_rate(folder))
     if cold:
         limits |= dict.fromkeys(cells.READS, floor.read_rate(folder))
@@ -171,7 +172,7 @@ def _place(url: str | None, sweep: cells.Sweep, tell: Tell) -> Iterator[str]:
             server = stack.enter_context(start_seaweedfs())
             os.environ.update(server.environment())  # the clients are processes of their own and find it there
             url = server.create_bucket("bench")
-        base = url if "://" in url else f"file://{Path(url).resolve()}"
+        base = url if "://" in url else Path(url).resolve().as_uri()
         if not base.startswith(("s3://", "file://")):
             raise UsageError(f"{url!r} is neither a bucket nor a directory", hint="give s3://bucket/prefix or a path")
         place = f"{base.rstrip('/')}/{objects.fresh_prefix()}"
@@ -185,7 +186,7 @@ def _clear(place: str, sweep: cells.Sweep) -> None:
     with open_store(place) as store:
         store.delete_many(objects.all_keys(sweep))
     if place.startswith("file://"):
-        _remove_empty(Path(place.removeprefix("file://")))
+        _remove_empty(folder_of(place))
 
 
 def _remove_empty(root: Path) -> None:

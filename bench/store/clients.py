@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.store.cells import PART
 from dataio.store.contract import Store
-from dataio.store.open import open_store
+from dataio.store.open import folder_of, open_store
 from dataio.store.s3config import S3Config, parse
 
 Operations = Mapping[str, Callable[[str, int, int], int]]
@@ -87,7 +87,7 @@ def _done(_: object, size: int) -> int:
 @contextlib.contextmanager
 def _os(url: str, width: int, largest: int) -> Iterator[Operations]:
     """What a careful programmer writes with the system's own calls: pread, and write + fsync + rename."""
-    root, buffers = url.removeprefix("file://"), _Buffers(largest)
+    root, buffers = folder_of(url), _Buffers(largest)
 
     def read(key: str, offset: int, size: int) -> int:
         fd = os.open(f"{root}/{key}", os.O_RDONLY)

@@ -28,6 +28,7 @@ from bench.store.clients import Operations, open_client
 from bench.store.objects import COUNT, key_of
 from dataio.core.limits import GIB
 from dataio.core.redact import redact
+from dataio.store.open import folder_of
 
 LEAST = 2
 _MESSAGES = 3
@@ -164,7 +165,7 @@ def _forget(order: Order) -> Callable[[str], None]:
     """What drops a file from the page cache before it is read, when that was asked for."""
     if not order.cold or order.url.startswith("s3://"):
         return _nothing
-    root = order.url.removeprefix("file://")
+    root = folder_of(order.url)
 
     def drop(key: str) -> None:
         fd = os.open(f"{root}/{key}", os.O_RDONLY)

@@ -177,7 +177,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def directory_of(store: Store) -> str:
     """Where a store that is a directory has its objects."""
-    return urllib.parse.unquote(store.location.url.removeprefix(FILE))
+    return urllib.parse.unquote(store.location.url.removeprefix(FILE), errors="surrogateescape")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,4 +72,6 @@ def bring_near(store: Store, chunks: Iterable[tuple[str, Needed]]) -> None:
 
 def _directory(store: Store) -> Path | None:
     url = store.location.url
-    return Path(urllib.parse.unquote(url.removeprefix(_FILE))) if url.startswith(_FILE) else None
+    return (
+        Path(urllib.parse.unquote(url.removeprefix(_FILE), errors="surrogateescape")) if url.startswith(_FILE) else None
+    )

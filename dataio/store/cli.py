@@ -96,7 +96,7 @@ def _no_new_folders(url: str) -> Iterator[None]:
     """Folders that a directory's store makes with its first object go with it, unless something lies in them by then."""
     new = list[Path]()
     if url.startswith("file://"):
-        folder = Path(urllib.parse.unquote(url.removeprefix("file://")))
+        folder = Path(urllib.parse.unquote(url.removeprefix("file://"), errors="surrogateescape"))
         new = [*itertools.takewhile(lambda path: not path.exists(), [folder / TEMPORARY, folder, *folder.parents])]
     try:
         yield

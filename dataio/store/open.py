@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import urllib.parse
+from pathlib import Path
 
 from dataio.core.errors import UnsupportedError, UsageError
 from dataio.core.redact import has_secrets
@@ -56,6 +57,11 @@ def open_location(location: Location) -> Store:
     return open_store(location.url, **location.options)
 
 
+def folder_of(url: str) -> Path:
+    """The directory that a `file://` URL names."""
+    return Path(_path_of(url.partition("://")[2], url))
+
+
 def _without_mounts(options: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in options.items() if name != "mounts"}
 
@@ -76,7 +82,7 @@ def _path_of(rest: str, url: str) -> str:
     host, _, path = rest.partition("/")
     if host not in ("", "localhost"):
         raise UsageError(f"{url!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
-    return "/" + urllib.parse.unquote(path)
+    return "/" + urllib.parse.unquote(path, errors="surrogateescape")
 
 
 def _other(scheme: str, rest: str, options: dict[str, object]) -> Store:

@@ -62,7 +62,7 @@ class PosixStore(Store):
     @property
     def location(self) -> Location:
         options = {"direct": True} if self._direct else {}
-        return Location("file://" + urllib.parse.quote(self._root), options, shareable=True)
+        return Location("file://" + urllib.parse.quote(self._root, errors="surrogateescape"), options, shareable=True)
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
         with self._reading(key) as file:

@@ -56,6 +56,8 @@ def test_a_bucket_is_measured_beside_the_raw_clients_and_left_as_it_was(s3_url: 
 
 
 def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "a #%41?b"
+    tmp_path.mkdir()
     (tmp_path / "theirs").write_bytes(b"not ours")
     part = run_part(str(tmp_path), "--sizes", "4KiB,2MiB", "--operations", "get,put,list", "--cold", *QUICK)
     found, limited = part.candidates, {name for name, metric in part.metrics.items() if metric.limit}

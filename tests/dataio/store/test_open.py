@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ def test_a_location_of_an_odd_path_opens_it_again(tmp_path: Path) -> None:
     store = open_store(tmp_path / "ä #?%41")
     store.put("k", b"1")
     assert open_location(store.location).get("k") == b"1"
+
+
+def test_a_folder_whose_name_is_no_text_is_found_again_by_its_url(tmp_path: Path) -> None:
+    store = open_store(os.fsdecode(os.fsencode(tmp_path) + b"/\xff%"))
+    store.put("a", b"1")
+    assert store.location.url.endswith("/%FF%25")
+    assert open_location(store.location).get("a") == b"1"
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:
