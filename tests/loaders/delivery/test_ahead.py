@@ -1,0 +1,113 @@
+"""What comes next is looked up several batches at a time, and what goes wrong with one takes nothing from those before it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dataio.core.errors import CorruptionError
+from dataio.shards.contract import Member, Sample
+from loaders.contract import IN_PLACE, Finished, Layout, Place, Stretch
+from loaders.delivery.ahead import ANNOUNCED_BATCHES, AT_ONCE, Ahead
+from loaders.delivery.batch import Output
+from loaders.delivery.memory import Memory
+from loaders.delivery.prefetch import Prefetcher
+from loaders.samples.source import Range
+from loaders.works.files import FileWork
+
+Batches = Iterator[Sequence[Place]]
+AT_MOST = ANNOUNCED_BATCHES + AT_ONCE
+
+
+def place(number: int) -> Place:
+    return Place(0, number, Sample(number, f"key{number}", "shard", (Member("bin", 512 * number, 3, 0),), 0.0))
+
+
+class Listening:
+    """A source that is told what comes next."""
+
+    def __init__(self) -> None:
+        self.told: list[list[Range]] = []
+        self.heard = threading.Semaphore(0)
+
+    def announce(self, upcoming: Sequence[Range]) -> None:
+        self.told.append(list(upcoming))
+        self.heard.release()
+
+    def close(self) -> None:
+        pass
+
+
+def made(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
+    """Every byte of a sample is its number."""
+    for one, room in zip(places, rooms, strict=True):
+        assert isinstance(room, Stretch)
+        room.memory[:] = bytes([one.sample.id] * len(room.memory))
+    return [Finished(one.sample, {"bytes": IN_PLACE}, {"sizes": [3]}) for one in places]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Batches], tuple[Ahead, Listening]]]:
+    begun = list[Ahead]()
+
+    def start(batches: Batches) -> tuple[Ahead, Listening]:
+        work, source = FileWork(["bin"]), Listening()
+        layout: Layout = work.layout
+        prefetcher = Prefetcher(made, layout, Output(torch.device("cpu"), pinned=False), threads=2, group=2)
+        begun.append(Ahead(batches, work, [source], prefetcher, 2, Memory(1 << 30)))  # type: ignore[list-item]
+        return begun[-1], source
+
+    yield start
+    for one in begun:
+        one.close()
+
+
+def test_batches_come_in_order_and_are_announced_several_at_a_time(start: Any) -> None:
+    ahead, source = start([place(2 * n % 256), place((2 * n + 1) % 256)] for n in range(10**9))
+    for number in range(60):
+        batch = ahead.next().tensors()
+        assert batch["bytes"].tolist() == [2 * number] * 3 + [2 * number + 1] * 3
+    assert source.heard.acquire(timeout=60)
+    assert all(len(told) <= 2 * AT_MOST for told in source.told)
+    assert len(source.told) <= 1 + (60 + 3) / AT_ONCE  # not with every batch
+
+
+def test_what_cannot_be_looked_up_is_raised_where_it_is_due(start: Any) -> None:
+    def batches() -> Batches:
+        yield from ([place(n)] for n in range(5))
+        raise CorruptionError("the index is damaged")
+
+    ahead, _ = start(batches())
+    assert [ahead.next().tensors()["id"].tolist() for _ in range(5)] == [[n] for n in range(5)]
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match="index"):
+            ahead.next()
+
+
+def test_closing_waits_for_one_look_up_and_not_for_all_that_were_asked_for(start: Any) -> None:
+    reached, go_on, seen = threading.Event(), threading.Event(), list[int]()
+
+    def batches() -> Batches:
+        for n in range(10**9):
+            seen.append(n)
+            if n == 5:
+                reached.set()
+                go_on.wait(60)
+            yield [place(n)]
+
+    ahead, _ = start(batches())
+    ahead.next()
+    assert reached.wait(60)
+    closing = threading.Thread(target=ahead.close)
+    closing.start()
+    while ahead._failed is None:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert seen == list(range(6))
