@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from dataio.core.errors import ConflictError, DeadlineError, MillraceError, TransientError
-from dataio.core.log import get_logger
+from dataio.core.log import get_logger, warn_once
 from dataio.core.trace import context, span
 from dataio.sidecar import messages as m
 from dataio.sidecar import paths, wire
@@ -164,9 +164,11 @@ class Sidecar:
             return None
         try:
             return cls._connect(path)
+        except (PermissionError, ConflictError) as error:  # somebody else's
+            warn_once(_log, f"the sidecar on {path} is not for this user: {getattr(error, 'strerror', error)}")
         except (OSError, MillraceError) as error:
             _log.debug("no sidecar on %s: %s", path, error)
-            return None
+        return None
 
     @classmethod
     def _connect(cls, path: Path) -> Sidecar:

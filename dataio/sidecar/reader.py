@@ -9,7 +9,6 @@ does itself, said once; a daemon that is gone is looked for again every `RETRY_S
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from bisect import bisect_right
@@ -27,6 +26,7 @@ from dataio.core.errors import MillraceError
 from dataio.core.log import get_logger, warn_once
 from dataio.core.trace import context, span
 from dataio.sidecar import messages as m
+from dataio.sidecar import paths
 from dataio.sidecar.connection import Sidecar, SidecarName
 from dataio.sidecar.reporting import LoaderMeter
 from dataio.sidecar.wire import close_all
@@ -325,9 +325,11 @@ class SidecarReader:
         return found
 
     def _say_alone(self, *, lost: bool) -> None:
-        name = "its default socket" if self._sidecar == "auto" else os.fspath(self._sidecar or "")
         what = "the sidecar is gone from" if lost else "no sidecar answers on"
-        warn_once(_log, f"{what} {name}: this process reads shards by itself (start one: millrace sidecar run)")
+        warn_once(
+            _log,
+            f"{what} {paths.chosen(self._sidecar)}: this process reads shards by itself (start one: millrace sidecar run)",
+        )
 
     def _own(self) -> ShardReader:
         with self._lock:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dataio.cache.reader import PrivateReader
+from dataio.core import log
 from dataio.core.errors import DeadlineError, TransientError
 from dataio.core.limits import MIB
 from dataio.sidecar import messages as m
@@ -23,6 +24,7 @@ from dataio.sidecar.client import Sidecar, open_reader
 from dataio.sidecar.spin import Spin
 from dataio.store.contract import Location, Store
 from dataio.store.open import open_store
+from tests.denied import denied
 
 from .conftest import RunningDaemon, wait_for
 
@@ -30,6 +32,7 @@ FORKED = """
 import os, sys
 from dataio.sidecar.client import open_reader
 from dataio.store.open import open_store
+from tests.denied import denied
 url, socket, key = sys.argv[1:]
 reader = open_reader(open_store(url), socket)
 first = bytes(reader.read(key, [(0, 100)])[0])
@@ -193,3 +196,13 @@ def test_a_daemon_that_never_answers_costs_a_deadline(
     assert (sidecar.spin.looked, sidecar.spin.helped) == (int(looks), 0)
     accepted[0].close()
     wait_for(lambda: sidecar.broken)
+
+
+def test_another_users_daemon_is_named_as_such_and_done_without(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log._said.clear()
+    monkeypatch.setenv("MILLRACE_SIDECAR", str(daemon.socket))
+    with denied(daemon.socket.parent):
+        assert Sidecar.find() is None
+    assert f"the sidecar on {daemon.socket} is not for this user: Permission denied" in caplog.text
