@@ -168,8 +168,6 @@ class Loader(IterableDataset[dict[str, Any]]):
         Raises `MismatchError` naming the first field that differs, and changes nothing then. With `force` it goes on
         nevertheless, and returns and logs what is lost.
         """
-        from loaders.samples.listed import go_by_state
-
         loss = None
         if force:
             from loaders.force import forced
@@ -180,7 +178,11 @@ class Loader(IterableDataset[dict[str, Any]]):
         batches = self._plan.batches_in(position.epoch)
         if position.batch > batches:
             raise UsageError(f"the loader's state is at batch {position.batch} of {batches}")
-        other = go_by_state(self._listed, position)
+        other = None
+        if self._listed is not None or position.listed is not None:
+            from loaders.samples.listed import go_by_state
+
+            other = go_by_state(self._listed, position)
         if other is not None:
             if loss is None:
                 raise states.mismatch(other)
