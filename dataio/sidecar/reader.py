@@ -23,6 +23,7 @@ from dataio.cache.reader import Ranges, covered, stream
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import MillraceError
+from dataio.core.forgotten import Ending
 from dataio.core.log import get_logger, warn_once
 from dataio.core.trace import context, span
 from dataio.sidecar import messages as m
@@ -317,7 +318,7 @@ class SidecarReader:
         forget = weakref.WeakMethod(self._forget)  # the connection's thread must not keep this reader alive
         found.forgotten = lambda file: (call := forget()) and call(file)
         found.reporting = self._tally.report
-        weakref.finalize(self, found.close)
+        Ending(self, found.close)
         with self._lock:
             self._connection = found
             self._dropped.clear()

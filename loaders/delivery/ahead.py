@@ -11,7 +11,6 @@ Failure behaviour: what `next` raises makes the whole unusable; the loader close
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +27,6 @@ from loaders.samples.source import Range, Source, ranges, spans
 
 ANNOUNCED_BATCHES = 8
 AT_ONCE, AT_ONCE_PLACES = 8, 128
-_THREAD = "millrace-loader-plan"
 Places = Sequence[Place]
 
 
@@ -76,7 +74,7 @@ class Ahead:
         self._batches, self._work, self._sources = batches, work, sources
         self._prefetcher, self._prefetch, self._memory = prefetcher, prefetch, memory
         self._batch_bytes = 0
-        self._planner = ThreadPoolExecutor(1, _THREAD)
+        self._planner = ThreadPoolExecutor(1, "millrace-loader-plan")
         self._planned: deque[_Planned] = deque()  # appended to by the planner's thread
         self._planning: Future[None] | None = None
         self._failed: BaseException | None = None
@@ -98,8 +96,7 @@ class Ahead:
         self._failed = self._failed or Closed()  # ends what is being looked up
         self._memory.close()
         self._prefetcher.stop()
-        inside = threading.current_thread().name.startswith(_THREAD)  # a collected loader may be finalised there
-        self._planner.shutdown(wait=not inside, cancel_futures=True)
+        self._planner.shutdown(cancel_futures=True)
         self._prefetcher.close()
         self._work.close()
         for source in self._sources:

@@ -30,7 +30,6 @@ from loaders.delivery.memory import Closed
 from loaders.delivery.rows import RowBatch
 
 STALL_SECONDS = 600.0
-_THREADS = "millrace-loader"
 Make = Callable[[Sequence[Place], Sequence[Room | Stretch | None]], list[Finished]]
 """Samples of these places, each maybe already in the room that its batch has for it."""
 
@@ -41,7 +40,7 @@ class _Threads:
     def __init__(self, count: int) -> None:
         self._torch_threads = torch.get_num_threads()
         self._lock = threading.Lock()
-        self.pool = ThreadPoolExecutor(count, thread_name_prefix=_THREADS, initializer=self._start)
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="millrace-loader", initializer=self._start)
 
     def _start(self) -> None:
         """Make torch use one thread in this thread only.
@@ -134,8 +133,7 @@ class Prefetcher:
     def close(self) -> None:
         """Drop what was started and end the threads."""
         self.stop()
-        inside = threading.current_thread().name.startswith(_THREADS)  # a collected loader may be finalised here
-        self._pool.shutdown(wait=not inside, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
         self._batches.clear()
         self._buffers.clear()
 

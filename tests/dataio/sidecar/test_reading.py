@@ -378,3 +378,15 @@ def test_the_daemon_holds_no_heavy_library(daemon: RunningDaemon, store: Store) 
     for name in ("torch", "arrow", "nvidia", "numpy"):
         assert f"/{name}" not in loaded
     assert "/msgspec" in loaded, "the test looks at the right thing"
+
+
+def test_a_forgotten_reader_ends_its_connection_and_not_in_the_thread_that_collects_it(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = list[int](), Sidecar.close
+    monkeypatch.setattr(Sidecar, "close", lambda it: (close(it), closed.append(threading.get_ident())))
+    reader = SidecarReader(store, daemon.socket)
+    del reader
+    gc.collect()
+    wait_for(lambda: closed)
+    assert threading.get_ident() not in closed
