@@ -181,8 +181,13 @@ def test_an_impossible_time_limit_is_refused_before_anything_is_started(isolate:
 
 
 def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -> None:
+    def hold(sample: dict[str, Any], _: torch.Generator) -> dict[str, Any]:
+        wait_for(lambda: loader.memory["waits"])  # whoever is in goes on when another one wants to
+        return sample
+
     before = left()["threads"]
-    with VideoLoader(clips, 4, clip=Clip(8), size=(24, 32), threads=4, memory=1, sidecar=None) as loader:
+    how: dict[str, Any] = {"clip": Clip(8), "size": (24, 32), "threads": 4, "transform": hold}
+    with VideoLoader(clips, 4, memory=1, sidecar=None, **how) as loader:
         begun(loader)
         assert loader.memory["limit"] == 1
         assert loader.memory["waits"] > 0
