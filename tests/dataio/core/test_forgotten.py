@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from dataio.core.forgotten import Ending
 from tests.waiting import wait_for
 
@@ -72,3 +74,31 @@ def test_where_no_thread_can_be_started_any_more_it_is_done_at_the_end() -> None
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("gone\ndone\n", "", 0)
+
+
+AT_WORK = """
+import os, sys, threading, time
+from dataio.core import forgotten
+forgotten.LEAVE_SECONDS = float(sys.argv[1])
+begun, kept = threading.Event(), threading.Event()
+def work():
+    begun.set()
+    time.sleep(float(sys.argv[2]))
+    print("done", flush=True)
+forgotten.Ending(kept, work)
+del kept
+assert begun.wait(60)
+if len(sys.argv) > 3 and (child := os.fork()):
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_the_end_of_the_process_waits_for_a_thread_that_is_at_it() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_WORK, "60", "0.5"], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
+@pytest.mark.parametrize("how", [("0.1", "600"), ("600", "600", "in a fork")])
+def test_it_does_not_wait_for_ever_nor_for_the_threads_of_the_process_it_was_forked_from(how: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, "-c", AT_WORK, *how], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
