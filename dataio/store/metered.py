@@ -74,7 +74,8 @@ class Metered(Wrapper):
         return size
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        self._requests("list", "ok"), self._seconds("list")  # looked up here: the collector may end this, under their lock
+        self._requests("list", "ok")  # looked up here: the collector may end this, under the lock of the look-up
+        self._seconds("list")
         with self._counted("list"):
             yield from self.inner.list(prefix)
 
