@@ -12,6 +12,7 @@ the first byte sent. obstore's threads do not survive a fork: `unavailable` says
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -105,7 +106,8 @@ class FastSession(S3Session):
 
     async def _request(self, operation: str, doing: str, parameters: Mapping[str, object]) -> dict[str, Any]:
         if operation == "list_objects_v2" and not behind_a_proxy(os.environ):
-            page = await self._pages.page(doing, await self._keys(doing), parameters)
+            keys = await self._keys(doing)
+            page = await self._pages.page(doing, keys, parameters, lambda: self._prepare(keys))
             return page if page is not None else await super()._request(operation, doing, parameters)
         handler = _HANDLERS.get(operation)
         if handler is None or flat(parameters.get("Body")).nbytes > _PUT_BYTES:
@@ -130,10 +132,19 @@ class FastSession(S3Session):
         """obstore's client for the credentials of now: botocore refreshes those that expire."""
         keys = await self._keys(doing)
         self._looked_at = time.monotonic()
+        return self._client_of(keys)
+
+    def _client_of(self, keys: Keys | None) -> Any:
         if self._native is None or self._native[0] != keys:
             _Runtime.mark()
             self._native = (keys, _native(self.config, keys))
         return self._native[1]
+
+    def _prepare(self, keys: Keys | None) -> None:
+        """Make the client while the server is busy: who lists reads next, as a rule, and nothing else runs while it is made (it
+        reads all certificates of the machine)."""
+        with contextlib.suppress(Exception):  # whoever needs the client is told
+            self._client_of(keys)
 
     async def _keys(self, doing: str) -> Keys | None:
         if not self.config.uses_chain:

@@ -17,7 +17,7 @@ import hmac
 import ssl
 import urllib.parse
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dataio.core import limits
@@ -44,15 +44,17 @@ class Pages:
         self._config = config
         self._trust: ssl.SSLContext | None = None
 
-    async def page(self, doing: str, keys: Keys | None, parameters: Mapping[str, object]) -> dict[str, Any] | None:
-        """botocore's answer to `list_objects_v2`."""
+    async def page(
+        self, doing: str, keys: Keys | None, parameters: Mapping[str, object], meanwhile: Callable[[], None]
+    ) -> dict[str, Any] | None:
+        """botocore's answer to `list_objects_v2`. `meanwhile`, which raises nothing, is called once the request is sent."""
         url = urllib.parse.urlsplit(self._config.bucket_url)
         query = {"list-type": "2", "encoding-type": "url"} | {_NAMES[n]: str(v) for n, v in parameters.items()}
         payer = {"x-amz-request-payer": "requester"} if self._config.options.get("requester_pays") else {}
         headers = signed(
             url, query, payer, keys, self._config.region or "us-east-1", datetime.datetime.now(datetime.UTC)
         )
-        status, found, body = await self._exchange(doing, url, query, headers)
+        status, found, body = await self._exchange(doing, url, query, headers, meanwhile)
         if 300 <= status < 400:
             return None
         if status != 200:
@@ -67,7 +69,12 @@ class Pages:
             ) from error
 
     async def _exchange(
-        self, doing: str, url: urllib.parse.SplitResult, query: Mapping[str, str], headers: Mapping[str, str]
+        self,
+        doing: str,
+        url: urllib.parse.SplitResult,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        meanwhile: Callable[[], None],
     ) -> tuple[int, dict[str, str], bytes]:
         where = f"{doing}: {self._config.endpoint}"
         try:
@@ -82,6 +89,7 @@ class Pages:
                 lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
                 target = f"{_path(url)}?{canonical(query)}"
                 writer.write(f"GET {target} HTTP/1.1\r\n{lines}connection: close\r\n\r\n".encode("ascii"))
+                meanwhile()
                 return await _answer(reader)
         except (OSError, EOFError) as error:
             words = "the body ended early" if isinstance(error, EOFError) else str(error) or "the read timed out"
