@@ -76,12 +76,12 @@ class Ahead:
         self._batch_bytes = 0
         self._planner = ThreadPoolExecutor(1, "millrace-loader-plan")
         self._planned: deque[_Planned] = deque()  # appended to by the planner's thread
-        self._planning: Future[None] | None = None
+        self._planning: deque[Future[None]] = deque()  # look-ups that were asked for, soonest first
         self._failed: BaseException | None = None
 
     def next(self) -> Batch:
         """The next batch, whole. What comes behind it is begun before it is returned, and what comes later is looked up and
-        announced only then: the first batch has the cores for itself."""
+        announced only then: the first batch, which is announced by itself, has the cores to itself."""
         if not len(self._prefetcher):
             self._prefetcher.start(*self._next_planned())
         self._start(self._room() + 1)
@@ -128,12 +128,11 @@ class Ahead:
 
     def _next_planned(self) -> tuple[Places, Sequence[Files] | None]:
         """What the next batch holds; what went wrong when it was looked up is raised here."""
-        if not self._planned:
-            self._finish_planning()
+        while not self._planned and self._planning:
+            self._planning.popleft().result()
         if not self._planned and self._failed is None:  # one by itself, for which nobody waits longer than he must
-            first = self._planner.submit(self._look_up, 1)
-            self._planner.submit(self._look_up, self._room())
-            first.result()
+            self._planner.submit(self._look_up, 1).result()
+            self._planner.submit(self._announce, tuple(self._planned))
         if self._failed is not None and not self._planned:
             raise self._failed
         planned = self._planned.popleft()
@@ -141,28 +140,31 @@ class Ahead:
 
     def _plan(self) -> None:
         """Have more batches looked up and announced, where it is time, and none are already or nothing came of it."""
-        if self._planning is not None and self._planning.done():
-            self._finish_planning()
-        if len(self._planned) <= ANNOUNCED_BATCHES and self._planning is None and self._failed is None:
-            self._planning = self._planner.submit(self._look_up, ANNOUNCED_BATCHES + AT_ONCE, announce=True)
-
-    def _finish_planning(self) -> None:
-        """Wait for what is being looked up; what went wrong when it was announced is raised here."""
-        planning, self._planning = self._planning, None
-        if planning is not None:
-            planning.result()
+        while self._planning and self._planning[0].done():
+            self._planning.popleft()
+        if len(self._planned) > ANNOUNCED_BATCHES or self._planning or self._failed is not None:
+            return
+        if not self._planned:  # as after the first batch: what is due next is not waited for longer than it takes
+            self._planning.append(self._planner.submit(self._look_up, max(1, self._room())))
+        self._planning.append(self._planner.submit(self._look_up, ANNOUNCED_BATCHES + AT_ONCE, announce=True))
 
     def _look_up(self, count: int, *, announce: bool = False) -> None:
-        """In the planner's thread, until so many batches are known. What goes wrong is raised where the batch is due."""
+        """In the planner's thread, until so many batches are known. What goes wrong is raised where the next batch is due."""
         try:
             while len(self._planned) < count and self._failed is None:
                 self._planned.append(self._look_at(next(self._batches)))
         except BaseException as error:
             self._failed = error
         if announce and self._failed is None:
-            planned = tuple(self._planned)
+            self._announce(tuple(self._planned))
+
+    def _announce(self, planned: Sequence[_Planned]) -> None:
+        """In the planner's thread; as above."""
+        try:
             for number, source in enumerate(self._sources):
                 source.announce([read for one in planned for read in one.reads.get(number, ())])
+        except BaseException as error:
+            self._failed = error
 
     def _look_at(self, places: Places) -> _Planned:
         """What is read for a batch."""

@@ -579,12 +579,12 @@ def test_upcoming_samples_are_announced_soonest_first(
     from loaders.delivery.ahead import ANNOUNCED_BATCHES, AT_ONCE
 
     said: list[list[tuple[str, int, int]]] = []
-    announced = threading.Event()  # by the planner, which the trainer does not wait for
+    announced = threading.Semaphore(0)  # by the planner, which the trainer does not wait for
 
     class Listening(StoreReader):
         def announce(self, upcoming: Any) -> None:
             said.append(list(upcoming))
-            announced.set()
+            announced.release()
 
     def opened(store: Any, sidecar: Any, _meter: Any) -> ShardReader:
         return Listening(store)
@@ -595,9 +595,11 @@ def test_upcoming_samples_are_announced_soonest_first(
     samples = [loader.dataset.sample(n // 3) for n in range(24)]
     members = [sample.member(sample.video.ext) for sample in samples if sample.video]
     expected = [(sample.shard, member.offset, member.length) for sample, member in zip(samples, members, strict=True)]
-    assert announced.wait(60)
-    assert any(said[0][: 24 - first] == expected[first:] for first in (4, 8))  # one or two batches are in the making
-    assert len(said[0]) == 4 * (ANNOUNCED_BATCHES + AT_ONCE)
+    assert announced.acquire(timeout=60)
+    assert announced.acquire(timeout=60)
+    assert said[0] == expected[:4]  # the first batch by itself
+    assert said[1][:20] == expected[4:]
+    assert len(said[1]) == 4 * (ANNOUNCED_BATCHES + AT_ONCE)
 
 
 # -- a GPU

@@ -16,7 +16,7 @@ from loaders.contract import IN_PLACE, Finished, Layout, Place, Stretch
 from loaders.delivery.ahead import ANNOUNCED_BATCHES, AT_ONCE, Ahead
 from loaders.delivery.batch import Output
 from loaders.delivery.memory import Memory
-from loaders.delivery.prefetch import Prefetcher
+from loaders.delivery.prefetch import Make, Prefetcher
 from loaders.samples.source import Range
 from loaders.works.files import FileWork
 
@@ -52,13 +52,13 @@ def made(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Batches], tuple[Ahead, Listening]]]:
+def start() -> Iterator[Callable[..., tuple[Ahead, Listening]]]:
     begun = list[Ahead]()
 
-    def start(batches: Batches) -> tuple[Ahead, Listening]:
+    def start(batches: Batches, make: Make = made) -> tuple[Ahead, Listening]:
         work, source = FileWork(["bin"]), Listening()
         layout: Layout = work.layout
-        prefetcher = Prefetcher(made, layout, Output(torch.device("cpu"), pinned=False), threads=2, group=2)
+        prefetcher = Prefetcher(make, layout, Output(torch.device("cpu"), pinned=False), threads=2, group=2)
         begun.append(Ahead(batches, work, [source], prefetcher, 2, Memory(1 << 30)))  # type: ignore[list-item]
         return begun[-1], source
 
@@ -74,7 +74,42 @@ def test_batches_come_in_order_and_are_announced_several_at_a_time(start: Any) -
         assert batch["bytes"].tolist() == [2 * number] * 3 + [2 * number + 1] * 3
     assert source.heard.acquire(timeout=60)
     assert all(len(told) <= 2 * AT_MOST for told in source.told)
-    assert len(source.told) <= 1 + (60 + 3) / AT_ONCE  # not with every batch
+    assert len(source.told) <= 2 + (60 + 3) / AT_ONCE  # the first by itself, the others not one by one
+
+
+def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until_it_is_there(start: Any) -> None:
+    seen, told = list[int](), list[list[Range]]()
+
+    def batches() -> Batches:
+        for n in range(10**9):
+            seen.append(n)
+            yield [place(n)]
+
+    def make(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
+        if places[0].sample.id == 0:
+            assert source.heard.acquire(timeout=60)
+            ahead._planner.submit(int).result(60)  # whatever else its thread was asked for is done
+            told.extend(source.told)
+            told.append([("looked up", n, 0) for n in seen])
+        return made(places, rooms)
+
+    ahead, source = start(batches(), make)
+    ahead.next()
+    assert told == [[("shard", 0, 3)], [("looked up", 0, 0)]]
+    assert source.heard.acquire(timeout=60)
+    assert [ahead.next().tensors()["id"].tolist() for _ in range(20)] == [[n] for n in range(1, 21)]
+
+
+def test_what_goes_wrong_when_a_batch_is_announced_is_raised_before_the_next(start: Any) -> None:
+    ahead, source = start([place(n)] for n in range(10**9))
+
+    def announce(_: Sequence[Range]) -> None:
+        raise CorruptionError("nobody listens")
+
+    source.announce = announce
+    ahead.next()
+    with pytest.raises(CorruptionError, match="nobody listens"):
+        ahead.next()
 
 
 def test_what_cannot_be_looked_up_is_raised_where_it_is_due(start: Any) -> None:
