@@ -308,11 +308,9 @@ def _convert(peer: str, folder: Path, python: str) -> None:
 
 
 def _to_litdata(folder: Path) -> None:
-    import litdata
+    from bench.core import litdata
 
-    rows = _Read(str(folder / "ds"))
-    numbers = list(range(_count(folder)))
-    litdata.optimize(rows, inputs=numbers, output_dir=str(folder / LITDATA), chunk_bytes="1MB", num_workers=1)
+    litdata.optimize(_Read(str(folder / "ds")), list(range(_count(folder))), folder / LITDATA, "1MB")
 
 
 def _to_mosaic(folder: Path) -> None:

@@ -7,7 +7,6 @@ Failure behaviour: none of its own.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import re
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from bench.core import litdata
 
 FPS = 25
 DISTINCT = 12
@@ -83,9 +84,8 @@ def _picture(kind: Kind, number: int, index: int) -> np.ndarray:
 
 def to_litdata(folder: Path) -> None:
     """The clips' bytes in litdata's chunks."""
-    litdata: Any = importlib.import_module("litdata")
     paths = sorted(str(path) for path in (folder / "clips").iterdir())
-    litdata.optimize(_read, paths, str(folder / "litdata"), num_workers=1, chunk_bytes="16MB")
+    litdata.optimize(_read, paths, folder / "litdata", "16MB")
 
 
 def _read(path: str) -> dict[str, Any]:
