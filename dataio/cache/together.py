@@ -24,8 +24,6 @@ from dataio.core.errors import MillraceError
 from dataio.store.contract import Store
 
 TOGETHER = 4
-PIECE_BYTES = 1 << 20
-"""What is read and written by one system call."""
 
 _READ = metrics.store_bytes.labels("posix", "read")
 
@@ -53,32 +51,21 @@ class Together:
         fetch, file = flight.fetch, self._file(flight)
         if file is None:
             return None
+        view = buffer[: fetch.length]
         try:
-            if not self._pass(flight, file.fileno(), buffer):
-                self._opened.forget(flight.store, flight.key)
-                return None
+            whole = os.preadv(file.fileno(), [view], fetch.offset) == fetch.length
+        except OSError:
+            whole = False
+        if not whole:
+            self._opened.forget(flight.store, flight.key)
+            return None
+        self.lately, self._used = True, self._clock.monotonic()
+        _READ.inc(fetch.length)
+        try:
+            flight.part.whole(view)  # written at once, it is mapped by large pages
         except DiskError as error:
             return fetch, error, fetch.length
-        finally:
-            self.lately, self._used = True, self._clock.monotonic()
-        _READ.inc(fetch.length)
         return fetch, None, fetch.length
-
-    def _pass(self, flight: Flight, fd: int, buffer: memoryview) -> bool:
-        """By pieces that stay in a processor's own cache; whether all of it could be read."""
-        passing, at = flight.part.begin(), flight.fetch.offset
-        end = at + flight.fetch.length
-        while at < end:
-            piece = buffer[: min(PIECE_BYTES, end - at)]
-            try:
-                if os.preadv(fd, [piece], at) != len(piece):
-                    return False
-            except OSError:
-                return False
-            passing.take(at, piece)
-            at += len(piece)
-        passing.end()
-        return True
 
     def rest(self) -> None:
         """Let go of all files, if nobody asked for any in the last `IDLE_SECONDS`."""
