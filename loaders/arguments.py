@@ -19,6 +19,7 @@ from dataio.core.errors import UsageError
 from dataio.core.log import get_logger, warn_once
 from dataio.shards.dataset import Dataset
 from loaders.delivery.batch import AXES, Output
+from loaders.kinds import plain
 from loaders.works.added import check_columns, known_columns
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it
@@ -41,9 +42,10 @@ _log = get_logger(__name__)
 
 def checked(name: str, value: int, most: int) -> int:
     """`value` if it is a whole number from 1 to `most`."""
-    if not isinstance(value, int) or not 1 <= value <= most:
-        raise UsageError(f"{name} is a number from 1 to {most}, not {value!r}")
-    return value
+    number: int = plain(name, value, int)
+    if not 1 <= number <= most:
+        raise UsageError(f"{name} is a number from 1 to {most}, not {number}")
+    return number
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
@@ -81,6 +83,7 @@ def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size: given, or torch.distributed's, or alone."""
     if (rank is None) != (world_size is None):
         raise UsageError("of rank and world_size one is missing", hint="give both, or neither")
+    rank, world_size = plain("rank", rank, int | None), plain("world_size", world_size, int | None)
     if rank is None or world_size is None:
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -95,22 +98,23 @@ def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def target(device: str) -> tuple[torch.device, bool]:
+def target(device: str | torch.device) -> tuple[torch.device, bool]:
     """Where batches are, and whether they are pinned, if this machine can: "cpu" (pinned where CUDA is), "pinned", or
     "cuda"."""
-    if device.split(":")[0] not in ("cpu", "pinned", "cuda"):
-        raise UsageError(f"device {device!r} is not known", hint="use 'cpu', 'pinned' or 'cuda'")
+    named: str = plain("device", str(device) if isinstance(device, torch.device) else device, str)
+    if named.split(":")[0] not in ("cpu", "pinned", "cuda"):
+        raise UsageError(f"device {named!r} is not known", hint="use 'cpu', 'pinned' or 'cuda'")
     here = torch.cuda.is_available()
-    if not here and device != "cpu":
-        raise UsageError(f"device={device!r}, but torch sees no GPU", hint="use device='cpu'")
-    if device.startswith("cuda"):
-        chosen = torch.device(device)
+    if not here and named != "cpu":
+        raise UsageError(f"device={named!r}, but torch sees no GPU", hint="use device='cpu'")
+    if named.startswith("cuda"):
+        chosen = torch.device(named)
         return (torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen), False
     return torch.device("cpu"), here
 
 
 def output(
-    device: str,
+    device: str | torch.device,
     normalize: tuple[Sequence[float], Sequence[float]] | None,
     dtype: str | torch.dtype | None = None,
     axes: str = "TCHW",
@@ -149,6 +153,7 @@ def added(dataset: Dataset, columns: Sequence[str]) -> tuple[str, ...]:
 
 def check_isolate(isolate: bool | float) -> None:
     """`UsageError` for what is no time limit, before anything is started."""
+    plain("isolate", isolate, bool | float)
     if not isinstance(isolate, bool) and not 0 < isolate <= MAX_SECONDS:
         raise UsageError(f"isolate={isolate!r} is no time limit", hint=f"True, or seconds, up to {MAX_SECONDS:.0f}")
 

@@ -70,7 +70,6 @@ class AudioLoader(Loader):
         **common: Unpack[Common],
     ) -> None:
         asked = Asked.of(self, common)
-        arguments.of_kind("window", window, (Window, int, float), "seconds, or Window(seconds)")
         arguments.of_kind("packing", packing, Packing, "Packing(samples in a row)")
         arguments.of_kind("buckets", buckets, Durations, "Durations((2, 5, 15), budget=600)")
         chosen = window if isinstance(window, Window) else Window() if window is None else Window(window)
@@ -101,9 +100,9 @@ class AudioLoader(Loader):
             if window is not None or buckets is not None:
                 raise UsageError("packing takes recordings whole", hint="leave window and buckets out")
             PieceWork(spec, packing)
-            what = [packing.capacity, packing.lookahead, packing.long, packing.anew, sample_rate]
+            what = [packing.capacity, packing.lookahead, packing.long, packing.anew, spec.sample_rate]
             asked = replace(asked, on_bad="shorter")
-            pack = Pack(packing, partial(lengths, rate=sample_rate))
+            pack = Pack(packing, partial(lengths, rate=spec.sample_rate))
         how, sorting = asked.sampling(batch_size), shapes.sorting_sound(buckets, chosen)
         made, owned = asked.planned(url_or_dataset, find, what, how, sorting, pack)
         super().__init__(made, work, delivery, asked.refusing, owned)

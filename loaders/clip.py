@@ -12,10 +12,10 @@ Failure behaviour: `UsageError` for an impossible `Clip`; `CorruptionError` for 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Integral
 from typing import Literal
 
 import msgspec
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from dataio.core.errors import CorruptionError, UsageError
 from dataio.shards.contract import KeyFrame, VideoInfo
+from loaders.kinds import settle
 from loaders.order.permutation import key_of
 
 _START, _JITTER = 5, 21  # keep the keys of clip starts apart from those of the order
@@ -54,9 +55,9 @@ class Clip:
     jitter: int = 0
 
     def __post_init__(self) -> None:
-        whole = all(isinstance(n, Integral) for n in (self.frames, self.stride, self.per_video))
-        if not whole or not isinstance(self.fps, int | float | None) or self.frames > MAX_FRAMES:
-            raise UsageError(f"{self} is not a clip", hint=f"whole numbers, at most {MAX_FRAMES} frames; fps=8.0, say")
+        settle(self)
+        if self.frames > MAX_FRAMES:
+            raise UsageError(f"{self} is not a clip", hint=f"at most {MAX_FRAMES} frames")
         if min(self.frames, self.stride, self.per_video) < 1 or (self.fps is not None and not 0 < self.fps < 10_000):
             raise UsageError(f"{self} is not a clip", hint="frames, stride, fps and per_video are positive")
         if self.fps is not None and self.stride != 1:
@@ -75,7 +76,7 @@ def check_start(start: str, parts: int, jitter: float) -> None:
         raise UsageError(f"start={start!r} is not known", hint="use 'random', 'center' or 'every'")
     if start == "every" and parts != 1:
         raise UsageError("start='every' takes as many parts of each sample as there are", hint="leave their number out")
-    if jitter < 0 or (jitter and start == "random"):
+    if not 0 <= jitter < math.inf or (jitter and start == "random"):
         raise UsageError(
             "jitter moves parts that start at the center or follow each other; it is not negative", hint="jitter=0"
         )

@@ -12,7 +12,6 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, get_args
 
 import torch
@@ -23,6 +22,7 @@ from loaders import arguments
 from loaders.contract import Work
 from loaders.delivery.batch import Output
 from loaders.engine import DEFAULT_MEMORY, Delivery, Refusing
+from loaders.kinds import plain
 from loaders.mixture import Mixture, Place, opened
 from loaders.order.permutation import I64
 from loaders.plan import OrderPlan
@@ -56,7 +56,7 @@ class Common(TypedDict, total=False):
     """As `Asked`."""
 
     columns: Sequence[str]
-    device: str
+    device: str | torch.device
     shuffle: bool
     seed: int
     rank: int | None
@@ -82,7 +82,7 @@ class Asked:
     """What was asked for, or the default."""
 
     columns: Sequence[str] = ()
-    device: str = "cpu"
+    device: str | torch.device = "cpu"
     shuffle: bool = True
     seed: int = 0
     rank: int | None = None
@@ -103,8 +103,10 @@ class Asked:
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        arguments.of_kind("seed", self.seed, Integral, "a whole number")
+        for name, kind in (("seed", int), *((name, bool) for name in ("shuffle", "drop_last", "evaluate", "copy"))):
+            object.__setattr__(self, name, plain(name, getattr(self, name), kind))
         arguments.of_kind("columns", self.columns, (list, tuple), 'a list, such as ["width"]')
+        arguments.of_kind("storage_options", self.storage_options, Mapping, "a dict of options")
         arguments.one_of("on_bad", self.on_bad, get_args(OnBad))
         transform: object = self.transform
         if transform is not None and not callable(transform):
@@ -122,7 +124,7 @@ class Asked:
     def sampling(self, batch_size: int | None) -> Sampling:
         """How batches are put together, for this rank."""
         if batch_size is not None:
-            arguments.checked("batch_size", batch_size, arguments.MAX_BATCH)
+            batch_size = arguments.checked("batch_size", batch_size, arguments.MAX_BATCH)
         place = arguments.place_in_world(self.rank, self.world_size)
         return Sampling(batch_size, *place, self.seed, self.shuffle, self.drop_last, self.evaluate)
 

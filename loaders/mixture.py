@@ -51,10 +51,11 @@ class Mixture:
             if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
                 raise UsageError(f"{name!r} is no name of a source", hint=f"use 1 to {MAX_NAME} characters")
         object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
-        if self.weights is not None:
-            from loaders.order.mixture import segments_of
+        from loaders.order.mixture import length_of, segments_of
 
-            segments_of(tuple(self.sources), self.weights, self.temperature)
+        weights = dict.fromkeys(self.sources, 1.0) if self.weights is None else self.weights
+        segments_of(tuple(self.sources), weights, self.temperature)
+        length_of(self.epoch_batches, 1)
 
 
 class Opened(msgspec.Struct, frozen=True):

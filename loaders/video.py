@@ -26,6 +26,7 @@ from loaders.decode.choose import AutoDecoder, Backend, explain
 from loaders.decode.contract import Color
 from loaders.decode.dali import GPU_BATCH
 from loaders.engine import Loader
+from loaders.kinds import plain
 from loaders.mixture import Mixture
 from loaders.order.permutation import I64
 from loaders.plan import column, having
@@ -61,10 +62,11 @@ class VideoLoader(Loader):
     are replaced by neighbours, or with `on_bad="shorter"` left out of their batch; after `quarantine_limit` of them, a
     number or a share of the samples below 1, it gives up.
 
-    *Delivery.* `device`: "cpu" (pinned where CUDA is), "pinned" (or an error), "cuda". `threads` decode (default: this rank's
-    share of the machine's cores, at most 16), `prefetch` batches ahead, `memory` bytes at most in flight. A batch keeps its
-    memory as long as anything refers to it; after that it is used again, unless `copy`. `sidecar`: "auto", a socket's path,
-    or None. `isolate` decodes (by PyAV) in processes of their own, which may crash, or hang for so many seconds (`True`: 60).
+    *Delivery.* `device`: "cpu" (pinned where CUDA is), "pinned" (or an error), "cuda", or a torch.device. `threads` decode
+    (default: this rank's share of the machine's cores, at most 16), `prefetch` batches ahead, `memory` bytes at most in flight. A
+    batch keeps its memory as long as anything refers to it; after that it is used again, unless `copy`. `sidecar`: "auto", a
+    socket's path, or None. `isolate` decodes (by PyAV) in processes of their own, which may crash, or hang for so many seconds
+    (`True`: 60).
 
     Iterating yields the rest of the current epoch; iterating again, the next one. A batch is a dict: "video" (B, T, 3, H, W),
     contiguous, on `device`; "id" int64 (B,) numbers of the samples; "key" and "text" lists; "clip" float64 (B,), seconds at
@@ -108,6 +110,7 @@ class VideoLoader(Loader):
         clip, sound = clip or Clip(), _sound(audio)
         arguments.one_of("color", color, ("bt601", "tagged", "fast"))
         arguments.one_of("decoder", decoder, ("auto", "dali", "pyav"))
+        antialias, rotate = plain("antialias", antialias, bool), plain("rotate", rotate, bool)
         look = Look(clip, arguments.checked_size(size), rotate, sound, Cut(crop, flip), antialias, color)
         if sound is not None:
             sound.samples(clip)

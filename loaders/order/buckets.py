@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataio.core.errors import UsageError
+from loaders.kinds import settle
 from loaders.order.interleave import Interleave
 from loaders.order.lanes import Order
 from loaders.order.permutation import I64, key_of, short
@@ -51,7 +52,8 @@ class Bucket:
     frames: int | None = None
 
     def __post_init__(self) -> None:
-        if not all(isinstance(n, int) and 1 <= n <= MAX_SIDE for n in (*self.size, self.frames or 1)):
+        settle(self)
+        if not all(1 <= n <= MAX_SIDE for n in (*self.size, self.frames or 1)):
             raise UsageError(
                 f"{self} is not a bucket", hint=f"height, width and frames are numbers from 1 to {MAX_SIDE}"
             )
@@ -67,7 +69,7 @@ class Buckets:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "buckets", tuple(self.buckets))
+        settle(self)
         if not 1 <= len(self.buckets) <= MAX_BUCKETS or len(set(self.buckets)) < len(self.buckets):
             raise UsageError(f"there are {len(self.buckets)} buckets", hint=f"1 to {MAX_BUCKETS}, each once")
         if min(self.budget, self.multiple, *self.patch) < 1:
@@ -135,11 +137,11 @@ class Durations:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", tuple(self.seconds))
+        settle(self)
         grows = all(0 < shorter < longer for shorter, longer in pairwise((*self.seconds, math.inf)))
         if not 1 <= len(self.seconds) <= MAX_BUCKETS or not grows or self.multiple < 1:
             raise UsageError(f"{self} is not possible", hint=f"1 to {MAX_BUCKETS} growing lengths, multiple at least 1")
-        if self.budget < self.seconds[-1] * self.multiple:
+        if not self.seconds[-1] * self.multiple <= self.budget < math.inf:
             raise UsageError(
                 f"the budget of {self.budget} s pays for no batch of {self.seconds[-1]} s", hint="raise it"
             )

@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dataio.core.errors import UsageError
+from loaders.kinds import plain
 from loaders.order.interleave import Interleave
 from loaders.order.lanes import Order, lanes_for
 from loaders.order.permutation import I64, key_of, short
@@ -198,6 +199,7 @@ def segment_at(segments: Sequence[Segment], step: int) -> int:
 
 def length_of(epoch_batches: int | None, filled: int) -> int:
     """Batches in an epoch: as many as are asked for, or as all samples fill."""
+    epoch_batches = plain("epoch_batches", epoch_batches, int | None)
     if epoch_batches is not None and epoch_batches < 1:
         raise UsageError(f"epoch_batches is at least 1, not {epoch_batches}")
     return epoch_batches or max(1, filled)
@@ -215,9 +217,15 @@ def segments_of(
     """The segments that `weights` mean."""
     if not 1 <= len(names) <= MAX_SOURCES:
         raise UsageError(f"a mixture has 1 to {MAX_SOURCES} sources, not {len(names)}")
-    if not temperature > 0:
-        raise UsageError(f"temperature is a positive number, not {temperature!r}")
-    changes = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
+    temperature = plain("temperature", temperature, float)
+    if not 0 < temperature < math.inf:
+        raise UsageError(
+            f"temperature is a positive number, not {temperature!r}", hint="1.0 leaves the weights as they are"
+        )
+    if isinstance(weights, Mapping):
+        changes = [(0, plain("weights", weights, dict[str, float]))]
+    else:
+        changes = plain("weights", weights, list[tuple[int, dict[str, float]]])
     if not 1 <= len(changes) <= MAX_SEGMENTS:
         raise UsageError(f"weights change {len(changes)} times", hint=f"1 to {MAX_SEGMENTS} segments can be")
     steps = [step for step, _ in changes]

@@ -31,6 +31,7 @@ from typing import Literal
 import numpy as np
 
 from dataio.core.errors import UsageError
+from loaders.kinds import settle
 from loaders.order.permutation import I64, U64, key_of, permute
 
 MAX_LOOKAHEAD = 65_536
@@ -55,6 +56,7 @@ class Packing:
     anew: bool = False
 
     def __post_init__(self) -> None:
+        settle(self)
         if not 1 <= self.capacity <= MAX_CAPACITY or not 1 <= self.lookahead <= MAX_LOOKAHEAD:
             raise UsageError(
                 f"{self} is not possible", hint=f"capacity is at least 1, lookahead from 1 to {MAX_LOOKAHEAD}"

@@ -21,6 +21,7 @@ from dataio.core import metrics
 from dataio.core.errors import CorruptionError, MillraceError, UsageError
 from dataio.core.log import get_logger
 from loaders.contract import Place
+from loaders.kinds import plain
 from loaders.refusals import Refusal
 
 _log = get_logger(__name__)
@@ -28,7 +29,8 @@ _log = get_logger(__name__)
 
 def refusals_allowed(limit: float, samples: int) -> int:
     """How many samples may be refused: `limit` itself, or, below 1, that share of the `samples` of an epoch, at least one."""
-    if isinstance(limit, bool) or not 0 <= limit < math.inf or (limit >= 1 and limit != int(limit)):
+    limit = plain("quarantine_limit", limit, float)
+    if not 0 <= limit < math.inf or (limit >= 1 and limit != int(limit)):
         raise UsageError(f"quarantine_limit={limit!r} is neither a share nor a number", hint="use 0.01, or 100")
     return math.ceil(limit * samples) if 0 < limit < 1 else int(limit)
 

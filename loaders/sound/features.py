@@ -7,10 +7,12 @@ Failure behaviour: `UsageError` for what cannot be computed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from dataio.core.errors import UsageError
+from loaders.kinds import settle
 
 MAX_FFT = 1 << 16
 MAX_BANDS = 1024
@@ -31,12 +33,13 @@ class LogMel:
     floor: float = 1e-10
 
     def __post_init__(self) -> None:
+        settle(self)
         if not (1 <= self.hop <= MAX_FFT and 2 <= self.n_fft <= MAX_FFT and 1 <= self.bands <= MAX_BANDS):
             raise UsageError(f"{self} is not possible", hint=f"hop and n_fft up to {MAX_FFT}, bands up to {MAX_BANDS}")
-        if self.scale not in ("slaney", "htk") or self.log not in ("natural", "decadic") or self.floor <= 0:
+        if self.scale not in ("slaney", "htk") or self.log not in ("natural", "decadic") or not self.floor > 0:
             raise UsageError(f"{self} is not possible", hint="scale 'slaney' or 'htk', log 'natural' or 'decadic'")
-        if self.low < 0 or (self.high is not None and self.high <= self.low):
-            raise UsageError(f"no bands lie between {self.low} and {self.high} Hz")
+        if not 0 <= self.low < math.inf or not (self.high is None or self.high > self.low):
+            raise UsageError(f"no bands lie between {self.low} and {self.high} Hz", hint="0 is the lowest `low`")
 
     def frames(self, samples: int) -> int:
         """How many columns so many samples give."""

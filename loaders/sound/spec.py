@@ -13,6 +13,7 @@ from typing import Literal
 
 from dataio.core.errors import UsageError
 from loaders.clip import Clip
+from loaders.kinds import settle
 from loaders.sound.features import LogMel
 
 LAYOUTS = {1: "mono", 2: "stereo"}
@@ -36,6 +37,7 @@ class AudioSpec:
     features: Features = "waveform"
 
     def __post_init__(self) -> None:
+        settle(self)
         if not 1_000 <= self.sample_rate <= 384_000 or self.channels not in LAYOUTS:
             raise UsageError(f"{self} is not possible", hint="1000 to 384000 Hz, 1 or 2 channels")
         if self.seconds is not None and not 0 < self.seconds * self.sample_rate <= MAX_SAMPLES:

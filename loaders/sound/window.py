@@ -17,6 +17,7 @@ from dataio.core.errors import UsageError
 from dataio.shards.contract import AudioInfo
 from loaders.clip import Counts, Start, Values, check_start, first_of
 from loaders.contract import Place
+from loaders.kinds import settle
 
 MAX_SECONDS = 86_400.0
 
@@ -37,6 +38,7 @@ class Window:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
+        settle(self)
         if not 0 < self.seconds <= MAX_SECONDS or self.per_sample < 1 or self.jitter > MAX_SECONDS:
             raise UsageError(f"{self} is not a window", hint="seconds and per_sample are positive, at most a day")
         check_start(self.start, self.per_sample, self.jitter)

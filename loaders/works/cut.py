@@ -13,6 +13,7 @@ import msgspec
 
 from dataio.core.errors import UsageError
 from loaders.contract import Place
+from loaders.kinds import plain
 
 _TOP, _LEFT, _FLIP = 22, 23, 24  # keep the keys apart from those of clip starts and of the order
 
@@ -27,7 +28,7 @@ class Cut(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.crop not in ("center", "random"):
             raise UsageError(f"crop={self.crop!r} is not known", hint="use 'center' or 'random'")
-        if not 0 <= self.flip <= 1:
+        if not 0 <= plain("flip", self.flip, float) <= 1:
             raise UsageError(f"flip={self.flip!r} is not a probability", hint="from 0 to 1")
 
     def at(self, place: Place) -> tuple[float, float]:
