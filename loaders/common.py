@@ -70,7 +70,7 @@ class Common(TypedDict, total=False):
     memory: int
     copy: bool
     quarantine_limit: float
-    on_bad: OnBad
+    on_bad: OnBad | None
     quarantine_list: str | os.PathLike[str] | QuarantineList | None
     isolate: bool | float
     version: int | str | None
@@ -96,7 +96,7 @@ class Asked:
     memory: int = DEFAULT_MEMORY
     copy: bool = False
     quarantine_limit: float = 0.01
-    on_bad: OnBad = "replace"
+    on_bad: OnBad | None = None
     quarantine_list: str | os.PathLike[str] | QuarantineList | None = None
     isolate: bool | float = False
     version: int | str | None = None
@@ -107,7 +107,8 @@ class Asked:
             object.__setattr__(self, name, plain(name, getattr(self, name), kind))
         arguments.of_kind("columns", self.columns, (list, tuple), 'a list, such as ["width"]')
         arguments.of_kind("storage_options", self.storage_options, Mapping, "a dict of options")
-        arguments.one_of("on_bad", self.on_bad, get_args(OnBad))
+        if self.on_bad is not None:
+            arguments.one_of("on_bad", self.on_bad, get_args(OnBad))
         transform: object = self.transform
         if transform is not None and not callable(transform):
             raise UsageError(f"transform={transform!r} cannot be called", hint="give f(tensors, generator)")
@@ -144,8 +145,9 @@ class Asked:
 
     @property
     def refusing(self) -> Refusing:
-        """What becomes of damaged samples."""
-        return Refusing(self.quarantine_limit, self.on_bad, self.quarantine_list)
+        """What becomes of damaged samples. Who stood in for one in an evaluation would be counted twice."""
+        on_bad = self.on_bad or ("shorter" if self.evaluate else "replace")
+        return Refusing(self.quarantine_limit, on_bad, self.quarantine_list)
 
     def isolated(self, delivery: Delivery) -> IsolatedDecoder | None:
         """A process for each thread, where they are wanted."""

@@ -59,8 +59,8 @@ class VideoLoader(Loader):
 
     *Order.* `rank` and `world_size` default to torch.distributed's. `buckets` take the place of `batch_size` and `size`: each
     batch is of one shape, within a budget. `evaluate` delivers every sample once, in order, without padding. Damaged samples
-    are replaced by neighbours, or with `on_bad="shorter"` left out of their batch; after `quarantine_limit` of them, a
-    number or a share of the samples below 1, it gives up.
+    are replaced by neighbours (`on_bad="replace"`) or left out of their batch ("shorter"; what an evaluation does if nothing is
+    said); after `quarantine_limit` of them, a number or a share of the samples below 1, it gives up.
 
     *Delivery.* `device`: "cpu" (pinned where CUDA is), "pinned" (or an error), "cuda", or a torch.device. `threads` decode
     (default: this rank's share of the machine's cores, at most 16), `prefetch` batches ahead, `memory` bytes at most in flight. A
@@ -73,7 +73,7 @@ class VideoLoader(Loader):
     which each clip begins; with audio, "audio" float32 (B, C, S) or "mel" float32 (B, C, bands, frames), and "audio_samples"
     int64 (B,), how many of S are real sound and not zeros after it; and the columns. A mixture adds "source", the names of
     the samples' sources; buckets add "bucket", the number of the batch's; an evaluation adds "sizes", how many samples each
-    rank got, and "dry", the ranks that got none.
+    rank was given, those that turned out damaged too, and "dry", the ranks that were given none.
 
     With `drop_last=False` the tail of an epoch is shared out as evenly as it goes: a rank may get one clip fewer than
     another, or a batch of none ("video" is then None), so that all ranks see equally many batches.

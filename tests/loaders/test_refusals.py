@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,25 @@ def test_on_bad_shorter_leaves_the_sample_out_and_lists_it(damaged: Path) -> Non
         (whole,) = loader
     others = [slot for slot in range(6) if slot != loader.quarantine[0].id]
     assert (whole["video"][others] == batch["video"]).all()
+
+
+def test_an_evaluation_counts_nobody_twice_in_the_place_of_a_damaged_sample(damaged: Path) -> None:
+    options: dict[str, Any] = {
+        "clip": Clip(2),
+        "size": (24, 32),
+        "sidecar": None,
+        "quarantine_limit": 3,
+        "evaluate": True,
+    }
+    with VideoLoader(damaged, 2, **options) as loader:
+        batches = list(loader)
+        assert [one.key for one in loader.quarantine] == ["h264-late"]
+    assert sorted(n for batch in batches for n in batch["id"].tolist()) == sorted(
+        {*range(6)} - {loader.quarantine[0].id}
+    )
+    assert [sum(batch["sizes"]) for batch in batches] == [2, 2, 2]  # as planned: no rank knows what the others found
+    with VideoLoader(damaged, 2, **options, on_bad="replace") as loader:
+        assert [len(batch["id"]) for batch in loader] == [2, 2, 2]
 
 
 def test_a_list_that_cannot_be_written_stops_nobody(
