@@ -29,9 +29,8 @@ U8 = npt.NDArray[np.uint8]
 Chain = tuple[tuple[str, str], ...]
 """Filters in turn: name and arguments."""
 EXACT = "bilinear+full_chroma_int+accurate_rnd"
-MARGIN = 8
+MARGIN = 4
 KEPT = 6
-_GRAIN = 64  # a part begins where vector instructions like it
 _PLANAR = frozenset(
     f"yuv{j}{sampling}p" for j in ("", "j") for sampling in ("420", "422", "444")
 ) | {f"yuv{sampling}p10le" for sampling in ("420", "422", "444")}  # fmt: skip
@@ -55,7 +54,7 @@ def with_margin(rows: tuple[int, int], columns: tuple[int, int], frame: VideoFra
     """A part around these rows and columns that is right in them, of a usual frame; all of any other."""
     if not is_usual(frame):
         return Part(0, frame.height, 0, frame.width)
-    top, left = (max(0, (begin - MARGIN) // _GRAIN * _GRAIN) for begin, _ in (rows, columns))
+    top, left = (max(0, (begin - MARGIN) // 2 * 2) for begin, _ in (rows, columns))
     bottom, right = (
         min(side, (end + MARGIN + 1) // 2 * 2)
         for side, (_, end) in ((frame.height, rows), (frame.width, columns))
