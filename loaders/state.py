@@ -1,10 +1,11 @@
 """A loader's state: where it is, and the fingerprint of everything that decides what comes next.
 
 Purpose: resume exactly, on any number of ranks, from a few bytes.
-Invariants: a state is JSON, as `json.dumps` writes it, of less than 200 bytes, and about 45 more for each source of a mixture, as
-long as nothing is quarantined beside a list (`loaders.samples.shared_list`); it is the same on every rank, and has the same keys
-wherever a loader is. The position counts global batches that the trainer received. To be short, the global batch is the first
-value of "order", and version and digest of a list of bad samples, "17:0123abcd", the first of "quarantine".
+Invariants: a state is JSON, as `json.dumps` writes it, of less than 200 bytes, up to 40 more with buckets, and about 45 for each
+source of a mixture, as long as nothing is quarantined beside a list (`loaders.samples.shared_list`); it is the same on every
+rank, and has the same keys wherever a loader is. The position counts global batches that the trainer received. To be short, the
+global batch is the first value of "order", and version and digest of a list of bad samples, "17:0123abcd", the first of
+"quarantine".
 Failure behaviour: `MismatchError` names the field, what was saved and what is here; `UsageError` for what is no state at all.
 """
 

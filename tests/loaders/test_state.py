@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from dataio.core.errors import MismatchError, UsageError
 from loaders import Clip, Order
+from loaders.order.buckets import Bucketed
 from loaders.order.mixture import Mixed
 from loaders.order.schedule import Plain, Population
 from loaders.state import MAX_COUNT, Fingerprint, Identity, Position, dump, load
@@ -40,6 +41,13 @@ def loaded(state: Any, here: Fingerprint = HERE) -> Position:
 )
 def test_a_state_takes_less_than_200_bytes_of_json(clip: Clip) -> None:
     assert length(replace(HERE, clip=clip)) < 200
+
+
+@pytest.mark.parametrize("seed", [123456, (1 << 63) - 1])
+def test_buckets_take_at_most_40_bytes_more(seed: int) -> None:
+    buckets = Bucketed.of([64, 32], [Population(10**6, 3e5)] * 2, [1, 2], seed=seed)
+    clip = Clip(128, fps=30_000 / 1001, start="center", per_video=16, jitter=12)
+    assert length(replace(HERE, seed=seed, order=buckets.described(), clip=clip)) < 240
 
 
 def test_a_source_of_a_mixture_takes_45_bytes_more() -> None:
