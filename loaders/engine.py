@@ -222,7 +222,7 @@ class Loader(IterableDataset[dict[str, Any]]):
     def _next(self) -> dict[str, Any] | None:
         """The next batch, or None once at the end of every epoch."""
         if self._closed:
-            raise UsageError("the loader is closed")
+            raise UsageError("the loader is closed", hint="make another one; its state_dict() says where to go on")
         if self._batch >= self._plan.batches_in(self._epoch):
             self._epoch, self._batch = self._epoch + 1, 0
             return None

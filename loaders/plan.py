@@ -205,7 +205,10 @@ def having(dataset: Dataset, column: str, what: str, *, without: Collection[str]
         chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(sorted(without), pa.string()))))
     ids: I64 = np.flatnonzero(chosen.to_numpy()).astype(np.int64)
     if not len(ids):
-        raise UsageError(f"{dataset.url} holds no {what}")
+        hint = "`millrace info` says what it holds" + (
+            "; pictures are clips of one frame: Clip(frames=1)" if without else ""
+        )
+        raise UsageError(f"{dataset.url} holds no {what}", hint=hint)
     return ids
 
 

@@ -33,7 +33,10 @@ def sorting(buckets: Buckets | None, look: Look) -> Sorting | None:
     if look.size is not None:
         raise UsageError("with buckets each bucket has its size", hint="leave size out")
     if look.clip.start == "every" and any(bucket.frames for bucket in buckets.buckets):
-        raise UsageError("start='every' counts clips of one length; buckets that name their frames have several")
+        raise UsageError(
+            "start='every' counts clips of one length; buckets that name their frames have several",
+            hint="leave the buckets' frames out, or start otherwise",
+        )
 
     def sort(stream: Stream) -> I64:
         numbers = {name: column(stream.dataset, name, stream.ids) for name in ("height", "width", "rotation")}
@@ -62,7 +65,7 @@ def sorting_sound(buckets: Durations | None, window: Window | None) -> Sorting |
     if buckets is None:
         return None
     if window is not None and window.start == "every":
-        raise UsageError("start='every' counts windows of one length, and buckets have several")
+        raise UsageError("start='every' counts windows of one length, and buckets have several", hint="start otherwise")
 
     def sort(stream: Stream) -> I64:
         samples, rate = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))

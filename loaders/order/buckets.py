@@ -73,7 +73,7 @@ class Buckets:
         if not 1 <= len(self.buckets) <= MAX_BUCKETS or len(set(self.buckets)) < len(self.buckets):
             raise UsageError(f"there are {len(self.buckets)} buckets", hint=f"1 to {MAX_BUCKETS}, each once")
         if min(self.budget, self.multiple, *self.patch) < 1:
-            raise UsageError("budget, multiple and patch are positive numbers")
+            raise UsageError(f"{self} is not possible", hint="budget, multiple and patch are positive numbers")
 
     def cost(self, bucket: int, frames: int) -> int:
         """Tokens of a clip; `frames` is the loader's, for buckets that name none."""

@@ -201,7 +201,9 @@ def length_of(epoch_batches: int | None, filled: int) -> int:
     """Batches in an epoch: as many as are asked for, or as all samples fill."""
     epoch_batches = plain("epoch_batches", epoch_batches, int | None)
     if epoch_batches is not None and epoch_batches < 1:
-        raise UsageError(f"epoch_batches is at least 1, not {epoch_batches}")
+        raise UsageError(
+            f"epoch_batches is at least 1, not {epoch_batches}", hint="None is as many as all clips fill once"
+        )
     return epoch_batches or max(1, filled)
 
 
@@ -245,7 +247,7 @@ def quotas(names: Sequence[str], weights: Weights, temperature: float = 1.0) -> 
             raise UsageError(f"the weight of {name!r} is {weights[name]!r}", hint="weights are numbers from 0 on")
     most = max(weights.values())
     if most <= 0:
-        raise UsageError("all weights are 0")
+        raise UsageError("all weights are 0", hint="give some source a positive one")
     shares = np.array([(weights[name] / most) ** (1 / temperature) if weights[name] else 0.0 for name in names])
     exact = shares / shares.sum() * RESOLUTION
     whole = np.floor(exact).astype(np.int64)

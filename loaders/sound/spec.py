@@ -41,7 +41,10 @@ class AudioSpec:
         if not 1_000 <= self.sample_rate <= 384_000 or self.channels not in LAYOUTS:
             raise UsageError(f"{self} is not possible", hint="1000 to 384000 Hz, 1 or 2 channels")
         if self.seconds is not None and not 0 < self.seconds * self.sample_rate <= MAX_SAMPLES:
-            raise UsageError(f"{self.seconds} seconds of sound cannot be asked for")
+            raise UsageError(
+                f"{self.seconds} seconds of sound cannot be asked for",
+                hint=f"more than 0, and at most {MAX_SAMPLES} samples",
+            )
         if self.policy not in ("mix", "first") or not (
             self.features == "waveform" or isinstance(self.features, LogMel)
         ):

@@ -118,7 +118,10 @@ class Transformed(Around):
         missing = [name for name in self.layout.tensors if not isinstance(tensors.get(name), torch.Tensor)]
         if missing or len(tensors) != len(self.layout.tensors):
             names = ", ".join(map(repr, self.layout.tensors))
-            raise UsageError(f"the loader's transform must return a dict of the tensors {names}, no more and no less")
+            raise UsageError(
+                f"the loader's transform must return a dict of the tensors {names}, no more and no less",
+                hint="what else a batch needs comes with columns=[...]",
+            )
 
 
 def known_columns(fields: Mapping[str, object]) -> list[str]:

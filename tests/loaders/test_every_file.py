@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dataio import pack
+from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import AudioLoader, Clip, VideoLoader, Window
 from tests.loaders import made, plain
@@ -187,3 +188,6 @@ def test_pictures_are_clips_of_one_frame_beside_videos(kind: str, tmp_path: Path
             assert "a picture" in loader.explain(0)
         with VideoLoader(packed, 1, clip=Clip(2), **options) as loader:
             assert [batch["key"] for batch in loader] == [["b"]]  # a still is no clip of several frames
+        with pytest.raises(UsageError, match="no video") as caught:
+            VideoLoader(packed.where("key = 'a'"), 1, clip=Clip(2), **options)
+        assert "Clip(frames=1)" in caught.value.hint
