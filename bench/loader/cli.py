@@ -125,6 +125,11 @@ def _names(only: Sequence[str] | None, missing: Sequence[str]) -> list[str]:
     from bench.loader.candidates import FAST, FAST_FLOOR, FLOOR, OURS, PEERS
 
     names = [OURS, FAST, FLOOR, FAST_FLOOR, *(name for name, package in PEERS.items() if package not in missing)]
+    for name in only or ():
+        if name in PEERS and name not in names:
+            raise UsageError(f"{name!r} needs {PEERS[name]}", hint="pip install 'millrace[peers]', or --peer-python")
+        if name not in names:
+            raise UsageError(f"there is no candidate {name!r:.200}", hint=f"there are {', '.join(map(repr, names))}")
     return [name for name in names if not only or name in only]
 
 

@@ -1,14 +1,18 @@
 """The clips that every loader reads: short ones, and long ones with few key frames, in tars and in litdata's own form.
 
-Invariant: clips are a pure function of their number; all candidates of a run read the same bytes.
+Invariants: clips are a pure function of their number; all candidates of a run read the same bytes. Whatever form of them is
+there is whole: each is made beside its place, and gets its name at the end.
 Failure behaviour: none of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -39,19 +43,34 @@ KINDS = {kind.name: kind for kind in (Kind("short", 4, 320, 240, 12, 112), Kind(
 
 
 def make(kind: Kind, folder: Path, count: int, tell: Any) -> None:
-    """Write `count` clips, and a dataset of them in `folder`/dataset."""
+    """Write `count` clips to `folder`/clips, unless they are there, and a dataset of them to `folder`/dataset."""
     from dataio import pack
 
-    clips = folder / "clips"
-    clips.mkdir(parents=True)
-    for number in range(count):
-        path = clips / f"{number:05}.mp4"
-        if number < DISTINCT:
-            tell(f"making {kind.name} clips", number / DISTINCT)
-            encode(path, kind, number)
-        else:
-            os.link(clips / f"{number % DISTINCT:05}.mp4", path)
-    pack([str(clips)], str(folder / "dataset"), shard_bytes=16 << 20).close()
+    if not (folder / "clips").is_dir():
+        with whole(folder / "clips") as clips:
+            clips.mkdir()
+            for number in range(count):
+                path = clips / f"{number:05}.mp4"
+                if number < DISTINCT:
+                    tell(f"making {kind.name} clips", number / DISTINCT)
+                    encode(path, kind, number)
+                else:
+                    os.link(clips / f"{number % DISTINCT:05}.mp4", path)
+    with whole(folder / "dataset") as dataset:
+        pack([str(folder / "clips")], str(dataset), shard_bytes=16 << 20).close()
+
+
+@contextlib.contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """Where to make the folder `target`, which is there when the block has ended well; what a killed run left of it goes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = target.with_name(f".{target.name}.making")
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        yield made
+        made.rename(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def encode(path: Path, kind: Kind, number: int, codec: str = "libx264") -> None:
@@ -85,7 +104,8 @@ def _picture(kind: Kind, number: int, index: int) -> np.ndarray:
 def to_litdata(folder: Path) -> None:
     """The clips' bytes in litdata's chunks."""
     paths = sorted(str(path) for path in (folder / "clips").iterdir())
-    litdata.optimize(_read, paths, folder / "litdata", "16MB")
+    with whole(folder / "litdata") as made:
+        litdata.optimize(_read, paths, made, "16MB")
 
 
 def _read(path: str) -> dict[str, Any]:

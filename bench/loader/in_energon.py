@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bench.loader.data import whole
 from bench.loader.place import Place
 
 BATCH = 8
@@ -23,15 +24,15 @@ BATCH = 8
 
 def index(folder: Path, python: str) -> None:
     """Write what Energon wants to know before it reads."""
-    target = folder / "energon"
-    target.mkdir()
-    for shard in (folder / "dataset" / "shards").iterdir():
-        os.link(shard, target / shard.name)
     options = ("--non-interactive", "--split-ratio", "1,0,0", "--sample-type", "CrudeWebdataset", "--num-workers", "1")
-    command = [str(Path(python).parent / "energon"), "prepare", str(target), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"energon prepare: {done.stderr[-500:]}")
+    with whole(folder / "energon") as made:
+        made.mkdir()
+        for shard in (folder / "dataset" / "shards").iterdir():
+            os.link(shard, made / shard.name)
+        command = [str(Path(python).parent / "energon"), "prepare", str(made), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"energon prepare: {done.stderr[-500:]}")
 
 
 def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[torch.Tensor]:

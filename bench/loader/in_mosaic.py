@@ -1,7 +1,7 @@
 """MosaicML Streaming's way to deliver the clips: its own shards (MDS), two workers that decode by hand.
 
 It wants an older numpy than we do, so it may run in an interpreter of its own (`--peer-python streaming=…`), which also
-writes the shards: `python -m bench.loader.in_mosaic FOLDER`. Invariant: as `bench.loader.candidates`.
+writes the shards: `python -m bench.loader.in_mosaic CLIPS TARGET`. Invariant: as `bench.loader.candidates`.
 Failure behaviour: exceptions of its libraries; `RuntimeError` when it cannot write its shards.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.loader.data import whole
 from bench.loader.place import Place
 
 BATCH = 8
@@ -26,16 +27,17 @@ BATCH = 8
 
 def write(folder: Path, python: str) -> None:
     """The clips' bytes in its shards, written by an interpreter that has it."""
-    command = [python, "-m", "bench.loader.in_mosaic", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"MDSWriter: {done.stderr[-500:]}")
+    with whole(folder / "mosaic") as made:
+        command = [python, "-m", "bench.loader.in_mosaic", str(folder / "clips"), str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"MDSWriter: {done.stderr[-500:]}")
 
 
-def _write(folder: Path) -> None:
+def _write(clips: Path, target: Path) -> None:
     streaming: Any = importlib.import_module("streaming")
-    with streaming.MDSWriter(out=str(folder / "mosaic"), columns={"mp4": "bytes"}, size_limit=16_000_000) as out:
-        for path in sorted((folder / "clips").iterdir()):
+    with streaming.MDSWriter(out=str(target), columns={"mp4": "bytes"}, size_limit=16_000_000) as out:
+        for path in sorted(clips.iterdir()):
             out.write({"mp4": path.read_bytes()})
 
 
@@ -58,4 +60,4 @@ def _collate(decode: Callable[[bytes], torch.Tensor], samples: list[Mapping[str,
 
 
 if __name__ == "__main__":
-    _write(Path(sys.argv[1]))
+    _write(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from bench.loader import candidates, data
 from bench.loader.__main__ import measure
 from bench.loader.place import Place
+from dataio import Dataset
+from dataio.cli import main
 
 ONLY = (candidates.OURS, candidates.FLOOR, "webdataset + PyAV, 0 workers")
 
@@ -29,6 +32,35 @@ def test_loaders_are_measured_beside_their_peers(tmp_path: Path) -> None:
         assert samples["metrics"]["samples_per_s"][0] > 0, name
         assert samples["metrics"]["peak_mib"][0] > 50, name
     assert not list(tmp_path.iterdir()), "the benchmark left something behind"
+
+
+def test_a_candidate_that_there_is_not_is_named_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "loader", "--data", str(tmp_path / "data"), "--only", "webdataset"]) == 2
+    assert "no candidate 'webdataset'" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+def test_clips_that_a_killed_run_had_not_finished_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, real = data.Kind("tiny", 1, 64, 48, 12, 32), data.encode
+
+    def killed(path: Path, kind: data.Kind, number: int) -> None:
+        real(path, kind, number)
+        if number:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "encode", killed)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # whoever is killed cleans nothing up
+        data.make(tiny, tmp_path / "tiny", 3, lambda *_: None)
+    data.make(tiny, tmp_path / "tiny", 3, lambda *_: None)
+    assert len(list((tmp_path / "tiny" / "clips").iterdir())) == 3
+    with Dataset(tmp_path / "tiny" / "dataset") as dataset:
+        assert len(dataset) == 3
+    assert sorted(path.name for path in (tmp_path / "tiny").iterdir()) == ["clips", "dataset"]
 
 
 def test_a_candidate_that_delivers_too_few_clips_has_no_figures(
