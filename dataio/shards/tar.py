@@ -14,6 +14,7 @@ not hold, both with the shard's name and the offset of the header.
 
 from __future__ import annotations
 
+import itertools
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ END = bytes(2 * BLOCK)
 _WINDOW = 64 * limits.KIB
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^/.]+)\.(?P<ext>[^/]+)", re.DOTALL)
 _SIZE_LIMIT = 1 << 62
+MAX_SAMPLE_MEMBERS = 10_000
+"""More members are no sample, in a tar or in a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,28 @@ def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[Entry]:
         if kind != b"5" and match is not None:
             yield Entry(name, match["key"], match["ext"].lower(), start, position + BLOCK, length)
         position += BLOCK + padded(length)
+
+
+def samples(read_at: ReadAt, size: int, shard: str) -> Iterator[tuple[str, Iterator[Entry]]]:
+    """The samples of the archive, as `scan` yields their members: runs of neighbouring ones of one key. Each run is to be taken
+    before the next; `UnsupportedError` at the member with which it is longer than `MAX_SAMPLE_MEMBERS`."""
+    for key, run in itertools.groupby(scan(read_at, size, shard), key=lambda entry: entry.key):
+        yield key, _bounded(run, key, shard)
+
+
+def too_many(key: str) -> str:
+    """Why a sample of too many members is not taken."""
+    return f"the sample {key!r} has more than {MAX_SAMPLE_MEMBERS} members"
+
+
+def _bounded(run: Iterator[Entry], key: str, shard: str) -> Iterator[Entry]:
+    for number, entry in enumerate(run):
+        if number == MAX_SAMPLE_MEMBERS:
+            raise UnsupportedError(
+                f"{shard}: {too_many(key)}, up to that at offset {entry.header}",
+                hint="give each sample a key of its own: what comes before the first dot of a name",
+            )
+        yield entry
 
 
 class _Window:

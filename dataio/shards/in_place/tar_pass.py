@@ -34,7 +34,6 @@ from dataio.store.mounts import PREFIX
 
 SPOOL_BYTES = 1 * limits.GIB
 MAX_SHARD_SAMPLES = 1_000_000
-MAX_SAMPLE_MEMBERS = 10_000
 _DESCRIBED = SAMPLE_EXTENSIONS | {"txt", "json"}
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -87,8 +86,7 @@ class Pass:
 
     def _raws(self, ahead: ReadAhead, folder: Path) -> Iterator[_Raw]:
         """The shard's samples as they pass by, those with a fault reported and left out."""
-        entries = tar.scan(ahead.read_at, ahead.size, self._shard.url)
-        for key, run in itertools.groupby(entries, key=lambda entry: entry.key):
+        for key, run in tar.samples(ahead.read_at, ahead.size, self._shard.url):
             raw = _Raw(key, -1)
             for entry in run:
                 self._take(raw, entry, ahead, folder)
@@ -104,10 +102,6 @@ class Pass:
             raw.offset = entry.header
         if any(member.ext == entry.ext for member in raw.members):
             raw.fault = raw.fault or f"a second member is called {entry.name!r}, at offset {entry.header}"
-        if len(raw.members) >= MAX_SAMPLE_MEMBERS:
-            raise UnsupportedError(
-                f"{self._shard.url}: the sample {raw.key!r} at offset {raw.offset} has more than {MAX_SAMPLE_MEMBERS} members"
-            )
         parts = ahead.parts(entry.offset, entry.length)
         if entry.ext in _DESCRIBED and not raw.fault:
             path = folder / f"{next(self._numbers)}.{entry.ext}"

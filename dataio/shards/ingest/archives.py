@@ -7,7 +7,6 @@ Failure behaviour: `CorruptionError` or `UnsupportedError` for an archive that i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator
 
@@ -37,9 +36,9 @@ def opened(path: str, remote: Remote) -> Iterator[tar.ReadAt]:
 
 
 def samples(path: str, size: int, read_at: tar.ReadAt) -> Iterator[tuple[str, tuple[Span, ...]]]:
-    """Key and members of every sample of the tar: a run of neighbouring members of one key."""
+    """Key and members of every sample of the tar."""
     program = _COMPRESSED.get(read_at(0, min(2, size)))
     if program:
         raise UnsupportedError(f"{path} is compressed by {program}", hint="decompress it first; media already is")
-    for key, run in itertools.groupby(tar.scan(read_at, size, path), key=lambda entry: entry.key):
+    for key, run in tar.samples(read_at, size, path):
         yield key.removeprefix("./"), tuple(Span(e.ext, path, e.offset, e.length) for e in run)

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
+from dataio.shards import tar
 from dataio.shards.ingest import archives
 from dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
 from dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
@@ -157,7 +158,10 @@ class _Collected:
         """Files of one stem in one folder."""
         has_media = any(_ext(item.path) in SAMPLE_EXTENSIONS for item, _ in files)
         members = [m for m in files if has_media and _EXTENSION.fullmatch(_ext(m[0].path))]
-        if members:
+        if len(members) > tar.MAX_SAMPLE_MEMBERS:
+            first = members[0][0]
+            self.skipped.append(Skipped(first.path, UnsupportedError.code, tar.too_many(_key(first))))
+        elif members:
             self.groups.append(_group(members))
         for item, info in (m for m in files if m not in members):
             if _ext(item.path) == "tar":

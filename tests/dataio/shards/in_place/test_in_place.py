@@ -25,10 +25,12 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from dataio.shards import tar
 from dataio.shards.dali import dali_index
 from dataio.shards.in_place import indexing as in_place
 from dataio.shards.in_place import tar_pass as in_place_pass
 from dataio.shards.in_place.tally import IndexProgress
+from dataio.shards.ingest.sources import gather
 from dataio.shards.media.probe import probe
 from dataio.store.open import open_location, open_store
 from tests.pictures import picture
@@ -333,7 +335,7 @@ def test_a_full_temporary_folder_is_said_so(put, tmp_path: Path, clip: bytes) ->
 
 def test_samples_and_members_without_end_are_refused(put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_place_pass, "MAX_SHARD_SAMPLES", 5)
-    monkeypatch.setattr(in_place_pass, "MAX_SAMPLE_MEMBERS", 5)
+    monkeypatch.setattr(tar, "MAX_SAMPLE_MEMBERS", 5)
     put("0.tar", [("ok.bin", b"")])
     put("1.tar", [(f"{i}.bin", b"") for i in range(6)])
     put("2.tar", [(f"a.{i}", b"") for i in range(6)])
@@ -343,6 +345,10 @@ def test_samples_and_members_without_end_are_refused(put, tmp_path: Path, monkey
             "1.tar": "unsupported",
             "2.tar": "unsupported",
         }
+        (indexed,) = [reason for path, (_, reason) in skipped(dataset).items() if path == "2.tar"]
+    (packed,) = gather([tmp_path / "from" / "2.tar"]).skipped
+    assert packed.reason in indexed
+    assert "'a' has more than 5 members" in packed.reason
 
 
 def test_index_parts_are_cut(put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

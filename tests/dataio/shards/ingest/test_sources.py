@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataio.core.errors import NotFoundError, UsageError
+from dataio.shards import tar
 from dataio.shards.ingest.sources import gather
 from dataio.shards.tar import _NAME
 
@@ -34,6 +35,15 @@ def test_files_of_the_same_stem_in_one_folder_are_one_sample(tmp_path: Path) -> 
 def test_files_given_one_by_one_are_grouped_too(tmp_path: Path) -> None:
     tree(tmp_path, "x.mp4", "x.json")
     assert shape(tmp_path / "x.json", tmp_path / "x.mp4") == {"x": ["json", "mp4"]}
+
+
+def test_a_sample_of_too_many_files_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar, "MAX_SAMPLE_MEMBERS", 3)
+    tree(tmp_path, "x.mp4", "x.a", "x.b", "y.mp4", "y.a", "y.b", "y.c")
+    found = gather([tmp_path])
+    assert [group.key for group in found.groups] == ["x"]
+    (left,) = found.skipped
+    assert (left.code, left.reason) == ("unsupported", "the sample 'y' has more than 3 members")
 
 
 def test_a_glob_gives_keys_relative_to_its_fixed_part(tmp_path: Path) -> None:
