@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from dataio.cache.disks import RECOVER_SECONDS, Place
 from dataio.cache.engine import Engine
 from dataio.cache.reader import CachedReader
 from dataio.testing.clock import ManualClock
+from tests.disks import disk, read_only
 
 from .memory_store import MemoryStore
 
@@ -66,21 +66,9 @@ def tiers(store: MemoryStore, folders: tuple[Path, Path]) -> Iterator[Callable[.
 @pytest.fixture
 def file_system(folders: tuple[Path, Path]) -> Iterator[Callable[[str], None]]:
     """Mounts a file system of its own, in memory, on the fast tier's directory; says why where that is not allowed."""
-    mounted = False
-
-    def mount(options: str) -> None:
-        nonlocal mounted
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "millrace-test", str(folders[0])], capture_output=True, text=True
-        )
-        if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-        mounted = True
-
-    yield mount
-    if mounted:
+    with contextlib.ExitStack() as stack:
+        yield lambda options: stack.enter_context(disk(folders[0], options))
         gc.collect()
-        subprocess.run(["umount", "-l", str(folders[0])], check=True)
 
 
 def used(engine: Engine) -> list[object]:
@@ -148,15 +136,14 @@ def test_a_tier_that_becomes_read_only_is_gone_around_and_used_again_later(
     file_system(f"size={100 * BLOCK}")
     clock = ManualClock()
     engine, _ = tiers(clock=clock)
-    subprocess.run(["mount", "-o", "remount,ro", str(folders[0])], check=True)
-    with caplog.at_level(logging.WARNING):
-        assert engine.open(store, "a", WHOLE).result(60) is None, "this one read is sent to the store"
-    assert "Read-only file system" in caplog.text, "the fault fired"
-    lease = engine.open(store, "b", WHOLE).result(60)
-    assert lease is not None
-    assert [tier["paused"] for tier in engine.tier_stats()] == [True, False]
-    assert used(engine)[1] == SIZE
-    subprocess.run(["mount", "-o", "remount,rw", str(folders[0])], check=True)
+    with read_only(folders[0]):
+        with caplog.at_level(logging.WARNING):
+            assert engine.open(store, "a", WHOLE).result(60) is None, "this one read is sent to the store"
+        assert "Read-only file system" in caplog.text, "the fault fired"
+        lease = engine.open(store, "b", WHOLE).result(60)
+        assert lease is not None
+        assert [tier["paused"] for tier in engine.tier_stats()] == [True, False]
+        assert used(engine)[1] == SIZE
     clock.now += RECOVER_SECONDS + 1
     assert engine.open(store, "c", [(0, BLOCK)]).result(60) is not None
     assert [tier["paused"] for tier in engine.tier_stats()] == [False, False]

@@ -50,30 +50,29 @@ def test_who_asks_for_it_does_it_and_it_is_done_once() -> None:
     assert not ending.alive
 
 
-def test_at_the_end_of_the_process_it_is_done_before_the_process_ends() -> None:
-    program = (
-        "import threading, weakref\n"
-        "from dataio.core.forgotten import Ending\n"
-        "kept = threading.Event()\n"
-        "ending = Ending(kept, lambda: print(threading.current_thread().name, flush=True))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("MainThread\n", "", 0)
+LEFT_TO_THE_END = """
+import _thread, threading
+from dataio.core.forgotten import Ending
+kept = threading.Event()
+ending = Ending(kept, lambda: print(threading.current_thread().name, flush=True))
+"""
+NO_MORE_THREADS = """
+def none(*_): raise RuntimeError('as Python 3.12 says it')
+_thread.start_new_thread = none
+del kept
+print('gone', flush=True)
+"""
 
 
-def test_where_no_thread_can_be_started_any_more_it_is_done_at_the_end() -> None:
-    program = (
-        "import _thread, threading\n"
-        "from dataio.core.forgotten import Ending\n"
-        "kept = threading.Event()\n"
-        "ending = Ending(kept, lambda: print('done', flush=True))\n"
-        "def none(*_): raise RuntimeError('as Python 3.12 says it')\n"
-        "_thread.start_new_thread = none\n"
-        "del kept\n"
-        "print('gone', flush=True)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("gone\ndone\n", "", 0)
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [("", "MainThread\n"), (NO_MORE_THREADS, "gone\nMainThread\n")],
+    ids=["nobody forgot it", "no thread can be started any more"],
+)
+def test_what_is_left_at_the_end_of_the_process_is_done_before_it_ends(more: str, said: str) -> None:
+    command = [sys.executable, "-c", LEFT_TO_THE_END + more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == (said, "", 0)
 
 
 AT_WORK = """

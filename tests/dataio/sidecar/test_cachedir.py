@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from dataio.cli import main
 from dataio.core.errors import UsageError
 from dataio.sidecar.cachedir import CacheDirectories
 from dataio.sidecar.config import CacheTier
+from tests.disks import disk
 
 
 @pytest.fixture
@@ -19,12 +19,8 @@ def read_only_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system that nobody can write to."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    options = ["-t", "tmpfs", "-o", "ro,size=1m", "millrace-test", str(folder)]
-    done = subprocess.run(["mount", *options], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk(folder, "ro,size=1m"):
+        yield folder
 
 
 def test_a_disk_that_is_read_only_is_named_with_the_reason_and_what_to_give_instead(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from dataio.store.tier.keeping import Keeping
 from dataio.store.tier.retention import Limits
 from dataio.store.tier.shelf import Shelf
 from tests.dataio.store.tier.making import Counting, is_pack, shelf
+from tests.disks import disk, read_only
 
 
 @pytest.fixture(params=["posix", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.soak])])
@@ -153,12 +153,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system with room for 8 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir(mode=0o700)
-    options = ["-t", "tmpfs", "-o", "size=8m,mode=0700", "millrace-test", str(folder)]
-    done = subprocess.run(["mount", *options], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with disk(folder, "size=8m,mode=0700"):
+        yield folder
 
 
 def test_a_disk_that_is_really_full_is_done_without(
@@ -178,12 +174,8 @@ def test_a_disk_that_is_really_full_is_done_without(
 
 def test_a_disk_that_is_really_read_only_is_done_without(remote: Counting, small_disk: Path) -> None:
     tier = Shelf(small_disk / "tier", Limits(512 * MIB, 2))
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    try:
-        with Keeping(remote, tier, is_pack) as store:
-            assert not store.whole
-            store.put_multipart("packs/1", parts(2 * MIB))
-            assert store.put_if_absent("manifest", b"m")
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    with read_only(small_disk), Keeping(remote, tier, is_pack) as store:
+        assert not store.whole
+        store.put_multipart("packs/1", parts(2 * MIB))
+        assert store.put_if_absent("manifest", b"m")
     assert remote.get("packs/1") == b"".join(parts(2 * MIB))
