@@ -10,7 +10,6 @@ done, 130 after Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from bench.core.environment import environment
 from bench.core.results import Part, Run, read, shown, write
 from bench.report.page import page
 from dataio.core.errors import MillraceError, UsageError
-from dataio.core.options import amount
+from dataio.core.options import Parser, amount
 from dataio.store.oserrors import translated
 
 BY_USER = "interrupted by the user"
@@ -62,7 +61,7 @@ PLAN = (
 
 def main(argv: Sequence[str]) -> int:
     """Run the plan, or some of it."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="millrace bench all",
         description="A short version of every benchmark, and one report of all.",
         epilog="exit codes: 0 all done; 1 one is not, and is named; 130 interrupted",

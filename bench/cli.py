@@ -8,8 +8,9 @@ measured in its run. Failure behaviour: an unknown name is wrong use, exit code 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
+
+from dataio.core.errors import UsageError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "all": ("bench.all:main", "a short version of everything in five minutes, with a report"),
@@ -48,8 +49,7 @@ def bench(argv: list[str]) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        print(f"millrace bench: error: no benchmark {argv[0]!r}; see millrace bench --help", file=sys.stderr)
-        return 2
+        raise UsageError(f"no benchmark {argv[0]!r}", hint="see millrace bench --help")
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     chosen: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return chosen(argv[1:])

@@ -16,6 +16,7 @@ from checkpoint import cli_lifecycle
 from checkpoint.repository import check
 from dataio.core.errors import CorruptionError
 from dataio.core.limits import format_bytes
+from dataio.core.options import Parser
 from dataio.store.open import open_store
 
 _MOST_HITS = 5
@@ -41,7 +42,7 @@ def ckpt(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="millrace ckpt", description="List, check, name and remove the steps of a checkpoint repository."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

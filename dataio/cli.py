@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, MillraceError
+from dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, MillraceError, UsageError
 from dataio.core.redact import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -101,8 +101,7 @@ def _run(args: list[str]) -> int:
         from difflib import get_close_matches
 
         meant = "".join(f", did you mean {close!r}?" for close in get_close_matches(name, COMMANDS, 1))
-        print(f"millrace: error: no command {name!r}{meant or '; see millrace --help'}", file=sys.stderr)
-        return 2
+        raise UsageError(f"no command {name!r}{meant}", hint="see millrace --help")
     return _load(COMMANDS[name][0])(args[1:])
 
 

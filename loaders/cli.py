@@ -15,6 +15,7 @@ import msgspec
 
 from dataio.core.errors import MillraceError, NotFoundError, UsageError
 from dataio.core.limits import counted
+from dataio.core.options import Parser
 from loaders import refusals
 
 _ABOUT = "List the samples that loaders on this machine refused, with the reason, or forget them."
@@ -28,7 +29,7 @@ exit codes: 0 none listed, or forgotten · 1 some are listed · 2 wrong use"""
 
 def quarantine(argv: list[str]) -> int:
     """`millrace quarantine [DATASET]`"""
-    parser = argparse.ArgumentParser("millrace quarantine", description=_ABOUT, epilog=_MORE)
+    parser = Parser("millrace quarantine", description=_ABOUT, epilog=_MORE)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("dataset", nargs="?", help="a dataset's URL or directory (default: all)")
     parser.add_argument("--clear", action="store_true", help="forget what is listed")

@@ -26,7 +26,7 @@ from bench.core.measure import Tell, compiled
 from bench.core.results import Part, Run, encode, prepare, shown, write
 from bench.core.table import part_table
 from dataio.core.errors import UsageError
-from dataio.core.options import count
+from dataio.core.options import Parser, count
 from dataio.core.redact import redact
 
 EXIT_CODES = (
@@ -46,7 +46,7 @@ class Job:
 
 def parser(name: str, description: str, *, rounds: int = 3) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks have."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=f"millrace bench {name}",
         description=description,
         epilog=EXIT_CODES,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from bench.demo.settings import Settings
 from dataio.core.errors import UsageError
 from dataio.core.limits import format_bytes
-from dataio.core.options import count
+from dataio.core.options import Parser, count
 
 if TYPE_CHECKING:
     from bench.demo.figures import Figures
@@ -53,7 +53,7 @@ def demo(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="millrace demo",
         description="Pack clips into a local S3 server, train a small video model, kill the trainer with SIGKILL in mid-run, "
         "restart it, and prove that the run equals an uninterrupted one bit for bit.",

@@ -6,7 +6,6 @@ Invariant: they measure nothing; they show what results files hold. Failure beha
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,13 +15,14 @@ from bench.core.results import Run, read
 from bench.report.compare import as_text, compare
 from bench.report.markdown import markdown
 from bench.report.page import page
+from dataio.core.options import Parser
 from dataio.core.outputs import written_whole
 from dataio.store.oserrors import translated
 
 
 def report(argv: Sequence[str]) -> int:
     """`millrace bench report`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="millrace bench report",
         description="Make one self-contained page (or Markdown tables) of what `millrace bench … -o FILE` wrote.",
         epilog="exit codes: 0 written; 2 a file holds no results; others as in millrace --help",
@@ -45,7 +45,7 @@ def report(argv: Sequence[str]) -> int:
 
 def compare_(argv: Sequence[str]) -> int:
     """`millrace bench compare`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="millrace bench compare",
         description="Say what changed from A to B beyond noise: exact Mann–Whitney test with a false discovery rate of 5 %,\n"
         "changes of medians from 2 % on.",

@@ -8,7 +8,6 @@ is then 1. A file without a header is refused: it is no event log.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dataio.core.errors import NotFoundError, UsageError
+from dataio.core.options import Parser
 from dataio.core.outputs import written_whole
 from dataio.core.trace import HEADER, VERSION
 
@@ -25,7 +25,7 @@ LINE_BYTES = 64 << 10
 
 def trace(argv: list[str]) -> int:
     """The sub-command's entry point."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="millrace trace",
         description="Turn event logs (MILLRACE_EVENTS=DIR) into one trace: open it in ui.perfetto.dev.",
         epilog="exit codes: 0 done · 1 lines that are no events were skipped · 2 wrong use",

@@ -1,15 +1,25 @@
-"""Types of command-line options that several commands have.
+"""What the commands' options have in common: the parser, and types that several have.
 
-Invariant: a value that comes out is in the bounds that its message names. Failure behaviour: `argparse.ArgumentTypeError`, which
-argparse turns into the command's usage, the message and exit code 2.
+Invariant: a value that comes out is in the bounds that its message names.
+Failure behaviour: `argparse.ArgumentTypeError`, of which the parser makes a `UsageError` like all others.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from typing import NoReturn
+
+from dataio.core.errors import UsageError
 
 MOST = (1 << 31) - 1
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises where argparse would print and end the process, which no `--json` would reach."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"see {self.prog} --help")
 
 
 def count(text: str, most: int = MOST) -> int:

@@ -21,7 +21,7 @@ import msgspec
 from dataio.core import limits
 from dataio.core.errors import UsageError
 from dataio.core.limits import counted
-from dataio.core.options import count
+from dataio.core.options import Parser, count
 
 if TYPE_CHECKING:
     from dataio.shards.contract import Sample
@@ -105,7 +105,7 @@ def cat(argv: list[str]) -> int:
 
 
 def _parser(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"millrace {name}",
         description=description,
         epilog=epilog or "exit codes: see millrace --help",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dataio.core import log
 from dataio.core.errors import TransientError
+from dataio.core.options import Parser
 from dataio.sidecar import notify, settings
 
 COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "checkpoint.carry")}
@@ -24,9 +25,7 @@ def sidecar(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="millrace sidecar", description="The node's daemon: shared cache and staged checkpoints."
-    )
+    parser = Parser(prog="millrace sidecar", description="The node's daemon: shared cache and staged checkpoints.")
     actions = parser.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", help="run the daemon in the foreground until SIGTERM, which drains it")
     run.add_argument(

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
-from dataio.core.options import count
+from dataio.core.options import Parser, count
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.store.posix import TEMPORARY
@@ -60,7 +60,7 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="millrace doctor",
         description="Say whether a store gives what datasets and shared checkpoints need.",
         epilog="exit codes: 0 good for everything · 2 wrong use, no access, or not for several writers · 3 unreachable",

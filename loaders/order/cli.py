@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataio.core.errors import UsageError
-from dataio.core.options import count
+from dataio.core.options import Parser, count
 from loaders.order.schedule import Population
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _measure(dataset: Dataset, args: argparse.Namespace) -> Quality:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="millrace order",
         description="Measure the order in which a loader would take a dataset's samples, beside a full shuffle.",
         epilog="exit codes: see millrace --help",

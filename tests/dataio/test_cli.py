@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -53,9 +54,33 @@ def test_without_a_command_the_usage_is_shown_and_the_exit_code_is_2(capsys: pyt
 
 def test_an_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fly"]) == 2
-    assert "no command 'fly'; see millrace --help" in capsys.readouterr().err
+    assert "no command 'fly'\n  next: see millrace --help" in capsys.readouterr().err
     assert cli.main(["pakc"]) == 2
     assert "no command 'pakc', did you mean 'pack'?" in capsys.readouterr().err
+
+
+WRONG = [
+    "ckpt ls",
+    "ckpt fly",
+    "pack x",
+    "order x --batch 0",
+    "bench fly",
+    "bench all --minutes x",
+    "quarantine --fly",
+    "fly",
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments_are_an_error_like_others_also_as_json(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(wrong.split()) == 2
+    said = capsys.readouterr()
+    assert re.fullmatch(r"millrace[a-z ]*: error: .*\n  next: see millrace [a-z ]*--help\n", said.err)
+    assert said.out == ""
+    assert cli.main([*wrong.split(), "--json"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["error"]["code"] == "usage"
+    assert said.err == ""
 
 
 def test_the_commands_exit_code_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
