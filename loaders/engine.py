@@ -114,19 +114,22 @@ class Loader(IterableDataset[dict[str, Any]]):
         self._ahead: Ahead | None = None
         self._ending: Ending | None = None
         self._meter = LoaderMeter()
-        self._closed = False
+        self._closed = self._delivered = False
 
     def __len__(self) -> int:
         """Batches in the current epoch."""
         return self._plan.batches_in(self._epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The batches of the current epoch that are still to come."""
+        """The batches of the current epoch that are still to come. Whoever left an iteration after the last of them, or an
+        evaluation anywhere, gets those of the next epoch; whoever loaded a state, those behind it."""
         if get_worker_info() is not None:
             raise UsageError(
                 "a loader was copied into a DataLoader's worker, which would deliver every batch once more",
                 hint="use num_workers=0: it decodes in threads of its own",
             )
+        if self._delivered and self._batch:
+            self._go_on()
         while (batch := self._next()) is not None:
             yield batch
 
@@ -190,7 +193,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         if loss:
             _log.warning("a state that does not fit was forced: %s", loss)
         self._stop()
-        self._epoch, self._batch = position.epoch, position.batch
+        self._epoch, self._batch, self._delivered = position.epoch, position.batch, False
         self._quarantine.load(position.quarantine)
         return loss
 
@@ -219,6 +222,15 @@ class Loader(IterableDataset[dict[str, Any]]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _go_on(self) -> None:
+        """To the next epoch, where an iteration was left that nobody wants the rest of."""
+        left = self._batch < self._plan.batches_in(self._epoch)
+        if left and not self._plan.schedule.evaluates:
+            return
+        if left:
+            self._stop()
+        self._epoch, self._batch = self._epoch + 1, 0
+
     def _next(self) -> dict[str, Any] | None:
         """The next batch, or None once at the end of every epoch."""
         if self._closed:
@@ -232,7 +244,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             if count:
                 metrics.loader_samples.labels(name).inc(count)
         about = self._plan.about(self._epoch, self._batch)
-        self._batch += 1
+        self._batch, self._delivered = self._batch + 1, True
         return batch.tensors() | about
 
     def _wait(self) -> Batch:

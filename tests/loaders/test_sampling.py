@@ -194,6 +194,33 @@ def test_an_evaluation_of_a_mixture_sees_each_source_once_and_each_batch_is_of_o
         assert not make(mixture, **options).load_state_dict(loader.state_dict(), force=force)
 
 
+def test_an_epoch_that_is_left_after_its_last_batch_is_over(make: Make) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "clip": Clip(1)}
+    loader, other = make(**options), make(**options)
+    first = [batch["key"] for _, batch in zip(range(2), loader, strict=False)]  # zip asks for no third one
+    state = loader.state_dict()
+    second = [batch["key"] for batch in loader]
+    assert len(first) == len(second) == len(loader) == 2
+    assert [[batch["key"] for batch in other] for _ in range(2)] == [first, second]
+    other.load_state_dict(state)
+    assert [[batch["key"] for batch in other] for _ in range(2)] == [[], second]  # first the rest, which is nothing
+
+
+@pytest.mark.parametrize("batches", [2, 4])
+def test_an_evaluation_that_is_left_begins_anew_and_one_that_is_restored_goes_on(make: Make, batches: int) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "evaluate": True, "clip": Clip(1, start="center")}
+    loader = make(**options)
+    keys = list(loader.dataset.keys)
+    for _ in range(2):
+        assert [key for batch in take(loader, batches) for key in batch["key"]] == keys[: 2 * batches]
+    state = loader.state_dict()
+    assert [key for batch in loader for key in batch["key"]] == keys
+    other = make(**options)
+    other.load_state_dict(state)
+    assert [key for batch in other for key in batch["key"]] == keys[2 * batches :]
+    assert [key for batch in other for key in batch["key"]] == keys
+
+
 def test_an_evaluation_sees_every_clip_once_and_names_the_dry_ranks(make: Make) -> None:
     ranks = [
         make(batch_size=3, rank=rank, world_size=2, evaluate=True, clip=Clip(1, start="center")) for rank in range(2)
