@@ -148,7 +148,7 @@ def added(dataset: Dataset, columns: Sequence[str]) -> tuple[str, ...]:
         return ()
     from dataio.shards.query.conditions import field_types  # with DuckDB, which most loaders need not wait for
 
-    return check_columns(columns, known_columns(field_types(dataset.document)))
+    return check_columns(columns, known_columns(field_types(dataset.document)), dataset.url)
 
 
 def check_isolate(isolate: bool | float) -> None:

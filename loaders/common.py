@@ -106,6 +106,7 @@ class Asked:
         for name, kind in (("seed", int), *((name, bool) for name in ("shuffle", "drop_last", "evaluate", "copy"))):
             object.__setattr__(self, name, plain(name, getattr(self, name), kind))
         arguments.of_kind("columns", self.columns, (list, tuple), 'a list, such as ["width"]')
+        arguments.of_kind("sidecar", self.sidecar, (str, os.PathLike), '"auto", the path of a socket, or None')
         arguments.of_kind("storage_options", self.storage_options, Mapping, "a dict of options")
         if self.on_bad is not None:
             arguments.one_of("on_bad", self.on_bad, get_args(OnBad))

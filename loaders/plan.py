@@ -196,6 +196,8 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
 def having(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
     """The numbers of the samples of which `column` is neither null nor one of `without`; `what` names it in the error
     when there are none."""
+    if not len(dataset):
+        raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
     only = dataset.only(column)
     if only is not None and only not in without:
         return np.arange(len(dataset), dtype=np.int64)

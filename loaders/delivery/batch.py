@@ -146,7 +146,7 @@ def _shape(name: str, shape: Sequence[int], output: Output) -> torch.Size:
 def _other_shape(sample: Finished, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
     return UsageError(
         f"sample {sample.sample.key!r} has {name} of {tuple(tensor.shape)}, others in its batch of {tuple(target.shape)}",
-        hint="give the loader a size=(height, width)",
+        hint="give the loader a size=(height, width); what a transform returns is of one shape too",
     )
 
 

@@ -80,15 +80,15 @@ class WithColumns(Around):
         return replace(finished, values={**finished.values, **more})
 
 
-def check_columns(columns: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tuple[str, ...]:
     """`columns`, if each is there and none hides what a batch holds anyway."""
     for name in columns:
         if name in _OURS:
             raise UsageError(f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out")
         if name == "caption" and name not in known:
-            raise UsageError("there is no column 'caption'", hint='every batch has the captions, as "text"')
+            raise UsageError(f"{url} has no column 'caption'", hint='every batch has the captions, as "text"')
         if name not in known:
-            raise UsageError(f"there is no column {name!r}", hint=f"there are {', '.join(sorted(known))}")
+            raise UsageError(f"{url} has no column {name!r}", hint=f"there are {', '.join(sorted(known))}")
     return tuple(dict.fromkeys(columns))
 
 

@@ -15,7 +15,7 @@ import torch
 from dataio import pack
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, AudioSpec, Clip, LogMel, VideoLoader, Window
+from loaders import AudioLoader, AudioSpec, Clip, LogMel, Mixture, VideoLoader, Window
 from loaders.contract import Place
 from loaders.decode.resize import fit
 from loaders.works.cut import Cut
@@ -345,6 +345,7 @@ def test_explain_names_stream_decoder_and_rule(make: Any) -> None:
         ({"isolate": None}, "isolate cannot be None"),
         ({"quarantine_limit": "1%"}, "quarantine_limit cannot be '1%'"),
         ({"storage_options": "x"}, "storage_options cannot be 'x'"),
+        ({"sidecar": 3}, "sidecar cannot be 3"),
         ({"columns": "width"}, "columns cannot be 'width'"),
         ({"on_bad": "stop"}, "on_bad='stop' is not known"),
         ({"transform": 3}, "transform=3 cannot be called"),
@@ -357,6 +358,13 @@ def test_what_is_of_another_kind_is_refused_by_name(
     with pytest.raises(UsageError, match=reason) as caught:
         make(**asked)
     assert caught.value.hint
+
+
+def test_a_dataset_that_lacks_what_is_asked_for_is_named(clips: Dataset) -> None:
+    with pytest.raises(UsageError, match=f"{clips.url} has no column 'never'"):
+        VideoLoader(Mixture({"a": clips, "b": clips}), 2, columns=["never"])
+    with pytest.raises(UsageError, match=f"no sample of {clips.url} is left"):
+        VideoLoader(clips.where("duration > 1000000"), 2)
 
 
 def test_impossible_clips_and_what_is_no_dataset_are_refused() -> None:
