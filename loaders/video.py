@@ -30,7 +30,7 @@ from loaders.kinds import plain
 from loaders.mixture import Mixture
 from loaders.order.permutation import I64
 from loaders.plan import column, having
-from loaders.works.clips import ClipWork, Look, beginnings
+from loaders.works.clips import ClipWork, Look, together
 from loaders.works.cut import Cut
 from loaders.works.sources import by_stream
 
@@ -138,7 +138,8 @@ class VideoLoader(Loader):
         how, sorting = asked.sampling(batch_size), shapes.sorting(buckets, look)
         made, owned = asked.planned(url_or_dataset, find, clip, how, sorting)
         if decoder != "dali" and not asked.isolate:  # others decode every clip by itself
-            delivery = replace(delivery, alike=beginnings(shapes.looks(look, buckets, made.buckets)))
+            how_looked = shapes.looks(look, buckets, made.buckets)
+            delivery = replace(delivery, alike=together(how_looked, transformed=asked.transform is not None))
         super().__init__(made, work, delivery, asked.refusing, owned)
 
     def explain(self, sample: int | Sample = 0) -> str:

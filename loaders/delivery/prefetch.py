@@ -56,8 +56,8 @@ class _Threads:
 
 
 class Prefetcher:
-    """Makes batches ahead of the trainer; used by one thread at a time. `group` samples are made together, and those to which
-    `alike` gives one value (not None).
+    """Makes batches ahead of the trainer; used by one thread at a time. `group` samples are made together, or those to which
+    `alike` gives one value (not None, nor a tuple of one).
 
     `buffers` lend the batches their memory; by default, each gets its own.
     """
@@ -106,7 +106,7 @@ class Prefetcher:
         groups: dict[Hashable, list[int]] = {}
         for slot, place in enumerate(places):
             which = self._alike(place)
-            groups.setdefault((slot,) if which is None else (place.source, place.sample.id, which), []).append(slot)
+            groups.setdefault((slot,) if which is None else which, []).append(slot)
         return list(groups.values())
 
     def next(self) -> Batch:

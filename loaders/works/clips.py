@@ -31,6 +31,9 @@ if TYPE_CHECKING:  # what few loaders need is imported where they need it
     from loaders.sound.spec import AudioSpec
 
 _WHOLE = Cut()
+SMALL = 96 * 96
+"""Pixels of pictures so small that threads that decode them get into each other's way: most of the work is Python's, and every
+call of a library gives the interpreter away."""
 _DECODING = 8
 """Pictures that a decoder and a converter hold of a clip that is cut one picture at a time."""
 
@@ -47,19 +50,26 @@ class Look(msgspec.Struct, frozen=True):
     color: Color = "bt601"
 
 
-def beginnings(looks: Sequence[Look]) -> Callable[[Place], Hashable] | None:
-    """What tells the places whose clips may share their decoding, where there are any: looks by stream. Pure."""
-    if all(look.clip.per_video == 1 and look.clip.start != "every" for look in looks):
-        return None
+def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Place], Hashable] | None:
+    """What tells which places of a batch are made together, in one thread: clips that may share their decoding, and those with
+    `SMALL` pictures, unless a transform or sound, which may take longer, comes after them. Looks by stream. Pure."""
+    several = any(look.clip.per_video > 1 or look.clip.start == "every" for look in looks)
 
-    def beginning_of(place: Place) -> Hashable:
-        video, clip = place.sample.video, looks[place.stream if len(looks) > 1 else 0].clip
+    def which(place: Place) -> Hashable:
+        video, look = place.sample.video, looks[place.stream if len(looks) > 1 else 0]
+        if video is None:
+            return None
+        if video.width * video.height <= SMALL and not transformed and look.audio is None:
+            return "small"
+        if not several:
+            return None
         try:
-            return None if video is None else beginning(video.ext, wanted_by(place, video, clip))
+            begins = beginning(video.ext, wanted_by(place, video, look.clip))
         except CorruptionError:
             return None
+        return None if begins is None else (place.source, place.sample.id, begins)
 
-    return beginning_of
+    return which
 
 
 def wanted_by(place: Place, video: VideoInfo, clip: Clip) -> Wanted:

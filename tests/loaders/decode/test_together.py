@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from dataio import pack
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import VideoInfo
 from dataio.shards.dataset import Dataset
@@ -20,6 +23,7 @@ from loaders.decode import pyav
 from loaders.decode.contract import Decoded, Request
 from loaders.decode.geometry import Fit
 from loaders.decode.pyav import PyAVDecoder
+from loaders.works import clips
 from tests.loaders import made
 
 NAMES = ("h264.mp4", "h264-vfr.mkv", "h265.mp4", "vp9.webm", "mpeg4.avi")
@@ -94,7 +98,7 @@ def test_a_loader_decodes_what_its_clips_have_in_common_once(
 ) -> None:
     parts = {} if start == "every" else {"per_video": 5}
 
-    def clips(alike: bool) -> tuple[list[np.ndarray], int]:
+    def made_of(alike: bool) -> tuple[list[np.ndarray], int]:
         clip = Clip(4, start=start, **parts)
         opened.clear()
         with VideoLoader(
@@ -105,7 +109,36 @@ def test_a_loader_decodes_what_its_clips_have_in_common_once(
             found = [batch["video"].numpy().copy() for batch in loader]
         return found, opened["windows"]
 
-    (together, fewer), (apart, more) = clips(True), clips(False)
+    (together, fewer), (apart, more) = made_of(True), made_of(False)
     assert fewer < more
     for a, b in zip(together, apart, strict=True):
         assert (a == b).all()
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_small_pictures_of_a_batch_are_decoded_by_one_thread_unless_more_is_done_with_them(
+    transformed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "clips").mkdir()
+    sides = {"large": 2 * math.isqrt(clips.SMALL), "small": math.isqrt(clips.SMALL)}
+    for name, side in sides.items():
+        data = made.make(made.Made(f"{name}.mkv", "libx264", "matroska", frames=4, width=side, height=side))
+        for number in range(3):
+            (tmp_path / "clips" / f"{name}{number}.mkv").write_bytes(data)
+    pack([tmp_path / "clips"], tmp_path / "ds", workers=1).close()
+    done = list[list[int]]()
+    do = clips.ClipWork.do
+
+    def watched(self: clips.ClipWork, loaded: Any) -> Any:
+        done.append([one.place.sample.video.width for one in loaded])
+        return do(self, loaded)
+
+    monkeypatch.setattr(clips.ClipWork, "do", watched)
+    how: dict[str, Any] = {"transform": lambda tensors, _: tensors} if transformed else {}
+    with VideoLoader(
+        tmp_path / "ds", 6, clip=Clip(2), size=(24, 24), evaluate=True, threads=1, prefetch=1, **how
+    ) as loader:
+        (batch,) = loader
+    assert batch["video"].shape == (6, 2, 3, 24, 24)
+    alone, together = [sides["large"]], [sides["small"]]
+    assert sorted(done) == sorted([alone] * 3 + ([together] * 3 if transformed else [together * 3]))
