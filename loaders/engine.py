@@ -245,7 +245,10 @@ class Loader(IterableDataset[dict[str, Any]]):
                 metrics.loader_samples.labels(name).inc(count)
         about = self._plan.about(self._epoch, self._batch)
         self._batch, self._delivered = self._batch + 1, True
-        return batch.tensors() | about
+        whole = batch.tensors() | about
+        if self._ahead is not None:
+            self._ahead.plan()
+        return whole
 
     def _wait(self) -> Batch:
         self._meter.asked()

@@ -4,7 +4,8 @@ Purpose: the running half of a loader, which can be thrown away and made again a
 Invariants: batches follow each other over the ends of epochs without a pause; `prefetch` of them are in the making while the
 trainer works, and the bytes of at least `ANNOUNCED_BATCHES` more are named to the readers, soonest first. What batches hold is
 looked up in the index by a thread of its own, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of those in
-the making: the trainer waits for a look-up only when nothing else is in the making. Nothing here refers to the loader.
+the making: the trainer waits for a look-up only when nothing else is in the making, and the first batch it looks up itself.
+Nothing here refers to the loader.
 Failure behaviour: what `next` raises makes the whole unusable; the loader closes it and makes another.
 """
 
@@ -80,15 +81,14 @@ class Ahead:
         self._failed: BaseException | None = None
 
     def next(self) -> Batch:
-        """The next batch, whole. What comes behind it is begun before it is returned, and what comes later is looked up and
-        announced only then: the first batch, which is announced by itself, has the cores to itself."""
+        """The next batch, whole. What comes behind it, as far as that is known, is begun before it is returned."""
         if not len(self._prefetcher):
             self._prefetcher.start(*self._next_planned())
+            self._planner.submit(int)  # its thread starts, for which the trainer would wait, while that batch is made
         self._start(self._room() + 1)
         batch = self._prefetcher.next()
         self._batch_bytes = max(self._batch_bytes, batch.nbytes)
         self._start(self._room())
-        self._plan()
         return batch
 
     def close(self) -> None:
@@ -131,15 +131,15 @@ class Ahead:
         while not self._planned and self._planning:
             self._planning.popleft().result()
         if not self._planned and self._failed is None:  # one by itself, for which nobody waits longer than he must
-            self._planner.submit(self._look_up, 1).result()
-            self._planner.submit(self._announce, tuple(self._planned))
+            self._look_up(1, announce=True)
         if self._failed is not None and not self._planned:
             raise self._failed
         planned = self._planned.popleft()
         return planned.places, planned.files
 
-    def _plan(self) -> None:
-        """Have more batches looked up and announced, where it is time, and none are already or nothing came of it."""
+    def plan(self) -> None:
+        """Have more batches looked up and announced, where it is time, and none are already or nothing came of it. To be called
+        once the batch that `next` gave is done with: the first one, which is announced by itself, has the cores to itself."""
         while self._planning and self._planning[0].done():
             self._planning.popleft()
         if len(self._planned) > ANNOUNCED_BATCHES or self._planning or self._failed is not None:

@@ -51,6 +51,13 @@ def made(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
     return [Finished(one.sample, {"bytes": IN_PLACE}, {"sizes": [3]}) for one in places]
 
 
+def deliver(ahead: Ahead) -> Any:
+    """The next batch, as a loader goes on."""
+    batch = ahead.next()
+    ahead.plan()
+    return batch
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., tuple[Ahead, Listening]]]:
     begun = list[Ahead]()
@@ -70,7 +77,7 @@ def start() -> Iterator[Callable[..., tuple[Ahead, Listening]]]:
 def test_batches_come_in_order_and_are_announced_several_at_a_time(start: Any) -> None:
     ahead, source = start([place(2 * n % 256), place((2 * n + 1) % 256)] for n in range(10**9))
     for number in range(60):
-        batch = ahead.next().tensors()
+        batch = deliver(ahead).tensors()
         assert batch["bytes"].tolist() == [2 * number] * 3 + [2 * number + 1] * 3
     assert source.heard.acquire(timeout=60)
     assert all(len(told) <= 2 * AT_MOST for told in source.told)
@@ -94,10 +101,10 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
         return made(places, rooms)
 
     ahead, source = start(batches(), make)
-    ahead.next()
+    deliver(ahead)
     assert told == [[("shard", 0, 3)], [("looked up", 0, 0)]]
     assert source.heard.acquire(timeout=60)
-    assert [ahead.next().tensors()["id"].tolist() for _ in range(20)] == [[n] for n in range(1, 21)]
+    assert [deliver(ahead).tensors()["id"].tolist() for _ in range(20)] == [[n] for n in range(1, 21)]
 
 
 def test_what_goes_wrong_when_a_batch_is_announced_is_raised_before_the_next(start: Any) -> None:
@@ -107,9 +114,9 @@ def test_what_goes_wrong_when_a_batch_is_announced_is_raised_before_the_next(sta
         raise CorruptionError("nobody listens")
 
     source.announce = announce
-    ahead.next()
+    deliver(ahead)
     with pytest.raises(CorruptionError, match="nobody listens"):
-        ahead.next()
+        deliver(ahead)
 
 
 def test_what_cannot_be_looked_up_is_raised_where_it_is_due(start: Any) -> None:
@@ -118,10 +125,10 @@ def test_what_cannot_be_looked_up_is_raised_where_it_is_due(start: Any) -> None:
         raise CorruptionError("the index is damaged")
 
     ahead, _ = start(batches())
-    assert [ahead.next().tensors()["id"].tolist() for _ in range(5)] == [[n] for n in range(5)]
+    assert [deliver(ahead).tensors()["id"].tolist() for _ in range(5)] == [[n] for n in range(5)]
     for _ in range(2):
         with pytest.raises(CorruptionError, match="index"):
-            ahead.next()
+            deliver(ahead)
 
 
 def test_closing_waits_for_one_look_up_and_not_for_all_that_were_asked_for(start: Any) -> None:
@@ -136,7 +143,7 @@ def test_closing_waits_for_one_look_up_and_not_for_all_that_were_asked_for(start
             yield [place(n)]
 
     ahead, _ = start(batches())
-    ahead.next()
+    deliver(ahead)
     assert reached.wait(60)
     closing = threading.Thread(target=ahead.close)
     closing.start()
