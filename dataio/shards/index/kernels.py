@@ -34,9 +34,7 @@ def _named(name: str) -> Callable[..., Any]:
     return call
 
 
-and_, equal, invert, is_finite, less, less_equal, xor = map(
-    _named, ("and", "equal", "invert", "is_finite", "less", "less_equal", "xor")
-)
+and_, equal, invert, less, less_equal, xor = map(_named, ("and", "equal", "invert", "less", "less_equal", "xor"))
 binary_length, count_distinct, is_valid, min_max, sum_, unique = map(
     _named, ("binary_length", "count_distinct", "is_valid", "min_max", "sum", "unique")
 )

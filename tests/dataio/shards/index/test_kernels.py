@@ -30,7 +30,6 @@ LISTS = pa.array([[{"offset": 1}], [{"offset": 5}, {"offset": 7}]])
         ("equal", (WORDS, "")),
         ("less", (NUMBERS, 2)),
         ("less_equal", (NUMBERS, 3)),
-        ("is_finite", (pa.array([1.0, float("inf"), float("nan"), None]),)),
         ("is_null", (pa.array([1.0, float("nan"), None]),)),
         ("is_valid", (WORDS,)),
         ("binary_length", (WORDS,)),
