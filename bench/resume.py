@@ -11,6 +11,7 @@ Failure behaviour: an exception ends the candidate's process; `bench.core.measur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -19,6 +20,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,7 +115,9 @@ def measure(candidate: str, folder: Path) -> dict[str, float]:
 
     there = _count(folder) // BATCH
     marks = {percent: min(there * percent // 100, there - AFTER) for percent in (50, 99)}
-    states, following = _walk(make(folder), set(marks.values()))
+    with _ended(make(folder)) as loader:
+        states, following = _walk(loader, set(marks.values()))
+    del loader
     found: dict[str, float] = {"exact": 1.0, "state_bytes": max(map(len, states.values()))}
     for percent, batch in marks.items():
         ids = _resume(lambda: make(folder), states[batch], found, percent)
@@ -122,16 +126,28 @@ def measure(candidate: str, folder: Path) -> dict[str, float]:
 
 
 def _resume(make: Callable[[], Loader], state: str, found: dict[str, float], percent: int) -> list[list[int]]:
-    """The ids of the first batches. The loader is gone when this returns, so that no other one's time has its end in it."""
+    """The ids of the first batches."""
     begun = time.perf_counter()
-    loader = make()
-    loader.load_state_dict(json.loads(state))
-    batches = iter(loader)
-    ids = [_ids(next(batches))]
-    found[f"resume_{percent}_ms"] = (time.perf_counter() - begun) * 1e3
-    if _READS:
-        found[f"before_read_{percent}_ms"] = (_READS[-1] - begun) * 1e3
-    return ids + [_ids(next(batches)) for _ in range(AFTER - 1)]
+    with _ended(make()) as loader:
+        loader.load_state_dict(json.loads(state))
+        batches = iter(loader)
+        ids = [_ids(next(batches))]
+        found[f"resume_{percent}_ms"] = (time.perf_counter() - begun) * 1e3
+        if _READS:
+            found[f"before_read_{percent}_ms"] = (_READS[-1] - begun) * 1e3
+        return ids + [_ids(next(batches)) for _ in range(AFTER - 1)]
+
+
+@contextlib.contextmanager
+def _ended(loader: Loader) -> Iterator[Loader]:
+    """The loader is gone after the block, and its threads too, so that no other one's time has its end in it."""
+    try:
+        yield loader
+    finally:
+        if isinstance(
+            loader, AbstractContextManager
+        ):  # ours, which would end in a thread of its own; others are let go of
+            loader.__exit__(None, None, None)
 
 
 def _count(folder: Path) -> int:
