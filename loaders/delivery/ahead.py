@@ -3,18 +3,20 @@
 Purpose: the running half of a loader, which can be thrown away and made again at any position.
 Invariants: batches follow each other over the ends of epochs without a pause; `prefetch` of them are in the making while the
 trainer works, and the bytes of at least `ANNOUNCED_BATCHES` more are named to the readers, soonest first. What batches hold is
-looked up in the index by a thread of its own, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of those in
-the making: the trainer waits for a look-up only when nothing else is in the making, and the first batch it looks up itself.
-Nothing here refers to the loader.
+looked up in the index by the threads that make them, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of
+those in the making: the trainer waits for a look-up only when nothing else is in the making, and the first batch it looks up
+itself. A thread of its own would be one more that wants the interpreter, for which the others then wait whenever they have read
+something. Nothing here refers to the loader.
 Failure behaviour: what `next` raises makes the whole unusable; the loader closes it and makes another.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import msgspec
 
@@ -75,8 +77,8 @@ class Ahead:
         self._batches, self._work, self._sources = batches, work, sources
         self._prefetcher, self._prefetch, self._memory = prefetcher, prefetch, memory
         self._batch_bytes = 0
-        self._planner = ThreadPoolExecutor(1, "millrace-loader-plan")
-        self._planned: deque[_Planned] = deque()  # appended to by the planner's thread
+        self._looking = threading.Lock()  # one thread at a time looks up, appends to what is planned, and announces
+        self._planned: deque[_Planned] = deque()
         self._planning: deque[Future[None]] = deque()  # look-ups that were asked for, soonest first
         self._failed: BaseException | None = None
 
@@ -84,7 +86,6 @@ class Ahead:
         """The next batch, whole. What comes behind it, as far as that is known, is begun before it is returned."""
         if not len(self._prefetcher):
             self._prefetcher.start(*self._next_planned())
-            self._planner.submit(int)  # its thread starts, for which the trainer would wait, while that batch is made
         self._start(self._room() + 1)
         batch = self._prefetcher.next()
         self._batch_bytes = max(self._batch_bytes, batch.nbytes)
@@ -96,7 +97,6 @@ class Ahead:
         self._failed = self._failed or Closed()  # ends what is being looked up
         self._memory.close()
         self._prefetcher.stop()
-        self._planner.shutdown(cancel_futures=True)
         self._prefetcher.close()
         self._work.close()
         for source in self._sources:
@@ -145,26 +145,23 @@ class Ahead:
         if len(self._planned) > ANNOUNCED_BATCHES or self._planning or self._failed is not None:
             return
         if not self._planned:  # as after the first batch: what is due next is not waited for longer than it takes
-            self._planning.append(self._planner.submit(self._look_up, max(1, self._room())))
-        self._planning.append(self._planner.submit(self._look_up, ANNOUNCED_BATCHES + AT_ONCE, announce=True))
+            self._planning.append(self._prefetcher.run(self._look_up, max(1, self._room())))
+        self._planning.append(self._prefetcher.run(self._look_up, ANNOUNCED_BATCHES + AT_ONCE, announce=True))
 
     def _look_up(self, count: int, *, announce: bool = False) -> None:
-        """In the planner's thread, until so many batches are known. What goes wrong is raised where the next batch is due."""
+        """In any thread, until so many batches are known. What goes wrong is raised where the next batch is due."""
         try:
-            while len(self._planned) < count and self._failed is None:
-                self._planned.append(self._look_at(next(self._batches)))
+            with self._looking:
+                while len(self._planned) < count and self._failed is None:
+                    self._planned.append(self._look_at(next(self._batches)))
+                if announce and self._failed is None:
+                    self._announce(tuple(self._planned))
         except BaseException as error:
-            self._failed = error
-        if announce and self._failed is None:
-            self._announce(tuple(self._planned))
+            self._failed = self._failed or error
 
     def _announce(self, planned: Sequence[_Planned]) -> None:
-        """In the planner's thread; as above."""
-        try:
-            for number, source in enumerate(self._sources):
-                source.announce([read for one in planned for read in one.reads.get(number, ())])
-        except BaseException as error:
-            self._failed = error
+        for number, source in enumerate(self._sources):
+            source.announce([read for one in planned for read in one.reads.get(number, ())])
 
     def _look_at(self, places: Places) -> _Planned:
         """What is read for a batch."""

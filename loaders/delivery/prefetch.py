@@ -121,6 +121,10 @@ class Prefetcher:
         del self._batches[0]
         return batch
 
+    def run(self, do: Callable[..., None], *arguments: Any, **options: Any) -> Future[None]:
+        """Have one of the threads do something else, once what was begun before is taken up."""
+        return self._pool.submit(do, *arguments, **options)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the batches that were started and not delivered."""

@@ -95,7 +95,7 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
     def make(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
         if places[0].sample.id == 0:
             assert source.heard.acquire(timeout=60)
-            ahead._planner.submit(int).result(60)  # whatever else its thread was asked for is done
+            ahead._prefetcher.run(int).result(60)  # whatever else the other thread was asked for is done
             told.extend(source.told)
             told.append([("looked up", n, 0) for n in seen])
         return made(places, rooms)
@@ -105,6 +105,30 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
     assert told == [[("shard", 0, 3)], [("looked up", 0, 0)]]
     assert source.heard.acquire(timeout=60)
     assert [deliver(ahead).tensors()["id"].tolist() for _ in range(20)] == [[n] for n in range(1, 21)]
+
+
+def test_batches_are_looked_up_by_the_threads_that_make_them_one_at_a_time(start: Any) -> None:
+    inside, threads, most = list[int](), set[str](), 0
+
+    class Slowly:  # no generator, which would refuse a second thread by itself
+        def __iter__(self) -> Batches:
+            return self
+
+        def __next__(self) -> Sequence[Place]:
+            nonlocal most
+            inside.append(0)
+            most = max(most, len(inside))
+            threads.add(threading.current_thread().name)
+            time.sleep(0.01)  # long enough for another one to come in
+            inside.pop()
+            return [place(0)]
+
+    ahead, _ = start(Slowly())
+    for _ in range(12):
+        deliver(ahead)
+    ahead.close()
+    assert most == 1
+    assert {name.rpartition("_")[0] for name in threads - {"MainThread"}} == {"millrace-loader"}
 
 
 def test_what_goes_wrong_when_a_batch_is_announced_is_raised_before_the_next(start: Any) -> None:
