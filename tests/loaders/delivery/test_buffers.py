@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from typing import Any
 
@@ -107,3 +108,16 @@ def test_without_reuse_every_tensor_has_memory_of_its_own() -> None:
     buffers.empty((1000, 1000), torch.uint8)
     buffers.empty((1000, 1000), torch.uint8)
     assert buffers.reused == 0
+
+
+def test_memory_comes_back_without_python_which_an_interrupt_could_meet() -> None:
+    buffers, met = Buffers(torch.device("cpu")), list[str]()
+    for _ in range(2):
+        lent = buffers.empty((4, 5), torch.float32)
+        sys.setprofile(lambda frame, event, _: met.append(f"{event} {frame.f_code.co_qualname}"))
+        try:
+            del lent
+        finally:
+            sys.setprofile(None)
+    assert buffers.reused == 1
+    assert not [one for one in met if one.startswith("call")]
