@@ -68,12 +68,13 @@ class VideoLoader(Loader):
     socket's path, or None. `isolate` decodes (by PyAV) in processes of their own, which may crash, or hang for so many seconds
     (`True`: 60).
 
-    Iterating yields the rest of the current epoch; iterating again, the next one. A batch is a dict: "video" (B, T, 3, H, W),
-    contiguous, on `device`; "id" int64 (B,) numbers of the samples; "key" and "text" lists; "clip" float64 (B,), seconds at
-    which each clip begins; with audio, "audio" float32 (B, C, S) or "mel" float32 (B, C, bands, frames), and "audio_samples"
-    int64 (B,), how many of S are real sound and not zeros after it; and the columns. A mixture adds "source", the names of
-    the samples' sources; buckets add "bucket", the number of the batch's; an evaluation adds "sizes", how many samples each
-    rank was given, those that turned out damaged too, and "dry", the ranks that were given none.
+    Iterating yields the rest of the current epoch; iterating again, the next one (of an evaluation always all, unless a state
+    was loaded). A batch is a dict: "video" (B, T, 3, H, W), contiguous, on `device`; "id" int64 (B,) numbers of the samples;
+    "key" and "text" lists; "clip" float64 (B,), seconds at which each clip begins; with audio, "audio" float32 (B, C, S) or
+    "mel" float32 (B, C, bands, frames), and "audio_samples" int64 (B,), how many of S are real sound and not zeros after it;
+    and the columns. A mixture adds "source", the names of the samples' sources; buckets add "bucket", the number of the
+    batch's; an evaluation adds "sizes", how many samples each rank was given, those that turned out damaged too, and "dry",
+    the ranks that were given none.
 
     With `drop_last=False` the tail of an epoch is shared out as evenly as it goes: a rank may get one clip fewer than
     another, or a batch of none ("video" is then None), so that all ranks see equally many batches.
