@@ -1,7 +1,7 @@
 """How a process reads shards by itself, where no sidecar serves it.
 
 Purpose: files of this machine are read where they lie; objects of a network file system or of S3 go through a cache
-in the process.
+in the process, but for what is wanted first.
 Invariant: the bytes are the same.
 Failure behaviour: that of the readers.
 """
@@ -15,7 +15,9 @@ from dataio.store.contract import Store
 def own_reader(store: Store) -> ShardReader:
     """A reader of `store` for this process alone. Each of the two is imported where it is needed."""
     if not _has_files(store):
-        return _cached(store)
+        from dataio.cache.headstart import HeadStart
+
+        return HeadStart(store, lambda: _cached(store))
     from dataio.cache.local import DirectReader
 
     return DirectReader(store, lambda: _cached(store))

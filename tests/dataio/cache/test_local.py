@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from dataio.cache import lent, local
+from dataio.cache.headstart import HeadStart
 from dataio.cache.local import SURE, DirectReader
 from dataio.cache.opened import BELIEVED_SECONDS, FILES
 from dataio.cache.own import own_reader
@@ -336,7 +337,7 @@ def test_who_reads_is_chosen_by_where_the_objects_are(kind: str, folder: Path) -
     url = str(folder) if kind == "directory" else "s3://bucket/prefix"
     with open_store(url, **options) as store:
         reader = own_reader(store)
-        assert isinstance(reader, PrivateReader if kind == "bucket" else DirectReader)
+        assert isinstance(reader, HeadStart if kind == "bucket" else DirectReader)
         if kind == "mounted":
             assert bytes(reader.read("mounts/near/a", [(1, 3)])[0]) == payload("a")[1:4]
         reader.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache.reader import PrivateReader
+from dataio.cache.headstart import HeadStart
 from dataio.core import log
 from dataio.core.errors import DeadlineError, TransientError
 from dataio.core.limits import MIB
@@ -70,7 +70,7 @@ def test_a_store_opened_with_secrets_stays_in_the_process(
     secret = Location("s3://bucket/with-secrets", {}, shareable=False)
     monkeypatch.setattr(type(store), "location", property(lambda _: secret))
     reader = open_reader(store, daemon.socket)
-    assert isinstance(reader, PrivateReader)
+    assert isinstance(reader, HeadStart)
     assert "never leave this process" in caplog.text
     reader.close()
 

@@ -1,0 +1,170 @@
+"""What is wanted first comes straight from the store; what comes later, and whatever else is read, from the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataio.cache.contract import ShardReader
+from dataio.cache.headstart import MOST_BYTES, HeadStart, is_worth_it
+from dataio.core import limits
+from dataio.core.errors import TransientError
+from loaders.samples.source import StoreReader
+
+from .memory_store import MemoryStore
+
+MIB = limits.MIB
+FIRST = [("a", 5, 100), ("a", 3 * MIB, 50), ("b", 1000, 20)]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(a=random.Random(1).randbytes(4 * MIB), b=random.Random(2).randbytes(MIB))
+
+
+class Behind(StoreReader):
+    """In the cache's place; what it was told, and what it was asked for."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.announced: list[Any] = []
+        self.read_keys: list[str] = []
+        self.closed = False
+
+    def read(self, key: str, ranges: Any) -> list[memoryview]:
+        self.read_keys.append(key)
+        return super().read(key, ranges)
+
+    def read_into(self, key: str, pieces: Any) -> None:
+        self.read_keys.append(key)
+        super().read_into(key, pieces)
+
+    def announce(self, upcoming: Any) -> None:
+        self.announced.append(list(upcoming))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def made() -> list[Behind]:
+    return []
+
+
+@pytest.fixture
+def reader(store: MemoryStore, made: list[Behind]) -> Iterator[HeadStart]:
+    def make() -> ShardReader:
+        made.append(Behind(store))
+        return made[-1]
+
+    with contextlib.closing(HeadStart(store, make)) as opened:
+        yield opened
+
+
+def wanted(store: MemoryStore, key: str, offset: int, length: int) -> bytes:
+    return store.objects[key][offset : offset + length]
+
+
+def test_what_is_announced_first_is_fetched_by_itself_and_no_cache_is_made(
+    reader: HeadStart, store: MemoryStore, made: list[Behind]
+) -> None:
+    reader.announce(FIRST)
+    for key, offset, length in FIRST:
+        (view,) = reader.read(key, [(offset, length)])
+        assert bytes(view) == wanted(store, key, offset, length)
+        assert view.readonly
+    buffers = [(5, memoryview(bytearray(40))), (60, memoryview(bytearray(45))), (3 * MIB + 7, memoryview(bytearray(0)))]
+    reader.read_into("a", buffers)
+    assert [bytes(buffer) for _, buffer in buffers] == [wanted(store, "a", o, len(b)) for o, b in buffers]
+    assert sorted(store.reads) == sorted(FIRST)
+    assert made == []
+
+
+def test_what_comes_later_and_what_was_not_announced_goes_through_the_cache(
+    reader: HeadStart, store: MemoryStore, made: list[Behind]
+) -> None:
+    reader.announce(FIRST)
+    assert bytes(reader.read("a", [(5, 100), (200, 10)])[1]) == wanted(store, "a", 200, 10)
+    assert bytes(reader.read("b", [(990, 20)])[0]) == wanted(store, "b", 990, 20)
+    later = [("b", 0, 10)]
+    reader.announce(later)
+    assert bytes(reader.read("a", [(5, 100)])[0]) == wanted(store, "a", 5, 100)
+    (behind,) = made
+    assert (behind.announced, behind.read_keys) == ([later], ["a", "b", "a"])
+    reader.close()
+    assert behind.closed
+
+
+def test_pieces_of_many_objects_are_filled_in_turn_wherever_they_come_from(
+    reader: HeadStart, store: MemoryStore, made: list[Behind]
+) -> None:
+    reads = [("b", [(1000, memoryview(bytearray(20)))]), ("a", [(100, memoryview(bytearray(9)))])]
+    reader.announce(FIRST)
+    assert sum(1 for _ in reader.read_each(reads)) == 2
+    assert [bytes(pieces[0][1]) for _, pieces in reads] == [wanted(store, "b", 1000, 20), wanted(store, "a", 100, 9)]
+    assert made[0].read_keys == ["a"]
+
+
+def test_what_could_not_be_fetched_so_is_asked_of_the_cache(
+    reader: HeadStart, store: MemoryStore, made: list[Behind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = list[str]()
+
+    def down(key: str, ranges: Any) -> None:
+        failed.append(key)
+        raise TransientError(f"{key}: the store is down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "get_ranges_into", down)
+        reader.announce(FIRST[:1])
+        with pytest.raises(TransientError, match="down"):
+            reader.read("a", [(5, 100)])
+    assert failed == ["a", "a"]  # itself, and the one behind it
+    assert bytes(reader.read("a", [(5, 100)])[0]) == wanted(store, "a", 5, 100)
+    assert made[0].read_keys == ["a", "a"]
+
+
+def test_closing_and_going_on_wait_for_nothing_that_is_still_fetched(
+    reader: HeadStart, store: MemoryStore, made: list[Behind]
+) -> None:
+    store.stuck = len(FIRST)
+    reader.announce(FIRST)
+    done = threading.Event()
+
+    def go_on() -> None:
+        reader.announce([])
+        reader.close()
+        done.set()
+
+    threading.Thread(target=go_on).start()
+    assert done.wait(30)
+    assert not store.let_go.is_set()
+    store.let_go.set()
+    assert made[0].announced == [[]]
+
+
+def test_samples_as_large_as_blocks_and_very_many_are_left_to_the_cache() -> None:
+    block = limits.CACHE_BLOCK_BYTES
+    assert is_worth_it([("a", n * MIB, 100_000) for n in range(8)])
+    assert not is_worth_it([])
+    assert not is_worth_it([("a", 0, 0)])
+    assert not is_worth_it([("a", n * block, block * 2 // 3) for n in range(8)])
+    assert not is_worth_it([("a", 100 * n, 100) for n in range(64)])
+    assert not is_worth_it([("a", 4 * n * block, MOST_BYTES // 16 + 1) for n in range(16)])
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1 << 30), st.integers(0, 9 * MIB)), max_size=100))
+def test_what_is_worth_it_is_bounded(upcoming: list[tuple[str, int, int]]) -> None:
+    if is_worth_it(upcoming):
+        blocks = sum(
+            (o + n - 1) // limits.CACHE_BLOCK_BYTES - o // limits.CACHE_BLOCK_BYTES + 1 for _, o, n in upcoming
+        )
+        assert sum(n for _, _, n in upcoming) <= min(MOST_BYTES, blocks * limits.CACHE_BLOCK_BYTES // 2)
+        assert len(upcoming) <= 8 + 2 * blocks
