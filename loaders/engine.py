@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -30,12 +30,12 @@ from dataio.shards.dataset import Dataset
 from dataio.sidecar.client import LoaderMeter, open_reader
 from loaders import refusals
 from loaders import state as states
-from loaders.contract import Place, Work
+from loaders.contract import Work
 from loaders.delivery.ahead import Ahead, batches_from
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
 from loaders.delivery.memory import Memory
-from loaders.delivery.prefetch import Prefetcher
+from loaders.delivery.prefetch import Grouped, Prefetcher
 from loaders.order.lanes import Order
 from loaders.plan import OrderPlan
 from loaders.refusals import Refusal
@@ -56,8 +56,8 @@ _log = get_logger(__name__)
 class Delivery(msgspec.Struct, frozen=True):
     """How batches are made, which changes none of them: on what, by how many threads, how far ahead, through which daemon.
 
-    `memory` bytes at most are in flight, `copy` gives every batch memory of its own. Places of a batch to which `alike` gives one
-    value are made together.
+    `memory` bytes at most are in flight, `copy` gives every batch memory of its own. `grouped` says which slots of a
+    batch are made together.
     """
 
     output: Output
@@ -67,7 +67,7 @@ class Delivery(msgspec.Struct, frozen=True):
     sidecar: str | os.PathLike[str] | None = "auto"
     memory: int = DEFAULT_MEMORY
     copy: bool = False
-    alike: Callable[[Place], Hashable] | None = None
+    grouped: Grouped | None = None
 
 
 class Refusing(msgspec.Struct, frozen=True):
@@ -284,7 +284,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         maker = Maker(plan, work, sources, self._quarantine, memory, self._on_bad)
         output = how.output
         buffers = Buffers(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch + 3)
-        prefetcher = Prefetcher(maker.make, work.layout, output, how.threads, how.group, buffers, how.alike)
+        prefetcher = Prefetcher(maker.make, work.layout, output, how.threads, how.group, buffers, how.grouped)
         batches = batches_from(self._listed or plan, self._epoch, self._batch)
         return Ahead(batches, work, sources, prefetcher, how.prefetch, memory)
 

@@ -140,7 +140,7 @@ class VideoLoader(Loader):
         made, owned = asked.planned(url_or_dataset, find, clip, how, sorting)
         if decoder != "dali" and not asked.isolate:  # others decode every clip by itself
             how_looked = shapes.looks(look, buckets, made.buckets)
-            delivery = replace(delivery, alike=together(how_looked, transformed=asked.transform is not None))
+            delivery = replace(delivery, grouped=together(how_looked, transformed=asked.transform is not None))
         super().__init__(made, work, delivery, asked.refusing, owned)
 
     def explain(self, sample: int | Sample = 0) -> str:

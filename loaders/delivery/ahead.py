@@ -155,7 +155,7 @@ class Ahead:
                 while len(self._planned) < count and self._failed is None:
                     self._planned.append(self._look_at(next(self._batches)))
                 if announce and self._failed is None:
-                    self._announce(tuple(self._planned))
+                    self._announce(self._planned.copy())  # in one step: the trainer takes from it meanwhile
         except BaseException as error:
             self._failed = self._failed or error
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -32,6 +32,8 @@ from loaders.delivery.rows import RowBatch
 STALL_SECONDS = 600.0
 Make = Callable[[Sequence[Place], Sequence[Room | Stretch | None]], list[Finished]]
 """Samples of these places, each maybe already in the room that its batch has for it."""
+Grouped = Callable[[Sequence[Place]], Sequence[Sequence[int]]]
+"""Which slots of a batch of these places are made together, each slot once."""
 
 
 class _Threads:
@@ -56,8 +58,8 @@ class _Threads:
 
 
 class Prefetcher:
-    """Makes batches ahead of the trainer; used by one thread at a time. `group` samples are made together, or those to which
-    `alike` gives one value (not None, nor a tuple of one).
+    """Makes batches ahead of the trainer; used by one thread at a time. `group` samples are made together, or the slots that
+    `grouped` puts together.
 
     `buffers` lend the batches their memory; by default, each gets its own.
     """
@@ -70,10 +72,10 @@ class Prefetcher:
         threads: int,
         group: int = 1,
         buffers: Buffers | None = None,
-        alike: Callable[[Place], Hashable] | None = None,
+        grouped: Grouped | None = None,
     ) -> None:
         self._make, self._layout, self._output, self._group = make, layout, output, group
-        self._alike = alike
+        self._grouped = grouped
         self._buffers = buffers or Buffers(output.device, pinned=output.pinned, reuse=False)
         self._pool = _Threads(threads).pool
         self._stopped = threading.Event()
@@ -99,15 +101,11 @@ class Prefetcher:
             return RowBatch(places, self._layout, self._output, self._buffers)
         return Batch(len(places), self._layout, self._output, self._buffers)
 
-    def _groups(self, places: Sequence[Place]) -> list[Sequence[int]]:
+    def _groups(self, places: Sequence[Place]) -> Sequence[Sequence[int]]:
         """Which slots are made together."""
-        if self._alike is None or self._group > 1:
-            return [range(n, min(n + self._group, len(places))) for n in range(0, len(places), self._group)]
-        groups: dict[Hashable, list[int]] = {}
-        for slot, place in enumerate(places):
-            which = self._alike(place)
-            groups.setdefault((slot,) if which is None else which, []).append(slot)
-        return list(groups.values())
+        if self._grouped is not None and self._group == 1:
+            return self._grouped(places)
+        return [range(n, min(n + self._group, len(places))) for n in range(0, len(places), self._group)]
 
     def next(self) -> Batch:
         """The oldest batch that was started, whole."""

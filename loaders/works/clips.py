@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # what few loaders need is imported where they need it
     from loaders.sound.spec import AudioSpec
 
 _WHOLE = Cut()
-SMALL = 96 * 96
-"""Pixels of pictures so small that threads that decode them get into each other's way: most of the work is Python's, and every
-call of a library gives the interpreter away."""
+LIGHT = 1 << 17
+"""Pixels that one thread decodes in a go where clips have fewer: about a millisecond's. Of less the most is Python's, and threads
+that share it out get into each other's way, since every call of a library gives the interpreter away."""
 _DECODING = 8
 """Pictures that a decoder and a converter hold of a clip that is cut one picture at a time."""
 
@@ -50,26 +50,42 @@ class Look(msgspec.Struct, frozen=True):
     color: Color = "bt601"
 
 
-def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Place], Hashable] | None:
-    """What tells which places of a batch are made together, in one thread: clips that may share their decoding, and those with
-    `SMALL` pictures, unless a transform or sound, which may take longer, comes after them. Looks by stream. Pure."""
+def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[Place]], list[list[int]]]:
+    """What tells which places of a batch are made together, in one thread: clips that may share their decoding, else those that
+    are `LIGHT`, unless a transform or sound, which may take longer, comes after them. Looks by stream. Pure."""
     several = any(look.clip.per_video > 1 or look.clip.start == "every" for look in looks)
 
-    def which(place: Place) -> Hashable:
-        video, look = place.sample.video, looks[place.stream if len(looks) > 1 else 0]
-        if video is None:
-            return None
-        if video.width * video.height <= SMALL and not transformed and look.audio is None:
-            return "small"
-        if not several:
-            return None
-        try:
-            begins = beginning(video.ext, wanted_by(place, video, look.clip))
-        except CorruptionError:
-            return None
-        return None if begins is None else (place.source, place.sample.id, begins)
+    def groups(places: Sequence[Place]) -> list[list[int]]:
+        found, light, number = dict[Hashable, list[int]](), 0, 0
+        for slot, place in enumerate(places):
+            look, which = looks[place.stream if len(looks) > 1 else 0], None
+            if several:
+                which = _beginning(place, look)
+            elif not transformed and look.audio is None and (pixels := _pixels(place, look)) <= LIGHT // 2:
+                light += pixels
+                if light > LIGHT:
+                    light, number = pixels, number + 1
+                which = ("light", number)
+            found.setdefault(which or (slot,), []).append(slot)
+        return list(found.values())
 
-    return which
+    return groups
+
+
+def _beginning(place: Place, look: Look) -> Hashable:
+    """Equal for clips that may share their decoding."""
+    video = place.sample.video
+    try:
+        begins = None if video is None else beginning(video.ext, wanted_by(place, video, look.clip))
+    except CorruptionError:
+        return None
+    return None if begins is None else (place.source, place.sample.id, begins)
+
+
+def _pixels(place: Place, look: Look) -> int:
+    """About how many are decoded, but for what lies between the key frame and the clip."""
+    video = place.sample.video
+    return 0 if video is None else video.width * video.height * min(video.frames, look.clip.frames * look.clip.stride)
 
 
 def wanted_by(place: Place, video: VideoInfo, clip: Clip) -> Wanted:

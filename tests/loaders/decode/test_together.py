@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def test_a_loader_decodes_what_its_clips_have_in_common_once(
             made_dataset, 10, clip=clip, size=(24, 32), shuffle=False, drop_last=False, threads=1
         ) as loader:
             if not alike:
-                loader._delivery = replace(loader._delivery, alike=None)
+                loader._delivery = replace(loader._delivery, grouped=None)
             found = [batch["video"].numpy().copy() for batch in loader]
         return found, opened["windows"]
 
@@ -116,11 +115,12 @@ def test_a_loader_decodes_what_its_clips_have_in_common_once(
 
 
 @pytest.mark.parametrize("transformed", [False, True])
-def test_small_pictures_of_a_batch_are_decoded_by_one_thread_unless_more_is_done_with_them(
+def test_light_clips_of_a_batch_are_decoded_in_a_go_up_to_a_bound_unless_more_is_done_with_them(
     transformed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "clips").mkdir()
-    sides = {"large": 2 * math.isqrt(clips.SMALL), "small": math.isqrt(clips.SMALL)}
+    sides = {"heavy": 256, "light": 160}
+    assert 2 * 256**2 > clips.LIGHT // 2 >= 2 * 160**2 > clips.LIGHT // 3
     for name, side in sides.items():
         data = made.make(made.Made(f"{name}.mkv", "libx264", "matroska", frames=4, width=side, height=side))
         for number in range(3):
@@ -140,5 +140,5 @@ def test_small_pictures_of_a_batch_are_decoded_by_one_thread_unless_more_is_done
     ) as loader:
         (batch,) = loader
     assert batch["video"].shape == (6, 2, 3, 24, 24)
-    alone, together = [sides["large"]], [sides["small"]]
-    assert sorted(done) == sorted([alone] * 3 + ([together] * 3 if transformed else [together * 3]))
+    light = [[160]] * 3 if transformed else [[160], [160, 160]]
+    assert sorted(done) == [*light, [256], [256], [256]]
