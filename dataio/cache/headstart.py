@@ -23,7 +23,8 @@ from dataio.core.errors import MillraceError
 from dataio.store.contract import Store
 
 PARALLEL = 8
-MOST_BYTES = 32 * limits.MIB
+MOST_BYTES = limits.CACHE_BLOCK_BYTES
+"""These bytes are read once more with their blocks: no more than a block has."""
 WAIT_SECONDS = 300.0
 
 Range = tuple[str, int, int]

@@ -158,6 +158,8 @@ class Ahead:
                     self._announce(self._planned.copy())  # in one step: the trainer takes from it meanwhile
         except BaseException as error:
             self._failed = self._failed or error
+            if not isinstance(error, Exception):  # a Ctrl-C of the trainer, who looks up the first batch himself
+                raise
 
     def _announce(self, planned: Sequence[_Planned]) -> None:
         for number, source in enumerate(self._sources):

@@ -25,6 +25,7 @@ from bench.simulate.cli import main
 from bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, costs, daly, young
 from bench.simulate.engine import Latch, Link, Process, Simulation, SimulationError, Sleep, Transfer
 from bench.simulate.training import best_interval, simulate
+from dataio.cache.headstart import MOST_BYTES
 from dataio.core.errors import UsageError
 from dataio.core.limits import CACHE_BLOCK_BYTES
 from loaders.order import Order
@@ -179,10 +180,11 @@ def test_predictions_for_local_ranks_are_close_to_real_runs(
     node: Path, pieces: reading.Pieces, ranks: int, shared: bool
 ) -> None:
     expected = predicted(ranks, shared=shared, pieces=pieces)
+    twice = 0 if shared else ranks * MOST_BYTES  # what a rank wants first may come by itself, and again with its block
     for attempt in range(3):  # what else the machine does can only make a run slower
         (node / f"{attempt}").mkdir(exist_ok=True)
         seconds, sent = real(node, ranks, shared=shared, place=str(attempt))
-        assert sent == pytest.approx(expected.fetched, rel=0.02)
+        assert 0.98 * expected.fetched <= sent <= 1.02 * expected.fetched + twice
         if seconds <= expected.seconds + max(SLACK, TOLERANCE * expected.seconds):
             break
     assert seconds == pytest.approx(expected.seconds, rel=TOLERANCE, abs=SLACK)
