@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import msgspec
@@ -53,6 +54,6 @@ def _python(value: object) -> object:
         return value.item()
     if isinstance(value, list | tuple):
         return [_python(one) for one in value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: _python(one) for name, one in value.items()}
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from loaders import (
     VideoLoader,
     Window,
 )
+from loaders.kinds import plain
 
 ONE = Bucket((64, 64))
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
@@ -86,3 +88,7 @@ def test_numpys_numbers_become_plain_ones_and_a_state_of_them_is_json(made_datas
         json.dumps(packed.state_dict())
     with AudioLoader(made_dataset, 1, window=np.float32(0.5), sidecar=None) as windows:  # type: ignore[arg-type]
         json.dumps(windows.state_dict())
+
+
+def test_a_mapping_of_a_configuration_is_as_good_as_a_dict() -> None:
+    assert plain("weights", UserDict(a=1, b=np.float32(2)), dict[str, float]) == {"a": 1, "b": 2.0}
