@@ -25,9 +25,10 @@ from loaders.order.mixture import Mixed
 from loaders.order.permutation import I64
 from loaders.order.schedule import Plain
 from loaders.plan import OrderPlan
-from loaders.state import Difference, Position, differences
+from loaders.state import Difference, Position, differences, resolved
 
 MAX_COUNTED = 1 << 22
+_WORDS = {"drop_last", "evaluation"}
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -63,7 +64,9 @@ class Loss(msgspec.Struct, frozen=True):
 def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tuple[Position, Loss]:
     """Where `plan` goes on after a state that may not fit it, and what that loses."""
     plan = plan.of(position.epoch)
-    found = tuple(differences(plan.fingerprint(position.epoch, position.batch), saved))
+    fingerprint = plan.fingerprint(position.epoch, position.batch)
+    saved = resolved(fingerprint.values(), saved)
+    found = tuple(differences(fingerprint, saved))
     if not found and position.batch <= plan.schedule.batches:
         return position, Loss((), position.epoch, position.batch, 0, 0)
     other = any("digest" in one.field or one.field == "sources" for one in found)
@@ -110,8 +113,10 @@ def _counts(sources: Any) -> bool:
 def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
     """The order of the saved state, if it was a plain one over the same clips."""
     named, clip = saved.get("order"), plan.fingerprint(0, 0).values()["clip"]
-    built = [one for one in named if isinstance(one, int)] if isinstance(named, list) else None
-    if not _same_parts(saved.get("clip"), clip) or built is None or len(built) not in (0, 3):
+    if not isinstance(named, list) or not _same_parts(saved.get("clip"), clip):
+        return None
+    built = [one for one in named if isinstance(one, int)]
+    if len(built) not in (0, 3) or not {one for one in named if isinstance(one, str)} <= _WORDS:
         return None
     try:
         chunk, lanes, window = built or (1, 1, 1)

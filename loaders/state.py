@@ -1,27 +1,31 @@
 """A loader's state: where it is, and the fingerprint of everything that decides what comes next.
 
 Purpose: resume exactly, on any number of ranks, from a few bytes.
-Invariants: a state is JSON, as `json.dumps` writes it, of less than 200 bytes, up to 40 more with buckets, and about 45 for each
+Invariants: a state is JSON, as `json.dumps` writes it, of less than `MAX_BYTES`, and about 45 more for each
 source of a mixture, as long as nothing is quarantined beside a list (`loaders.samples.shared_list`); it is the same on every
 rank, and has the same keys wherever a loader is. The position counts global batches that the trainer received. To be short, the
-global batch is the first value of "order", and version and digest of a list of bad samples, "17:0123abcd", the first of
-"quarantine".
+global batch, or what stands for the buckets, is the first value of "order", and version and digest of a list of bad samples,
+"17:0123abcd", the first of "quarantine". Where that is not short enough, digests stand for what clip and order are.
 Failure behaviour: `MismatchError` names the field, what was saved and what is here; `UsageError` for what is no state at all.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import blake3
 import msgspec
 
 from dataio.core.errors import MismatchError, UsageError
 
 DIGEST_CHARACTERS = 10
 """Enough to tell versions of one's own datasets from each other; nobody is kept from making two that collide."""
+MAX_BYTES = 200
 MAX_COUNT = 1 << 32
 """Epochs, and batches in one; beyond, positions would not fit 64 bits."""
 _HINTS = {
@@ -36,6 +40,7 @@ _HINTS = {
 _FORCE = "load_state_dict(state, force=True) goes on and says what is lost"
 _LISTED = re.compile(r"([0-9]{1,9}):([0-9a-f]{0,16})")
 _POSITION = ("epoch", "batch", "quarantine")
+_FIRST = ("global_batch", "buckets")
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -96,9 +101,26 @@ def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
     condemned = [[source, number] if mixture else number for source, number in position.quarantine]
     listed = [] if position.listed is None else ["{}:{}".format(*position.listed)]
     values = fingerprint.values()
-    if "global_batch" in values:
-        values["order"] = [values.pop("global_batch"), *values["order"]]
-    return values | {"epoch": position.epoch, "batch": position.batch, "quarantine": [*listed, *condemned]}
+    first = [values.pop(name) for name in _FIRST if name in values]
+    values["order"] = [*first, *values["order"]]
+    state = values | {"epoch": position.epoch, "batch": position.batch, "quarantine": listed}
+    if _bytes(state) >= MAX_BYTES:
+        state["clip"] = _stand_in(state["clip"])
+    if _bytes(state) >= MAX_BYTES:
+        first = [_stand_in(one) if isinstance(one, str) else one for one in first]
+        state["order"] = [*first, _stand_in(values["order"][len(first) :])]
+    return state | {"quarantine": [*listed, *condemned]}
+
+
+def _bytes(state: Mapping[str, Any]) -> int:
+    """As JSON, but for the sources of a mixture, of which there may be any number."""
+    return len(json.dumps({**state, "sources": {}} if "sources" in state else state))
+
+
+def _stand_in(value: Any) -> str:
+    """Four characters that only an accident of one in 2^24 gives to another value."""
+    digest = blake3.blake3(json.dumps(value, sort_keys=True).encode()).digest(3)
+    return base64.urlsafe_b64encode(digest).decode()
 
 
 def load(fingerprint: Callable[[int, int], Fingerprint], state: Mapping[str, Any]) -> Position:
@@ -130,9 +152,22 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
         raise UsageError("the loader's state holds an impossible position", hint="pass what state_dict() returned")
     position = Position(saved["epoch"], saved["batch"], tuple((source, n) for source, n in condemned), listed)
     fields = {name: value for name, value in saved.items() if name not in _POSITION}
-    if "buckets" not in fields and isinstance(fields.get("order"), list) and fields["order"]:
-        fields["global_batch"], *fields["order"] = fields["order"]
+    if (
+        "buckets" not in fields and isinstance(fields.get("order"), list) and fields["order"]
+    ):  # there they were apart once
+        first, *fields["order"] = fields["order"]
+        fields["buckets" if isinstance(first, str) else "global_batch"] = first
     return fields, position
+
+
+def resolved(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved fields with what is here in place of the digests that stand for it."""
+    found = dict(saved)
+    for name in {"clip", "order", "buckets"} & set(here) & set(saved):
+        stand_in = _stand_in(here[name])
+        if saved[name] in (stand_in, [stand_in]):
+            found[name] = here[name]
+    return found
 
 
 def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
@@ -146,6 +181,7 @@ def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
 def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[Difference]:
     """The fields that are not what they were, the most telling first."""
     here = fingerprint.values()
+    saved = resolved(here, saved)
     for field in [*here, *(name for name in saved if name not in here)]:
         if field == "sources" and isinstance(saved.get(field), dict) and field in here:
             yield from _of_sources(here[field], saved[field])

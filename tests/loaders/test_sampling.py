@@ -20,6 +20,7 @@ from dataio.core.errors import CorruptionError, MismatchError, UsageError
 from dataio.shards.dataset import Dataset
 from loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
 from loaders import engine as engine_module
+from loaders import state as state_module
 from loaders.samples.quarantine import refusals_allowed
 from loaders.samples.source import StoreReader
 from tests.loaders import made
@@ -283,6 +284,27 @@ def test_a_forced_clip_loses_nothing_of_the_order_unless_it_counts_otherwise(mak
     every = make(clip=Clip(4, start="every")).load_state_dict(old.state_dict(), force=True)
     assert every is not None
     assert (every.again, every.missed) == (None, None)
+
+
+def test_a_state_with_digests_for_clip_and_order_is_forced_like_one_without(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = Clip(2, 2, per_video=6)
+    old, new = make(batch_size=6, clip=clip), make(batch_size=4, clip=clip)
+    take(old, 3)
+    plain = new.load_state_dict(old.state_dict(), force=True)
+    monkeypatch.setattr(state_module, "MAX_BYTES", 0)
+    assert isinstance(old.state_dict()["clip"], str)
+    short = new.load_state_dict(old.state_dict(), force=True)
+    assert short == plain
+    assert plain is not None
+    assert plain.again is not None
+    other = make(batch_size=6, clip=Clip(3, 2, per_video=6)).load_state_dict(old.state_dict(), force=True)
+    assert other is not None
+    assert (other.again, other.missed) == (None, None)  # what the digest stood for is not known
+    loaded = make(batch_size=6, clip=clip)
+    loaded.load_state_dict(old.state_dict())
+    assert loaded.state_dict() == old.state_dict()
 
 
 def _virtual(loader: VideoLoader, batches: range) -> set[int]:

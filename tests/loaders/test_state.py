@@ -13,8 +13,11 @@ from msgspec.structs import replace
 from dataio.core.errors import MismatchError, UsageError
 from loaders import Clip, Order
 from loaders.order.buckets import Bucketed
+from loaders.order.evaluation import Evaluation
+from loaders.order.mixed_buckets import MixedBuckets
 from loaders.order.mixture import Mixed
 from loaders.order.schedule import Plain, Population
+from loaders.sound.window import Window
 from loaders.state import MAX_COUNT, Fingerprint, Identity, Position, dump, load
 
 DIGEST = "0123456789abcdef" * 4
@@ -43,11 +46,64 @@ def test_a_state_takes_less_than_200_bytes_of_json(clip: Clip) -> None:
     assert length(replace(HERE, clip=clip)) < 200
 
 
-@pytest.mark.parametrize("seed", [123456, (1 << 63) - 1])
-def test_buckets_take_at_most_40_bytes_more(seed: int) -> None:
-    buckets = Bucketed.of([64, 32], [Population(10**6, 3e5)] * 2, [1, 2], seed=seed)
-    clip = Clip(128, fps=30_000 / 1001, start="center", per_video=16, jitter=12)
-    assert length(replace(HERE, seed=seed, order=buckets.described(), clip=clip)) < 240
+SIZES = Population(10**8, 1.0)
+BUCKETED = Bucketed.of([64, 32], [SIZES] * 2, [1, 2])
+EVERY = {
+    "plain": Plain(Order.of(1 << 40, 9_999_999, clips=1000)).described(),
+    "buckets": BUCKETED.described(),
+    "buckets and the tail": Bucketed.of([64, 32], [SIZES] * 2, [1, 2], drop_last=False).described(),
+    "evaluation": Evaluation.of([SIZES], [9_999_999]).described(),
+    "evaluation in buckets": Evaluation.of([SIZES] * 2, [64, 32], buckets=[0, 1], numbers=[1, 2]).described(),
+    "mixture": Mixed.of({"a": SIZES, "b": SIZES}, 9_999_999).described(MAX_COUNT, 9),
+    "mixture in buckets": MixedBuckets.of({"a": [SIZES] * 2, "b": [SIZES] * 2}, [64, 32], [1, 2]).described(7, 9),
+}
+WHATS: list[Any] = [
+    Clip(1 << 16, fps=30_000 / 1001, start="center", per_video=10**9, jitter=10**9),
+    Clip(),
+    Window(86_399.123456789, "center", 10**9, 86_399.123456789),
+    [1 << 40, 65_536, "split", True, 384_000],  # a packing
+    "files",
+]
+LARGEST = Position(MAX_COUNT, MAX_COUNT, (), (999_999_999, "0123abcd"))
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("what", WHATS, ids=str)
+@pytest.mark.parametrize("seed", [0, 1 << 34, (1 << 64) - 1, -(1 << 63)])
+def test_no_state_takes_200_bytes_whatever_the_numbers(kind: str, what: Any, seed: int) -> None:
+    sources = {} if kind.startswith("mixture") else Identity(9_999_999, DIGEST)
+    here = Fingerprint(sources, seed, EVERY[kind], what)
+    for position in (LARGEST, Position(0, 0), Position(12_345, 243_000, (), (1234, "0123abcd"))):
+        state = json.loads(json.dumps(dump(here, position)))
+        assert len(json.dumps(state)) < 200
+        assert loaded(state, here) == position
+        assert list(state) == list(dump(here, Position(0, 0)))
+        for other in (
+            replace(here, clip=Clip(77)),
+            replace(here, order={**here.order, "order": [1]}),
+            replace(here, order={**here.order, "buckets" if "buckets" in here.order else "global_batch": 7}),
+        ):
+            with pytest.raises(MismatchError):
+                loaded(state, other)
+
+
+def test_a_state_of_buckets_from_when_they_were_apart_still_loads() -> None:
+    here = replace(HERE, order=BUCKETED.described())
+    state = dump(here, Position(3, 7))
+    name, *order = state.pop("order")
+    assert loaded(state | {"buckets": name, "order": order}, here) == Position(3, 7)
+    with pytest.raises(MismatchError, match="buckets was 'other'"):
+        loaded(state | {"buckets": "other", "order": order}, here)
+
+
+def test_what_a_digest_stands_for_is_compared_by_name() -> None:
+    clip = Clip(1 << 16, fps=30_000 / 1001, start="center", per_video=10**9, jitter=10**9)
+    here = replace(HERE, seed=1 << 62, order=BUCKETED.described(), clip=clip)
+    others = Bucketed.of([64, 32], [SIZES] * 2, [1, 3]).described()
+    named = {"clip": replace(here, clip=Clip(3)), "buckets": replace(here, order=others)}
+    for field, other in named.items():
+        with pytest.raises(MismatchError, match=f"the loader's {field} was"):
+            loaded(dump(here, LARGEST), other)
 
 
 def test_a_source_of_a_mixture_takes_45_bytes_more() -> None:

@@ -17,6 +17,7 @@ from checkpoint import Checkpointer
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import Clip, Mixture, VideoLoader
+from loaders import state as states
 
 Make = Callable[..., VideoLoader]
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -82,6 +83,23 @@ def test_a_state_goes_through_torch_distributed_checkpoint(
     assert torch.equal(empty, weight)
     assert other.state_dict() == loader.state_dict()
     assert before + some(other, 2) == some(make(source), 6)
+
+
+@alone
+def test_a_state_that_became_shorter_goes_where_states_are_kept(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, first, second = make(), make(), make()
+    before = some(loader, 4)
+    with monkeypatch.context() as shorter, Checkpointer(tmp_path / "ckpt", run="one", sidecar=None) as checkpointer:
+        shorter.setattr(states, "MAX_BYTES", 0)  # as far into a run as takes digests for clip and order
+        dcp.save({"loader": loader}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        checkpointer.save(4, {"loader": loader}).result()
+    with Checkpointer(tmp_path / "ckpt", run="one", sidecar=None) as checkpointer:
+        assert checkpointer.restore({"loader": first}) == 4
+    dcp.load({"loader": second}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    whole = some(make(), 6)
+    assert before + some(first, 2) == before + some(second, 2) == whole
 
 
 @alone
