@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.loader.data import whole
-from bench.loader.place import Place
+from bench.loader.place import Place, part_at_fork
 
 BATCH = 8
 
@@ -73,5 +73,6 @@ def _from_s3(place: Place) -> str:
     profile = {"storage_provider": {"type": "s3", "options": options}, "credentials_provider": keys}
     told = place.folder / "energon.json"
     told.write_text(json.dumps({"profiles": {"bench": profile}}))
+    part_at_fork()
     os.environ["MSC_CONFIG"] = str(told)
     return "msc://bench/energon"

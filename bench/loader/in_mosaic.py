@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.loader.data import whole
-from bench.loader.place import Place
+from bench.loader.place import Place, part_at_fork
 
 BATCH = 8
 
@@ -47,6 +47,7 @@ def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[t
     with tempfile.TemporaryDirectory(prefix="mosaic-", dir=place.folder) as cache:
         where = {"local": str(place.folder / "mosaic")}
         if place.port:
+            part_at_fork()
             os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]
             where = {"remote": place.url("mosaic"), "local": cache}
         dataset = streaming.StreamingDataset(**where, shuffle=True, batch_size=BATCH, num_canonical_nodes=1)

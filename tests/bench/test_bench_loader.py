@@ -75,3 +75,24 @@ def test_a_candidate_that_delivers_too_few_clips_has_no_figures(
     )
     with pytest.raises(AssertionError, match="delivered 0 of 1"):
         measure("lazy", Place(tmp_path), data.KINDS["short"])
+
+
+def test_who_forks_ends_its_connections_first_where_peers_would_share_them() -> None:
+    program = """
+import os, socket
+from bench.loader.place import part_at_fork
+listening = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(listening.getsockname())
+served, _ = listening.accept()
+part_at_fork()
+others = socket.socketpair()
+child = os.fork()
+if not child:
+    os._exit(client.recv(1) != b"")
+assert os.waitpid(child, 0)[1] == 0, "the child could go on with the parent's connection"
+assert client.recv(1) == served.recv(1) == b""
+others[0].send(b"x")
+assert others[1].recv(1) == b"x"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
