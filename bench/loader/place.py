@@ -20,8 +20,8 @@ _mine = threading.local()
 
 
 def part_at_fork() -> None:
-    """From now on a process that forks ends its connections first. Clients of Energon and mosaicml-streaming keep those of the parent,
-    and two workers that send requests over the same one get each other's bytes, or wait for bytes that the other one got."""
+    """From now on a process that forks ends its connections first. Workers of Energon and mosaicml-streaming go on with those of
+    the parent, and two that send requests over the same one get each other's bytes, or wait for what the other one got."""
     os.register_at_fork(before=_hang_up)
 
 
