@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import os
 import socket
+import stat
 import threading
 import urllib.request
 from dataclasses import dataclass
@@ -27,9 +28,11 @@ def part_at_fork() -> None:
 
 def _hang_up() -> None:
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.shutdown(socket.SHUT_RDWR)  # fails where it is none; who uses one that ended makes another
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.shutdown(socket.SHUT_RDWR)  # who goes on with one that has ended makes another
 
 
 @dataclass(frozen=True)

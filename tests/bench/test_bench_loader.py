@@ -85,12 +85,14 @@ listening = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(listening.getsockname())
 served, _ = listening.accept()
 part_at_fork()
-others = socket.socketpair()
+others, pipe = socket.socketpair(), os.pipe()
+open_before = os.listdir("/proc/self/fd")
 child = os.fork()
 if not child:
     os._exit(client.recv(1) != b"")
 assert os.waitpid(child, 0)[1] == 0, "the child could go on with the parent's connection"
 assert client.recv(1) == served.recv(1) == b""
+assert os.listdir("/proc/self/fd") == open_before, "a descriptor was left open, so that no pipe ends"
 others[0].send(b"x")
 assert others[1].recv(1) == b"x"
 """
