@@ -68,7 +68,7 @@ def picture(number: int, width: int, height: int) -> np.ndarray:
 def make(what: Made) -> bytes:
     """The file's bytes."""
     target = io.BytesIO()
-    keep = {"avoid_negative_ts": "disabled"}
+    keep = {} if what.container in ("mpeg", "flv") else {"avoid_negative_ts": "disabled"}  # which cannot say them
     with av.open(target, "w", format=what.container, container_options=keep) as output:
         small = _video(output, what, what.width // 2, what.height // 2) if what.second_video else None
         stream = _video(output, what, what.width, what.height)
@@ -86,7 +86,8 @@ def make(what: Made) -> bytes:
 def _video(output: Any, what: Made, width: int, height: int) -> Any:
     stream: Any = output.add_stream(what.codec, rate=25, options=dict(what.options))
     stream.width, stream.height, stream.pix_fmt = width, height, what.pixel_format
-    stream.time_base = stream.codec_context.time_base = Fraction(1, 25 if what.codec == "mpeg4" else 100)
+    frames_only = what.codec in ("mpeg4", "mpeg2video", "flv")
+    stream.time_base = stream.codec_context.time_base = Fraction(1, 25 if frames_only else 100)
     return stream
 
 

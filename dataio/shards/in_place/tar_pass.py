@@ -26,7 +26,7 @@ from dataio.shards.contract import Member, Sample
 from dataio.shards.in_place.tally import ShardAt, Tally
 from dataio.shards.ingest.pool import ProbePool
 from dataio.shards.ingest.sources import Group
-from dataio.shards.media.container import SAMPLE_EXTENSIONS
+from dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read
 from dataio.shards.media.facts import Described, Failure
 from dataio.shards.readahead import ReadAhead
 from dataio.shards.report import Skipped
@@ -162,7 +162,12 @@ class Pass:
         self._rows.append((raw.offset, sample))
         self._tally.samples += 1
         self._tally.members += len(raw.members)
-        self._tally.notes += [f"{key}: {note}" for note in facts.notes]
+        unread = not_read([member.ext for member in raw.members])
+        notes = (
+            *facts.notes,
+            *(() if unread is None else (f"{unread[1]} (`millrace pack` with the tar as its source)",)),
+        )
+        self._tally.notes += [f"{key}: {note}" for note in notes]
 
 
 _PLAIN = Described(files=(), duration=0.0, video=None, audio=None, text=None, fields="{}", notes=())

@@ -42,7 +42,7 @@ from dataio.shards import tar
 from dataio.shards.ingest import archives
 from dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
 from dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
-from dataio.shards.media.container import SAMPLE_EXTENSIONS
+from dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS
 from dataio.shards.media.facts import Span
 from dataio.shards.report import Skipped
 from dataio.store.contract import check_key
@@ -156,7 +156,7 @@ class _Collected:
 
     def add_set(self, files: list[tuple[_Found, Info]]) -> None:
         """Files of one stem in one folder."""
-        has_media = any(_ext(item.path) in SAMPLE_EXTENSIONS for item, _ in files)
+        has_media = any(_ext(item.path) in KNOWN_EXTENSIONS for item, _ in files)
         members = [m for m in files if has_media and _EXTENSION.fullmatch(_ext(m[0].path))]
         if len(members) > tar.MAX_SAMPLE_MEMBERS:
             first = members[0][0]
@@ -182,7 +182,7 @@ class _Collected:
                     group = _archived(key, sorted(spans, key=lambda span: span.ext), info.stamp)
                     if len({span.ext for span in spans}) < len(spans):
                         self._skip_in(path, key, "two of its members have the same name")
-                    elif not any(span.ext in SAMPLE_EXTENSIONS for span in spans):
+                    elif not any(span.ext in KNOWN_EXTENSIONS for span in spans):
                         self._skip_in(path, key, f"it has no media file (media are {_media()})")
                     else:
                         groups.append(group)
@@ -210,7 +210,7 @@ class _Collected:
 
     def _add_row(self, folder: str, row: Row, there: Mapping[str, Info]) -> None:
         """`there` are the objects that a row may name, and what lies beside them."""
-        if _ext(row.path) not in SAMPLE_EXTENSIONS:
+        if _ext(row.path) not in KNOWN_EXTENSIONS:
             raise UsageError(f"{row.where}: {row.path} is not a media file", hint=f"media are {_media()}")
         skipped: list[Skipped] = []
         info = _look(row.path, skipped, there)

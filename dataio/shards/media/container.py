@@ -1,7 +1,7 @@
 """Media files by their outside: which extensions they have, and whether they are all there.
 
 Purpose: decoders read a file that lost its tail without complaint (zeros, stale or black frames), so the length is checked
-before anything is decoded.
+before anything is decoded. And which files are media that loaders do not read, so that none is passed over in silence.
 Invariant: only the outermost elements are looked at (MP4/MOV boxes, EBML elements of Matroska and WebM), at a few reads of
 some bytes each; other containers and elements of unknown length pass.
 Failure behaviour: `CorruptionError` saying at which offset which element ends behind the end of the file.
@@ -10,12 +10,31 @@ Failure behaviour: `CorruptionError` saying at which offset which element ends b
 from __future__ import annotations
 
 import io
+from collections.abc import Collection
 from typing import BinaryIO
 
 from dataio.core.errors import CorruptionError
 
 MEDIA_EXTENSIONS = frozenset(
-    ["mp4", "m4v", "mov", "mkv", "webm", "avi", "m4a", "wav", "flac", "mp3", "ogg", "oga", "opus"]
+    [
+        "mp4",
+        "m4v",
+        "mov",
+        "3gp",
+        "mkv",
+        "webm",
+        "avi",
+        "m4a",
+        "m4b",
+        "mka",
+        "wav",
+        "flac",
+        "mp3",
+        "ogg",
+        "ogv",
+        "oga",
+        "opus",
+    ]
 )
 """Extensions of files that are probed; files with others are members of a sample at most."""
 
@@ -25,9 +44,47 @@ IMAGE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp"])
 SAMPLE_EXTENSIONS = MEDIA_EXTENSIONS | IMAGE_EXTENSIONS
 """What a sample needs at least one of."""
 
+CONVERTED_EXTENSIONS = frozenset(["ts", "m2t", "mts", "m2ts", "mpg", "mpeg", "vob", "flv", "mxf", "wmv", "asf", "gif"])
+"""Video files that `pack` copies into another container, or re-encodes, if it is told to. They are not read as they are: what
+loaders go by (where key frames lie, times that never wrap or start again, whether the file is all there) they do not say."""
+CONVERTED_DEMUXERS = "mpegts,mpeg,flv,mxf,asf,gif"
+
+_UNREAD_SOUND = frozenset(["aac", "ac3", "aif", "aiff", "aifc", "amr", "ape", "au", "caf", "wma", "wv"])
+_UNREAD_PICTURES = frozenset(["avif", "bmp", "heic", "heif", "jp2", "jxl", "tif", "tiff"])
+KNOWN_EXTENSIONS = SAMPLE_EXTENSIONS | CONVERTED_EXTENSIONS | _UNREAD_SOUND | _UNREAD_PICTURES
+"""Media, also those that are not read."""
+
 _MAX_ELEMENTS = 100_000
 _EBML = b"\x1a\x45\xdf\xa3"
 _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"moof"}
+
+
+def not_read(extensions: Collection[str]) -> tuple[str, str] | None:
+    """Of a sample of files with these extensions, which one shows what the sample is and is not read, and why."""
+    there = sorted(extensions)
+    for ext in there if not MEDIA_EXTENSIONS & set(there) else ():
+        if ext == "gif":
+            return ext, "GIF is not read as it is: --transcode h264 makes a video of it"
+        if ext in CONVERTED_EXTENSIONS:
+            how = "--remux mp4 (or mkv) copies the streams, --transcode h264 encodes anew"
+            return ext, f".{ext} files are not read as they are: {how}"
+        if ext in _UNREAD_SOUND:
+            return ext, f".{ext} files are not read: make WAV, FLAC, M4A or Ogg of it first, such as by ffmpeg"
+    for ext in there if not SAMPLE_EXTENSIONS & set(there) else ():
+        if ext in _UNREAD_PICTURES:
+            return ext, f".{ext} files are not read: make JPEG, PNG or WebP of it first"
+    return None
+
+
+def is_converted(path: str) -> bool:
+    """Whether the file's name says that it is one of `CONVERTED_EXTENSIONS`."""
+    return path.rpartition(".")[2].lower() in CONVERTED_EXTENSIONS
+
+
+def passed_over(extensions: Collection[str]) -> list[str]:
+    """Of the files of a sample that can be used, those that are media too and are kept without being read. Pictures
+    (GIF, too) beside others are usual, and not told."""
+    return sorted((CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_SOUND) & set(extensions))
 
 
 def check_complete(file: BinaryIO, size: int) -> None:

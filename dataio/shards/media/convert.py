@@ -13,19 +13,22 @@ from pathlib import Path
 
 from dataio.core.errors import UnsupportedError
 from dataio.shards.media import probe, vtt
-from dataio.shards.media.container import MEDIA_EXTENSIONS
+from dataio.shards.media.container import CONVERTED_EXTENSIONS, MEDIA_EXTENSIONS
 from dataio.shards.media.encode import FORMATS, encode
 from dataio.shards.media.facts import Recipe, Request, Task
 from dataio.shards.media.remux import Piece, remux
 from dataio.shards.media.sample_json import Sample, with_fields
 
-_PICTURES = MEDIA_EXTENSIONS - {"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a"}
+_PICTURES = (
+    MEDIA_EXTENSIONS - {"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "m4b", "mka"}
+) | CONVERTED_EXTENSIONS
 
 
 def convert(files: Request, task: Task) -> list[Sample]:
     """The samples that `files` become by the task's recipe; new files go into its scratch folder."""
     recipe = task.recipe
     media = [(ext, path) for ext, path in files if ext in MEDIA_EXTENSIONS]
+    media = media or [(ext, path) for ext, path in files if ext in CONVERTED_EXTENSIONS]
     pictures = [(ext, path) for ext, path in media if ext in _PICTURES and _has_pictures(path)]
     if not pictures:
         return [Sample("", files)]

@@ -21,7 +21,7 @@ from dataio.core import limits, strictjson
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
 from dataio.shards.contract import AudioInfo, VideoInfo
 from dataio.shards.media import images, vtt
-from dataio.shards.media.container import IMAGE_EXTENSIONS, MEDIA_EXTENSIONS
+from dataio.shards.media.container import IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, not_read, passed_over
 from dataio.shards.media.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
 from dataio.shards.media.probe import Probe, probe
 
@@ -36,6 +36,10 @@ def describe(files: Request) -> Answer:
     at = ""
     facts, probes = [], list[Probe]()
     text, said, fields = None, None, dict[str, Any]()
+    extensions = [ext for ext, _ in files]
+    refused = not_read(extensions)
+    if refused is not None:
+        return Failure(dict(files)[refused[0]], UnsupportedError.code, refused[1])
     try:
         for ext, at in files:
             facts.append(_fact(ext, at))
@@ -65,7 +69,10 @@ def describe(files: Request) -> Answer:
         audio=audio,
         text=text if text is not None else said,
         fields=json.dumps(fields, ensure_ascii=False),
-        notes=tuple(note for p in probes for note in p.notes),
+        notes=(
+            *(note for p in probes for note in p.notes),
+            *(f"its .{ext} file is kept, and not read as media" for ext in passed_over(extensions)),
+        ),
     )
 
 

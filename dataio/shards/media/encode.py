@@ -22,6 +22,7 @@ from av.video.frame import PictureType
 from dataio.core import limits
 from dataio.core.errors import CorruptionError, UnsupportedError
 from dataio.shards.media import probe
+from dataio.shards.media.container import is_converted
 from dataio.shards.media.facts import Recipe
 
 FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
@@ -45,8 +46,20 @@ def seconds(time: float) -> Fraction:
     return Fraction(time).limit_denominator(1_000_000)
 
 
+def start_of(container: Any) -> Fraction:
+    """Seconds at which the first of its streams begins; below 0 where times wrap on the way."""
+    return Fraction(container.start_time or 0, 1_000_000)
+
+
 def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
     """Write the file at `source` anew to `target`; where it is to be split later, with key frames there."""
+    try:
+        _encode(source, target, ext, recipe)
+    except av.error.FFmpegError as error:  # of the container that is written: sound of a kind that it cannot hold
+        raise UnsupportedError(f"cannot be encoded into {ext}: {error.strerror}; try --remux mkv") from error
+
+
+def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
     with probe._open(f"file:{source}") as container, open_output(target, ext, faststart=recipe.faststart) as out:
         video, audio = probe._pick_video(container), probe._pick_audio(container)
         probe._check_video(video)
@@ -54,8 +67,12 @@ def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
         frames = _Pictures(video, recipe)
         picture = out.add_stream(CODECS[recipe.codec or "h264"], rate=frames.rate, options=_OPTIONS | frames.params)
         sound = None if audio is None else _sound(out, audio)
+        begin = start_of(container) if is_converted(source) else Fraction(0)
         held: list[Any] = []  # sound before the first picture: the header needs the picture's size
         for packet in container.demux([s for s in (video, audio) if s is not None]):
+            if packet.is_corrupt:
+                raise CorruptionError(f"a packet is damaged, at time stamp {packet.pts}")
+            _move(packet, begin)
             if packet.stream.index == video.index:
                 for frame in frames.of(packet, picture):
                     out.mux(picture.encode(frame))
@@ -71,6 +88,14 @@ def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
         out.mux(picture.encode(None))
         if sound is not None:
             out.mux(sound.finish())
+
+
+def _move(packet: Any, begin: Fraction) -> None:
+    """Its times, counted from `begin`."""
+    if begin and packet.size:
+        ticks = round(begin / packet.time_base)
+        packet.pts = None if packet.pts is None else packet.pts - ticks
+        packet.dts = None if packet.dts is None else packet.dts - ticks
 
 
 class _Pictures:
@@ -95,6 +120,8 @@ class _Pictures:
                 f"a packet cannot be decoded, at time stamp {packet.pts}: {error.strerror}"
             ) from error
         for frame in decoded:
+            if frame.is_corrupt:
+                raise CorruptionError(f"a picture is damaged, at time stamp {frame.pts}")
             self.count += 1
             probe._check_frames(self.count)
             yield self._finished(frame, picture)

@@ -13,7 +13,8 @@ Invariants:
   edit list, which is decoded but not shown, carries the index of the first shown frame that needs it.
 * At least one frame was decoded: a file that cannot be decoded at all is refused. Damage further inside is not looked for:
   such a file probes well, and the loader that meets the damage quarantines the sample.
-* Only the listed demuxers may open a file, and none may open a second file or an address.
+* Only the listed demuxers may open a file (others one that is to be converted: `container.is_converted`), and none may open a
+  second file or an address.
 * No frame of more than `limits.FRAME_PIXELS` is decoded, whatever container or bitstream say, not even while the file is opened;
   of frames and sound no more than `limits.VIDEO_FRAMES` and `limits.AUDIO_VALUES` are counted.
 
@@ -44,7 +45,7 @@ from dataio.core import limits
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
 from dataio.shards.media.color import color_of
-from dataio.shards.media.container import check_complete
+from dataio.shards.media.container import CONVERTED_DEMUXERS, check_complete, is_converted
 
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
@@ -105,8 +106,9 @@ def _check_file(file: Any, size: int) -> Any:
 def _open(source: Any) -> Any:
     if hasattr(source, "seek"):
         source.seek(0)
+    demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and is_converted(source) else _DEMUXERS
     try:
-        return av.open(source, options={"format_whitelist": _DEMUXERS, "protocol_whitelist": "file", **_DECODING})
+        return av.open(source, options={"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODING})
     except av.error.ArgumentError as error:
         raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
     except av.error.FFmpegError as error:

@@ -3,25 +3,33 @@
 Invariants: of a file, the video and the sound that loaders use are kept, every packet of them in exactly one clip, byte for byte.
 A cut is made only at a key frame that nothing shown before or after it reaches across, so each clip decodes to exactly the frames
 that it had. Every clip's pictures begin at time 0; its sound is what begins within it. At most `_OPEN` clips are open at once.
-Failure behaviour: `UnsupportedError` for packets without times (AVI) and for codecs that the container cannot hold;
-`CorruptionError` for a file that cannot be demuxed to its end, or whose sound and pictures lie too far apart.
+Containers that loaders do not read (`container.CONVERTED_EXTENSIONS`) begin at time 0 afterwards, and since not every one of them
+says enough for a copy to be right, all pictures of source and copy are decoded and compared.
+Failure behaviour: `UnsupportedError` for packets without times (AVI), for codecs that the container cannot hold, and for a copy
+that is not the same; `CorruptionError` for a file that cannot be demuxed to its end, that has damaged packets, or whose sound and
+pictures lie too far apart.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import av.error
+import numpy as np
 
 from dataio.core.errors import CorruptionError, UnsupportedError
 from dataio.shards.media import probe
-from dataio.shards.media.encode import open_output, seconds
+from dataio.shards.media.container import is_converted
+from dataio.shards.media.encode import open_output, seconds, start_of
 
 _OPEN = 64
+_NEAR = 0.002
+"""Seconds by which a copy's times may differ: some containers have milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +43,18 @@ class Piece:
 
 def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | None) -> list[Piece]:
     """Copy the file at `source` to `<stem>-0000.<ext>` and, with `split`, following ones of at least so many seconds."""
+    other = is_converted(source)
     try:
         with probe._open(f"file:{source}") as container:
-            cuts = _cuts(container, split)
+            cuts = _cuts(container, split, to_zero=other)
         with probe._open(f"file:{source}") as container:
-            return _Copy(container, cuts, stem, ext, faststart).run()
+            pieces = _Copy(container, cuts, stem, ext, faststart).run()
+        if other:
+            _compare(source, pieces)
     except av.error.FFmpegError as error:
-        raise CorruptionError(f"its streams cannot be copied: {error.strerror}") from error
+        reason = f"its streams cannot be copied into {ext}: {error.strerror}; --transcode or another container may do"
+        raise CorruptionError(reason) from error
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +66,16 @@ class _Cuts:
     end: int
 
 
-def _cuts(container: Any, split: float | None) -> _Cuts:
+def _cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
     video = probe._pick_video(container)
+    begin = round(start_of(container) / video.time_base) if to_zero else 0
     times, keys, end = list[int](), list[bool](), 0
     for packet in container.demux(video):
         if not packet.size:
             continue
         if packet.pts is None or packet.dts is None:
             raise UnsupportedError("its packets have no times, so they cannot be copied; use --transcode")
+        _check(packet)
         times.append(packet.pts)
         keys.append(packet.is_keyframe and not packet.is_discard)
         probe._check_frames(len(times))
@@ -69,7 +84,36 @@ def _cuts(container: Any, split: float | None) -> _Cuts:
         raise CorruptionError("the file holds no frames")
     chosen = _choose(times, keys, None if split is None else seconds(split) / video.time_base)
     starts = (min(times), *(times[i] for i in chosen[1:]))
-    return _Cuts(tuple(chosen), starts if len(chosen) > 1 else (0,), end)
+    return _Cuts(tuple(chosen), starts if len(chosen) > 1 else (begin,), end)
+
+
+def _compare(source: str, pieces: list[Piece]) -> None:
+    """`UnsupportedError` unless pieces and source decode to the same pictures at the same times, which grow."""
+    last = float("-inf")
+    copied = (one for piece in pieces for one in _pictures(piece.path, piece.start))
+    for before, after in zip_longest(_pictures(source, 0.0), copied):
+        same = before is not None and after is not None and np.array_equal(before[1], after[1])
+        if not same or abs(before[0] - after[0]) > _NEAR or after[0] <= last:
+            raise UnsupportedError("a copy of its streams would not show the same; use --transcode")
+        last = after[0]
+
+
+def _pictures(path: str, start: float) -> Iterator[tuple[float, Any]]:
+    """Time and pixels of each picture."""
+    with probe._open(f"file:{path}") as container:
+        video = probe._pick_video(container)
+        probe._prepare(video)
+        for frame in container.decode(video):
+            if frame.is_corrupt:
+                raise CorruptionError(f"a picture is damaged, at time stamp {frame.pts}")
+            if frame.pts is None:
+                raise UnsupportedError("its pictures have no times; use --transcode")
+            yield start + float(frame.pts * video.time_base), frame.to_ndarray()
+
+
+def _check(packet: Any) -> None:
+    if packet.is_corrupt:  # a copy would hide it
+        raise CorruptionError(f"a packet is damaged, at time stamp {packet.pts}")
 
 
 def _choose(times: list[int], keys: list[bool], least: Fraction | None) -> list[int]:
@@ -104,6 +148,7 @@ class _Copy:
             for packet in self._container.demux(streams):
                 if not packet.size or packet.dts is None:
                     continue
+                _check(packet)
                 index = packet.stream_index
                 clip = self._clip(packet, number)
                 number += index == self._video.index
