@@ -67,10 +67,8 @@ def make(where: Path, samples: int) -> None:
         stored, shards = list[versions.IndexPart](), list[versions.Shard]()
         for first in range(0, samples, parts.PART_ROWS):
             table = _rows(first, min(parts.PART_ROWS, samples - first))
-            data, size = index.write_table(table), pc.sum(table["bytes"]).as_py()
-            key = f"index/{len(stored):08}-{index.digest(data)[:16]}.parquet"
-            store.put(key, data)
-            stored.append(parts.describe(key, data, table.num_rows, size, {"score": "number"}))
+            part, size = index.write_table(table), pc.sum(table["bytes"]).as_py()
+            stored.append(parts.store_part(store, len(stored), part, table.num_rows, size, {"score": "number"}))
             print(f"\r{first + table.num_rows:,} of {samples:,} rows", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
         for number in range(-(-samples // _PER_SHARD)):

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from dataio.shards.index import kernels as pc
 from loaders import arguments
 from loaders.common import Asked, Common, explicit
 from loaders.contract import Work
@@ -78,16 +77,17 @@ class FileLoader(Loader):
 
 def holding(dataset: Dataset, files: Sequence[str]) -> I64:
     """The numbers of the samples that have files of all these extensions."""
+    if len(dataset) and dataset.index.files_of_all.issuperset(files):
+        return np.arange(len(dataset), dtype=np.int64)
+    from dataio.shards.index import kernels as pc  # with Arrow, which reading files that all samples have does without
+    from dataio.shards.index import rows
+
     found, start, there = list[I64](), 0, set[str]()
     for table in dataset.index.tables(["members"]):
         for members in table["members"].chunks:
-            has = np.zeros((len(members), len(files)), bool)
-            extensions = pc.struct_field(pc.list_flatten(members), ["ext"])
-            parents = pc.list_parent_indices(members).to_numpy()
-            for number, ext in enumerate(files):
-                has[parents[pc.equal(extensions, ext).to_numpy(zero_copy_only=False)], number] = True
-            there |= set(pc.unique(extensions).to_pylist())
-            found.append(np.flatnonzero(has.all(axis=1)) + start)
+            has = np.stack([rows.holding(members, ext) for ext in files])
+            there |= set(pc.unique(pc.struct_field(pc.list_flatten(members), ["ext"])).to_pylist())
+            found.append(np.flatnonzero(has.all(axis=0)) + start)
             start += len(members)
     ids: I64 = np.concatenate([np.empty(0, np.int64), *found])
     if not len(ids):

@@ -15,12 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from msgspec.structs import replace
 
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from dataio.shards.index import kernels as pc
 from loaders.contract import Place
 from loaders.order.lanes import Order
 from loaders.order.permutation import I64
@@ -201,6 +199,10 @@ def having(dataset: Dataset, column: str, what: str, *, without: Collection[str]
     only = dataset.only(column)
     if only is not None and only not in without:
         return np.arange(len(dataset), dtype=np.int64)
+    import pyarrow as pa  # which loaders of samples that are all alike do without
+
+    from dataio.shards.index import kernels as pc
+
     values = dataset.columns([column])[column]
     chosen = pc.is_valid(values)
     if without:

@@ -252,9 +252,8 @@ def _union(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -
 
 def _first(opened: OpenIndex, part: int, places: Any) -> tuple[int, int]:
     """Where the first row of a part lies, also when that one was removed."""
-    table = opened.group(part, 0).slice(0, 1).select(["shard", "members"])
-    row = table.to_pylist()[0]
-    return places[row["shard"]], row["members"][0]["offset"]
+    row = opened.first_row(part)
+    return places[row.shard], row.members[0].offset
 
 
 def _refuse_repeated(store: Store, document: VersionDocument) -> None:

@@ -16,14 +16,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
 
-import pyarrow as pa
-
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UsageError
 from dataio.shards import members
 from dataio.shards.contract import Files, Sample
-from dataio.shards.index import kernels as pc
-from dataio.shards.index import rows as index
 from dataio.shards.query.open_index import OpenIndex
 from dataio.shards.versions import documents as versions
 from dataio.shards.versions import tags
@@ -32,11 +28,13 @@ from dataio.store.contract import Store
 from dataio.store.open import open_store
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from dataio.shards.diff import Diff
     from dataio.shards.report import PackReport
     from dataio.shards.view import View
 
-CHECKED_AT_OPEN = 8 * limits.MIB
+CHECKED_AT_OPEN = 16 * limits.MIB
 _ROWS_AT_ONCE = 1024
 
 
@@ -129,6 +127,8 @@ class Dataset:
 
     def columns(self, names: Sequence[str]) -> pa.Table:
         """These columns of `dataio.shards.index.rows.SCHEMA`, one row a sample, read now."""
+        from dataio.shards.index import rows as index  # with Arrow, which looking up samples does without
+
         unknown = [name for name in names if name not in index.SCHEMA.names]
         if unknown:
             raise UsageError(f"the index has no column {unknown[0]!r}", hint=f"it has {', '.join(index.SCHEMA.names)}")
@@ -168,6 +168,8 @@ class Dataset:
 
     def find(self, key: str) -> Sample:
         """The sample of this key, or `NotFoundError`; reads keys until it is found."""
+        from dataio.shards.index import kernels as pc
+
         start = 0
         for table in self.index.tables(["key"]):
             number = pc.index(table["key"], key).as_py()

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from dataio.core.errors import MillraceError, UsageError
 from dataio.shards.contract import Sample
-from dataio.shards.index import rows
 from loaders.contract import Finished, Layout, Loaded, Place, Work
 
 _TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn
@@ -65,8 +64,10 @@ class WithColumns(Around):
     has none."""
 
     def __init__(self, inner: Work, columns: Sequence[str]) -> None:
+        from dataio.shards.index.rows import to_row  # with Arrow, which loaders without columns do without
+
         super().__init__(inner)
-        self._columns = tuple(columns)
+        self._columns, self._row = tuple(columns), to_row
 
     @property
     def layout(self) -> Layout:
@@ -74,7 +75,7 @@ class WithColumns(Around):
         return replace(inner, numbers={**inner.numbers, **dict.fromkeys(self._columns)})
 
     def _more(self, place: Place, finished: Finished) -> Finished:
-        row = rows.to_row(finished.sample)
+        row = self._row(finished.sample)
         fields = finished.sample.fields
         more = {name: row[name] if name in row else fields.get(name) for name in self._columns}
         return replace(finished, values={**finished.values, **more})
@@ -126,6 +127,8 @@ class Transformed(Around):
 
 def known_columns(fields: Mapping[str, object]) -> list[str]:
     """The names that `columns` may hold: those of the index and the promoted `fields` of a sample."""
+    from dataio.shards.index import rows
+
     return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
 
 

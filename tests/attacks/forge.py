@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 
 from dataio import index
 from dataio.core import seal
-from dataio.shards.index.rows import BLOCKS, block_digests, digest, footer_bytes
+from dataio.shards.index.digests import digest
+from dataio.shards.index.rows import BLOCKS, block_digests, footer_bytes
 
 VERSION = "versions/00000001.json"
 
@@ -81,6 +82,7 @@ def with_part(folder: Path, data: bytes, rows: int | None = None) -> None:
     (folder / part["key"]).write_bytes(data)
     footer = min(footer_bytes(data), len(data))
     part |= {"size": len(data), "digest": digest(data), "footer": footer, "footer_digest": digest(data[-footer:])}
+    part["pages"] = None  # so that all is looked up in the tables
     if rows is not None:
         part["rows"] = rows
     with_document(folder, as_text(found))

@@ -15,6 +15,7 @@ import loaders
 from dataio import Dataset, pack
 from dataio.core.errors import CorruptionError
 from dataio.shards.query.part_reader import PartReader
+from dataio.shards.query.row_pages import RowPages
 from loaders import Clip, VideoLoader
 
 
@@ -32,26 +33,28 @@ def alike(made_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> st
 
 
 def test_a_loader_reads_of_the_index_what_its_first_batches_need(alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[object] = []
-    read = PartReader.read
+    opened: list[object] = []
+    made = RowPages.__init__
 
-    def counted(self: PartReader, columns: object = None, groups: object = None) -> object:
-        reads.append(groups)
-        return read(self, columns, groups)  # type: ignore[arg-type]
+    def counted(self: RowPages, *arguments: object) -> None:
+        opened.append(self)
+        made(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PartReader, "read", counted)
+    monkeypatch.setattr(RowPages, "__init__", counted)
+    monkeypatch.setattr(PartReader, "__init__", lambda *_: pytest.fail("a table was read"))
     with VideoLoader(alike, 2, clip=Clip(2), size=(16, 16)) as loader:
-        assert reads == []
+        assert opened == []
         next(iter(loader))
-    assert None not in reads  # a whole part
+    assert len(opened) == 1
 
 
 def test_a_damaged_index_is_an_error_of_the_first_batch_and_no_damaged_sample(alike: str, tmp_path: Path) -> None:
     shutil.copytree(alike.removeprefix("file://"), tmp_path / "ds")
-    for part in (tmp_path / "ds" / "index").iterdir():
-        data = bytearray(part.read_bytes())
-        data[10] ^= 1
-        part.write_bytes(data)
+    for part in Dataset(alike).document.index:
+        assert part.pages is not None
+        data = bytearray((tmp_path / "ds" / part.key).read_bytes())
+        data[part.pages.offset + 10] ^= 1
+        (tmp_path / "ds" / part.key).write_bytes(data)
     with VideoLoader(str(tmp_path / "ds"), 2, clip=Clip(2), size=(16, 16)) as loader:
         for _ in range(2):
             with pytest.raises(CorruptionError, match="BLAKE3"):
@@ -104,6 +107,16 @@ with VideoLoader(sys.argv[1], 2, clip=Clip(2), size=(16, 16), sidecar=None) as l
     next(iter(loader))
 print([name for name in sys.argv[2].split() if name in sys.modules])
 """
+_NOT_NEEDED_OF_SAMPLES_ALL_ALIKE = """
+pyarrow dataio.shards.index.rows dataio.shards.query.tables
+"""
+_FILES = """
+import sys
+from loaders import FileLoader
+with FileLoader(sys.argv[1], 2, files=["mp4"], sidecar=None) as loader:
+    next(iter(loader))
+print([name for name in sys.argv[2].split() if name in sys.modules])
+"""
 _NOT_NEEDED = """
 dateutil duckdb fsspec numpy.ma nvidia.dali nvtx pyarrow.compute pyarrow.fs
 pyarrow.parquet dataio.cache.engine dataio.cache.reader dataio.shards.changes dataio.shards.report
@@ -119,5 +132,16 @@ loaders.works.windows
 def test_a_first_batch_imports_nothing_that_it_does_without(made_dataset: Dataset) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, made_dataset.url, _NOT_NEEDED], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize("program", [_PROGRAM, _FILES], ids=["clips", "files"])
+def test_where_samples_are_all_alike_arrow_is_not_loaded(alike: str, program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program, alike, _NOT_NEEDED_OF_SAMPLES_ALL_ALIKE],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

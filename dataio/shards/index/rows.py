@@ -3,7 +3,8 @@
 Purpose: readers learn from it where every sample lies and what it holds, without opening a shard.
 Invariants: `SCHEMA` is the whole format; media columns are null together where a sample has no such stream. A part is written
 in row groups of `group_rows`, so that one sample costs one small read; its footer holds, under `BLOCKS`, the digests of all
-`BLOCK_BYTES` before it, so that every range of it can be checked alone. The same samples give the same bytes.
+`BLOCK_BYTES` before it, so that every range of it can be checked alone; between the two lie the rows once more, in pages
+(`lookup`). The same samples give the same bytes.
 Failure behaviour: `CorruptionError` names the index part, the row and the column; nothing of a bad part is returned.
 """
 
@@ -12,12 +13,13 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-import blake3
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataio.core import limits
@@ -25,7 +27,8 @@ from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
 from dataio.shards.index import checks as index_checks
 from dataio.shards.index import kernels as pc
-from dataio.shards.index import parquet
+from dataio.shards.index import lookup, parquet
+from dataio.shards.index.digests import SHORT, digest, short
 
 GROUP_ROWS = 1024
 GROUP_BYTES = limits.MIB
@@ -35,7 +38,7 @@ MIN_GROUP_ROWS = 64
 BLOCK_BYTES = 64 * limits.KIB
 BLOCKS = b"millrace.blocks"
 """The footer's entry: base64 of the blocks' BLAKE3 digests, `BLOCK_DIGEST` bytes of each."""
-BLOCK_DIGEST = 16
+BLOCK_DIGEST = SHORT
 
 _MEMBER = pa.struct(
     [
@@ -155,7 +158,7 @@ def from_row(row: Mapping[str, Any], number: int) -> Sample:
         video=None if row["video_codec"] is None else _video(row),
         audio=None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO)),
         text=row["text"],
-        fields=_fields(row["fields"], row["key"]),
+        fields=lookup.parsed(row["fields"], row["key"]),
     )
 
 
@@ -172,7 +175,7 @@ def samples_of(table: Any, numbers: Sequence[int]) -> Iterator[Sample]:
         video = None if row["video_codec"] is None else _video(row)
         audio = None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO))
         own = tuple(members[first:end])
-        yield Sample(number, key, shard, own, duration, video, audio, row["text"], _fields(row["fields"], key))
+        yield Sample(number, key, shard, own, duration, video, audio, row["text"], lookup.parsed(row["fields"], key))
 
 
 def files_of(table: Any) -> Iterator[Files]:
@@ -189,22 +192,6 @@ def _members(table: Any) -> tuple[list[int], list[Member]]:
     ends = [0, *accumulate(pc.list_value_length(members).to_pylist())]
     fields = (field.to_pylist() for field in pc.list_flatten(members).flatten())
     return ends, [Member(*one) for one in zip(*fields, strict=True)]
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _fields(text: str | None, key: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    try:
-        fields = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"sample {key!r}: its fields in the index are not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CorruptionError(f"sample {key!r}: its fields in the index are not a JSON object")
-    return fields
 
 
 def _video(row: Mapping[str, Any]) -> VideoInfo:
@@ -229,18 +216,23 @@ def _video(row: Mapping[str, Any]) -> VideoInfo:
 # --- Parquet
 
 
-def digest(data: bytes) -> str:
-    """BLAKE3 of `data`, in hex."""
-    return str(blake3.blake3(data).hexdigest())
+class Part(NamedTuple):
+    """An index part's bytes, of which the last `footer` are its footer, where its pages are, and the extensions that each sample
+    has a file of."""
+
+    data: bytes
+    footer: int
+    section: lookup.Section
+    files: tuple[str, ...]
 
 
-def write_part(samples: Sequence[Sample]) -> bytes:
-    """An index part as Parquet; the same samples give the same bytes."""
-    return write_table(pa.Table.from_pylist([to_row(s) for s in samples], schema=SCHEMA))
+def write_part(samples: Sequence[Sample]) -> Part:
+    """An index part; the same samples give the same bytes."""
+    return write_table(pa.Table.from_pylist([to_row(s) for s in samples], schema=SCHEMA), samples)
 
 
-def write_table(table: Any) -> bytes:
-    """An index part of these rows, which have `SCHEMA`."""
+def write_table(table: Any, samples: Iterable[Sample] | None = None) -> Part:
+    """An index part of these rows, which have `SCHEMA`; `samples` are the same ones, where the caller has them."""
     import pyarrow.parquet as pq  # with Arrow's file systems, which readers need not wait for
 
     codecs = {path: "zstd" if path.partition(".")[0] in _LONG else "lz4" for path in parquet.paths(SCHEMA)}
@@ -255,9 +247,34 @@ def write_table(table: Any) -> bytes:
         store_schema=True,
     ) as writer:
         writer.write_table(table, row_group_size=group_rows(table))
+        pages, directory = lookup.write(_samples_of(table) if samples is None else samples)
+        section = lookup.section_at(sink.tell(), pages, directory)
+        sink.write(pages)
+        sink.write(directory)
         digests = block_digests(sink.getbuffer())
         writer.add_key_value_metadata({BLOCKS: base64.b64encode(b"".join(digests))})
-    return sink.getvalue()
+    data = sink.getvalue()
+    return Part(data, footer_bytes(data), section, _files_of_all(table))
+
+
+def holding(lists: Any, ext: str) -> npt.NDArray[np.bool_]:
+    """Which rows of a column of members have a file of this extension."""
+    has = np.zeros(len(lists), np.bool_)
+    extensions = pc.struct_field(pc.list_flatten(lists), ["ext"])
+    has[pc.list_parent_indices(lists).to_numpy()[pc.equal(extensions, ext).to_numpy(zero_copy_only=False)]] = True
+    return has
+
+
+def _files_of_all(table: Any) -> tuple[str, ...]:
+    lists = table["members"].combine_chunks()
+    first = sorted({member["ext"] for member in lists[0].as_py()}) if len(lists) else []
+    return tuple(ext for ext in first if holding(lists, ext).all())
+
+
+def _samples_of(table: Any) -> Iterator[Sample]:
+    for start in range(0, table.num_rows, GROUP_ROWS):
+        rows = table.slice(start, GROUP_ROWS).combine_chunks()
+        yield from samples_of(rows, range(rows.num_rows))
 
 
 def only(data: bytes) -> dict[str, str]:
@@ -287,7 +304,7 @@ def block_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
     """The digests of every `BLOCK_BYTES` of `data`; the last block may be short."""
     view = memoryview(data)
     blocks = (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
-    return [blake3.blake3(block).digest(BLOCK_DIGEST) for block in blocks]
+    return [short(block) for block in blocks]
 
 
 def footer_bytes(data: bytes) -> int:

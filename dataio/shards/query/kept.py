@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataio.core.errors import CorruptionError, NotFoundError, RangeError
-from dataio.shards.index import rows as index
+from dataio.shards.index.digests import digest
 from dataio.shards.versions.documents import IndexPart, Kept
 from dataio.store.contract import Store
 
@@ -56,7 +56,7 @@ def load(store: Store, part: IndexPart, name: str) -> Rows | None:
         store.get_into(kept.key, kept.offset, memoryview(data))
     except (NotFoundError, RangeError) as error:
         raise CorruptionError(f"{name}: {kept.key} is missing or short: {error.message}") from error
-    if index.digest(bytes(data)) != kept.digest:
+    if digest(bytes(data)) != kept.digest:
         raise CorruptionError(f"{name}: the digest of the rows that are left, in {kept.key}, does not match")
     return decode(bytes(data), part.rows, kept.rows, name)
 
@@ -67,10 +67,10 @@ def store_all(store: Store, changed: Sequence[tuple[IndexPart, Rows, int]]) -> l
         return []
     pieces = [encode(rows, part.rows) for part, rows, _ in changed]
     data = b"".join(pieces)
-    key, offset, made = f"index/{index.digest(data)[:32]}.kept", 0, list[IndexPart]()
+    key, offset, made = f"index/{digest(data)[:32]}.kept", 0, list[IndexPart]()
     store.put(key, data)
     for piece, (part, rows, size) in zip(pieces, changed, strict=True):
-        kept = Kept(key=key, offset=offset, size=len(piece), digest=index.digest(piece), rows=len(rows), bytes=size)
+        kept = Kept(key=key, offset=offset, size=len(piece), digest=digest(piece), rows=len(rows), bytes=size)
         made.append(_with(part, kept))
         offset += len(piece)
     return made

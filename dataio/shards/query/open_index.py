@@ -1,50 +1,40 @@
 """The index of an open version: numbers to rows, with as little in memory as the question needs.
 
 Purpose: opening takes the version document alone; rows and columns are read when asked for, so 10^7 samples open like 10.
-Invariants: number i is the i-th row that is left, in the order of the document's parts. Row groups that are wanted at once are
-read together, up to `TOGETHER`, which takes less time and one round trip; they are kept together too, decoded, up to
-`CACHE_BYTES`, the least recently used go first; readers of parts up to `READERS`. Answers do not depend on what is kept.
-Whatever was read was checked (`part_reader`); `check` reads and checks everything, also what only the whole shows: the order
-of the samples across parts.
+Invariants: number i is the i-th row that is left, in the order of the document's parts. Samples are looked up in the pages of
+their parts (`row_pages`), without Arrow, or, in parts that have none, in their row groups; whatever asks for columns reads
+these (`tables`). Readers of parts are kept, up to `READERS`. Whatever was read was checked.
 Failure behaviour: `CorruptionError` naming the part, and the store's errors, whenever something has to be read.
 Safe to share between threads.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from dataio.core import limits
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import Files, Sample
-from dataio.shards.index import kernels as pc
-from dataio.shards.index import rows as index
-from dataio.shards.query import kept
+from dataio.shards.query import kept, row_pages
 from dataio.shards.query.kept import Rows
-from dataio.shards.query.part_reader import PartReader
+from dataio.shards.query.row_pages import RowPages
 from dataio.shards.versions.documents import VersionDocument
 from dataio.store.contract import Store
 
-CACHE_BYTES = 256 * limits.MIB
-READERS = 256
-TOGETHER = 8
-_FEW = 1_000_000
-_THREADS = min(8, 2 * (os.cpu_count() or 1))
+if TYPE_CHECKING:
+    from dataio.shards.query.tables import Tables
 
-_NONE = Files("", ())
+READERS = 256
+_COMPARED = 1024
 
 I64 = npt.NDArray[np.int64]
-Together = tuple[int, tuple[int, ...]]
-"""A part, and row groups of it that were read together."""
+T = TypeVar("T")
 
 
 class OpenIndex:
@@ -59,10 +49,8 @@ class OpenIndex:
             left = [p.rows if c is None else len(c) for p, c in zip(document.index, chosen, strict=True)]
         self.ends: I64 = np.cumsum(left, dtype=np.int64)
         """The number after the last one of every part."""
-        self._readers: OrderedDict[int, PartReader] = OrderedDict()
-        self._tables: OrderedDict[Together, Any] = OrderedDict()
-        self._holding: dict[tuple[int, int], Together] = {}
-        self._held = 0
+        self._readers: OrderedDict[int, RowPages] = OrderedDict()
+        self._pages = row_pages.Kept(row_pages.KEPT_BYTES)
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -70,178 +58,111 @@ class OpenIndex:
 
     def samples(self, numbers: Sequence[int]) -> list[Sample]:
         """These samples, in this order. Numbers are in range."""
-        found = dict[int, Sample]()
-        for table, places, rows in self._found(numbers):
-            there = pc.rows(table, pa.array(rows, pa.int64()))
-            found.update(zip(places, index.samples_of(there, [numbers[place] for place in places]), strict=True))
-        return [found[place] for place in range(len(numbers))]
+
+        def read(part: int, rows: I64, own: list[int]) -> list[Sample]:
+            pages = self._reader(part)
+            return self._tables.samples(part, rows, own) if pages is None else pages.samples(rows, own)
+
+        return self._found(numbers, read)
 
     def files(self, numbers: Sequence[int]) -> list[Files]:
         """Where the files of these samples lie, in this order. Numbers are in range."""
-        found: list[Files] = [_NONE] * len(numbers)
-        for table, places, rows in self._found(numbers):
-            there = pc.rows(table.select(["shard", "members"]), pa.array(rows, pa.int64()))
-            for place, files in zip(places, index.files_of(there), strict=True):
-                found[place] = files
-        return found
+
+        def read(part: int, rows: I64, own: list[int]) -> list[Files]:
+            pages = self._reader(part)
+            return self._tables.files(part, rows) if pages is None else pages.files(rows)
+
+        return self._found(numbers, read)
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """One table of these columns (None: all) for every part, in order, read a few parts ahead."""
-        with ThreadPoolExecutor(_THREADS, "millrace-index") as pool:
-            ahead = list[Future[Any]]()
-            try:
-                for part in range(len(self._document.index)):
-                    ahead.append(pool.submit(self.part_table, part, columns))
-                    if len(ahead) > _THREADS:
-                        yield ahead.pop(0).result()
-                while ahead:
-                    yield ahead.pop(0).result()
-            finally:
-                for future in ahead:
-                    future.cancel()
+        return self._tables.tables(columns)
 
     def columns(self, columns: Sequence[str] | None = None) -> Any:
         """These columns of all samples, by number. Without names, everything."""
-        tables = list(self.tables(columns))
-        empty = index.SCHEMA.empty_table().select(index.SCHEMA.names if columns is None else list(columns))
-        return pa.concat_tables([empty, *tables])
+        return self._tables.columns(columns)
+
+    def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
+        """These columns of the samples in one part."""
+        return self._tables.part_table(part, columns)
+
+    def first_row(self, part: int) -> Sample:
+        """The first row of a part, which need not be a sample any more; it gets number 0."""
+        pages, row = self._reader(part), np.zeros(1, np.int64)
+        return (self._tables.samples(part, row, [0]) if pages is None else pages.samples(row, [0]))[0]
+
+    def check(self) -> None:
+        """Read and check everything: all tables row by row, their order, that keys are unique, and the digests of all pages."""
+        self._tables.check()
+        for part in range(len(self._document.index)):
+            if (pages := self._reader(part)) is not None:
+                pages.check()
+
+    def compare(self) -> None:
+        """Whether the pages hold what the tables hold; `CorruptionError` for the first row in which they differ."""
+        for number, part in enumerate(self._document.index):
+            for start in range(0, part.rows if part.pages else 0, _COMPARED):
+                rows = np.arange(start, min(start + _COMPARED, part.rows))
+                numbers, pages = rows.tolist(), self._reader(number)
+                found = pages.samples(rows, numbers) if pages else []
+                for one, other in zip(found, self._tables.samples(number, rows, numbers), strict=True):
+                    if one != other:
+                        name = f"{self._store.location.url}: {part.key}"
+                        raise CorruptionError(f"{name}: row {one.id}: its page holds another sample than its table")
 
     def only(self, column: str) -> str | None:
         """The one value that all samples have in this column, if the version says so; else None: it has to be read."""
         values = {part.only.get(column) for part in self._document.index}
         return values.pop() if len(values) == 1 else None
 
-    def part_table(self, part: int, columns: Sequence[str] | None = None) -> Any:
-        """These columns of the samples in one part."""
-        table, rows = self._reader(part).read(columns), self.kept(part)
-        return table if rows is None else pc.rows(table, pa.array(rows))
+    @property
+    def files_of_all(self) -> frozenset[str]:
+        """The extensions of which each sample has a file, as far as the version says so."""
+        each = [frozenset(part.files) for part in self._document.index]
+        return frozenset.intersection(*each) if each else frozenset()
 
     def kept(self, part: int) -> Rows | None:
         """Which rows of a part are samples; None for all."""
         if part not in self._kept:
             described = self._document.index[part]
-            self._kept[part] = kept.load(self._store, described, self._name(part))
+            self._kept[part] = kept.load(self._store, described, f"{self._store.location.url}: {described.key}")
         return self._kept[part]
 
     def part_rows(self, part: int) -> int:
         """Rows of a part, samples or not."""
         return self._document.index[part].rows
 
-    def check(self) -> None:
-        """Read and check everything: row by row, the order, and that keys are unique; fills the cache as it goes."""
-        last: tuple[int, int] | None = None
-        places = {shard.key: place for place, shard in enumerate(self._document.shards)}
-        for part in range(len(self._document.index)):
-            self.kept(part)
-            groups = len(self._reader(part).ends)
-            for group in range(groups):
-                if group % TOGETHER == 0:
-                    self._read(part, range(group, min(group + TOGETHER, groups)))
-                last = self._check_order(self.group(part, group), places, last)
-        if self._repeats_a_key():
-            raise self._bad("two samples have the same key")
-
-    def _repeats_a_key(self) -> bool:
-        if len(self) > _FEW:
-            from dataio.shards.query.repeats import repeated_keys
-
-            return bool(repeated_keys(self.tables(["key"])))
-        keys = [self.part_table(part, ["key"])["key"] for part in range(len(self._document.index))]
-        chunks = [chunk for column in keys for chunk in column.iterchunks()]
-        return bool(pc.count_distinct(pa.chunked_array(chunks, pa.string())).as_py() != len(self))
-
-    def _check_order(
-        self, table: Any, places: Mapping[str, int], last: tuple[int, int] | None
-    ) -> tuple[int, int] | None:
-        """Samples lie one behind the other; `last` is where the one before `table` lies."""
-        if not table.num_rows:
-            return last
-        used = pc.unique(table["shard"])
-        shard = pc.take(
-            pa.array([places[key] for key in used.to_pylist()], pa.int64()),
-            pc.index_in(table["shard"].combine_chunks(), used),
-        )
-        offset = pc.struct_field(pc.list_element(table["members"].combine_chunks(), 0), ["offset"])
-        s, o = shard.to_numpy(), offset.to_numpy()
-        rising = (s[1:] > s[:-1]) | ((s[1:] == s[:-1]) & (o[1:] > o[:-1]))
-        if not rising.all() or (last is not None and last >= (s[0], o[0])):
-            raise self._bad("the samples are not in the order of their shards and offsets")
-        return int(s[-1]), int(o[-1])
-
-    # -- finding and keeping
-
-    def _found(self, numbers: Sequence[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Tables that hold these samples: each with some of the places in `numbers`, and the rows of it that belong there."""
+    def _found(self, numbers: Sequence[int], read: Callable[[int, I64, list[int]], list[T]]) -> list[T]:
+        """What `read` finds of these numbers, part by part, in their order."""
         wanted = np.asarray(numbers, np.int64)
         parts = np.searchsorted(self.ends, wanted, side="right")
+        found = dict[int, T]()
         for part in np.flatnonzero(np.bincount(parts)).tolist():  # np.unique would import masked arrays
             at = np.flatnonzero(parts == part)
             rows = wanted[at] - (self.ends[part - 1] if part else 0)
             with self._lock:
-                chosen, ends = self.kept(part), self._reader(part).ends
+                chosen = self.kept(part)
             rows = rows if chosen is None else chosen[rows].astype(np.int64)
-            groups = np.searchsorted(ends, rows, side="right")
-            left = np.flatnonzero(np.bincount(groups)).tolist()
-            while left:
-                table, held = self._read(part, left)
-                begin, places, inside = 0, list[int](), list[int]()
-                for group in held:
-                    start = int(ends[group - 1]) if group else 0
-                    here = np.flatnonzero(groups == group)
-                    places += at[here].tolist()
-                    inside += (rows[here] + (begin - start)).tolist()
-                    begin += int(ends[group]) - start
-                left = [group for group in left if group not in held]
-                yield table, places, inside
+            found.update(zip(at.tolist(), read(part, rows, wanted[at].tolist()), strict=True))
+        return [found[place] for place in range(len(numbers))]
 
-    def group(self, part: int, group: int) -> Any:
-        """All rows of a row group, also those that are no samples; see `_read`."""
-        table, held = self._read(part, [group])
-        ends = [int(end) for end in self._reader(part).ends]
-        sizes = {one: ends[one] - (ends[one - 1] if one else 0) for one in held}
-        return table.slice(sum(sizes[one] for one in held if one < group), sizes[group])
-
-    def _read(self, part: int, groups: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-        """All rows of the first of these row groups, and of others that were or now are read with it, ascending; which ones.
-        Without columns in which none of them has a value, which would take as long to look up as the others."""
-        with self._lock:
-            which = self._holding.get((part, groups[0]))
-            if which is None:
-                which = part, tuple(one for one in groups if (part, one) not in self._holding)[:TOGETHER]
-                table = self._reader(part).read(None, which[1])
-                self._keep(
-                    which,
-                    table.select(
-                        [name for name in table.column_names if table[name].null_count < max(1, table.num_rows)]
-                    ),
-                )
-            self._tables.move_to_end(which)
-            return self._tables[which], which[1]
-
-    def _keep(self, which: Together, table: Any) -> None:
-        part, groups = which
-        self._tables[which] = table
-        self._holding.update(dict.fromkeys([(part, group) for group in groups], which))
-        self._held += table.nbytes
-        while self._held > CACHE_BYTES and len(self._tables) > 1:
-            (gone, those), dropped = self._tables.popitem(last=False)
-            self._held -= dropped.nbytes
-            for group in those:
-                del self._holding[gone, group]
-
-    def _reader(self, part: int) -> PartReader:
+    def _reader(self, part: int) -> RowPages | None:
+        """What reads the pages of a part; None where it has none."""
+        described = self._document.index[part]
+        if described.pages is None:
+            return None
         with self._lock:
             reader = self._readers.get(part)
         if reader is None:
-            reader = PartReader(self._store, self._document.index[part], self._shards)
+            reader = RowPages(self._store, described, part, self._shards, self._pages)
             with self._lock:
                 self._readers[part] = reader
                 if len(self._readers) > READERS:
                     self._readers.popitem(last=False)
         return reader
 
-    def _bad(self, why: str) -> CorruptionError:
-        return CorruptionError(f"{self._store.location.url}: version {self._document.version}: {why}")
+    @cached_property
+    def _tables(self) -> Tables:
+        from dataio.shards.query.tables import Tables  # with Arrow, which looking up samples does without
 
-    def _name(self, part: int) -> str:
-        return f"{self._store.location.url}: {self._document.index[part].key}"
+        return Tables(self._store, self._document, self.kept, len(self))

@@ -23,6 +23,7 @@ import pyarrow as pa
 from dataio.core.errors import CorruptionError, NotFoundError, RangeError
 from dataio.shards.index import parquet
 from dataio.shards.index import rows as index
+from dataio.shards.index.digests import digest
 from dataio.shards.versions.documents import IndexPart
 from dataio.store.contract import Store
 from dataio.store.mounts import PREFIX
@@ -87,7 +88,7 @@ class PartReader:
         data = bytearray(wanted)
         self._get([(self._part.size - wanted, memoryview(data))])
         footer = bytes(data[wanted - self._part.footer :])
-        if index.digest(footer) != self._part.footer_digest:
+        if digest(footer) != self._part.footer_digest:
             raise self._bad("BLAKE3 of its footer is not what the dataset version says")
         self._block = memoryview(data)[: wanted - self._part.footer] if one_block else None
         return footer

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from dataio.shards.contract import Sample
 from dataio.shards.index import rows as index
+from dataio.shards.index.digests import digest
 from dataio.shards.versions.documents import IndexPart
 from dataio.store.contract import Store
 
@@ -25,27 +26,28 @@ def store_parts(store: Store, samples: Sequence[Sample], first: int) -> list[Ind
     made = list[IndexPart]()
     for number, start in enumerate(range(0, len(samples), PART_ROWS), first):
         rows = samples[start : start + PART_ROWS]
-        data = index.write_part(rows)
         size = sum(member.length for sample in rows for member in sample.members)
-        key = f"index/{number:08}-{index.digest(data)[:16]}.parquet"
-        store.put(key, data)
-        made.append(describe(key, data, len(rows), size, field_types(rows)))
+        made.append(store_part(store, number, index.write_part(rows), len(rows), size, field_types(rows)))
     return made
 
 
-def describe(key: str, data: bytes, rows: int, size: int, fields: dict[str, str]) -> IndexPart:
-    """How a version names the part with the bytes `data`; `size` is that of its samples' members."""
-    footer = index.footer_bytes(data)
+def store_part(store: Store, number: int, part: index.Part, rows: int, size: int, fields: dict[str, str]) -> IndexPart:
+    """Store a part, and how a version names it; `size` is that of its samples' members."""
+    whole = digest(part.data)
+    key = f"index/{number:08}-{whole[:16]}.parquet"
+    store.put(key, part.data)
     return IndexPart(
         key=key,
-        size=len(data),
+        size=len(part.data),
         rows=rows,
         bytes=size,
-        digest=index.digest(data),
-        footer=footer,
-        footer_digest=index.digest(data[-footer:]),
+        digest=whole,
+        footer=part.footer,
+        footer_digest=digest(part.data[-part.footer :]),
+        pages=part.section,
         fields=fields,
-        only=index.only(data),
+        only=index.only(part.data),
+        files=part.files,
     )
 
 

@@ -22,7 +22,7 @@ from dataio.core.errors import (
     TransientError,
     UsageError,
 )
-from dataio.shards.index import rows as index
+from dataio.shards.index.digests import digest
 from dataio.shards.verify.shard_check import ShardCheck, Wanted, check_members, check_shard
 from dataio.shards.versions import documents as versions
 from dataio.shards.versions.documents import IndexPart, Kept, Shard
@@ -72,7 +72,7 @@ def part(store: Store, copy: Store, wanted: IndexPart) -> None:
     """Replace an index part by that of the copy."""
     _refuse_mounted(wanted.key)
     data = _get(copy, wanted.key, versions.PART_BYTES)
-    if len(data) != wanted.size or index.digest(data) != wanted.digest:
+    if len(data) != wanted.size or digest(data) != wanted.digest:
         raise Refused("the copy's is bad as well: its BLAKE3 is not what the version says")
     store.put(wanted.key, data)
 
@@ -81,7 +81,7 @@ def kept(store: Store, copy: Store, key: str, ranges: Sequence[Kept]) -> None:
     """Replace an object of bitmaps by that of the copy, once all `ranges` that the version uses were found right."""
     _refuse_mounted(key)
     data = _get(copy, key, versions.PART_BYTES)
-    if any(index.digest(data[k.offset : k.offset + k.size]) != k.digest for k in ranges):
+    if any(digest(data[k.offset : k.offset + k.size]) != k.digest for k in ranges):
         raise Refused("the copy's is bad as well: the BLAKE3 of a range is not what the version says")
     store.put(key, data)
 

@@ -104,6 +104,7 @@ def index_parts(
     if all(good) and reports:
         try:
             opened.check()
+            opened.compare()
         except CorruptionError as error:
             wrong = report("index", "the index as a whole", [Finding(code="order", message=error.message)])
             return [*reports, *maps.values(), wrong], good

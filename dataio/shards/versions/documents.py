@@ -32,7 +32,8 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from dataio.shards.index.rows import digest
+from dataio.shards.index.digests import digest
+from dataio.shards.index.lookup import Section
 from dataio.store.contract import Store
 from dataio.store.mounts import MAX_MOUNTS, PREFIX
 
@@ -79,10 +80,11 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     """One Parquet file of a version, of `rows` rows; `bytes` have the members of all of them.
 
     `digest` is the file's BLAKE3, `footer_digest` that of its last `footer` bytes, which hold the digests of what comes before;
-    so parts of it can be read and checked. `prefix` goes in front of the shards' names that the rows hold, where the
+    so parts of it can be read and checked. `pages` is where samples are looked up in it; parts written before there was such a
+    thing have none, and are looked up in as tables. `prefix` goes in front of the shards' names that the rows hold, where the
     part was written for another dataset. `fields` says of what type the promoted fields are: integer, number, text,
-    boolean or mixed. `only` names columns in which all rows have the same value, and that value. Without `kept`, all rows are
-    samples of the version.
+    boolean or mixed. `only` names columns in which all rows have the same value, and that value; `files` are the extensions
+    of which each has a file. Without `kept`, all rows are samples of the version.
     """
 
     key: str
@@ -92,8 +94,10 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     footer: int
     footer_digest: str
+    pages: Section | None = None
     fields: dict[str, str] = {}
     only: dict[str, str] = {}
+    files: tuple[str, ...] = ()
     prefix: str = ""
     kept: Kept | None = None
 
@@ -363,6 +367,7 @@ def _part_agrees(part: IndexPart) -> bool:
         part.rows >= 0
         and part.bytes >= 0
         and 0 <= part.footer <= part.size <= PART_BYTES
+        and (part.pages is None or (part.pages.sound and part.pages.end <= part.size - part.footer))
         and (kept is None or (0 <= kept.rows <= part.rows and 0 <= kept.bytes <= part.bytes))
         and (kept is None or (kept.offset >= 0 and 0 <= kept.size <= part.rows + 1024))
     )

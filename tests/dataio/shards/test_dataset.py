@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from dataio.core.errors import (
@@ -19,8 +20,9 @@ from dataio.core.errors import (
 )
 from dataio.shards.contract import Member, Sample
 from dataio.shards.dataset import Dataset
-from dataio.shards.index import rows as index
+from dataio.shards.index.digests import digest
 from dataio.shards.query import parts as parts_module
+from dataio.shards.query.tables import Tables
 from dataio.shards.versions import documents as versions
 from dataio.store.contract import Store
 
@@ -41,11 +43,7 @@ def write(
 ) -> versions.VersionDocument:
     stored = []
     for number, part in enumerate(parts if parts is not None else [SAMPLES[:2], SAMPLES[2:]]):
-        data = index.write_part(part)
-        key = f"index/{version}-{number}.parquet"
-        store.put(key, data)
-        size = sum(member.length for row in part for member in row.members)
-        stored.append(parts_module.describe(key, data, len(part), size, parts_module.field_types(part)))
+        stored += parts_module.store_parts(store, part, number)
     shards = [versions.Shard(key=key, size=size, samples=2) for key, size in SHARDS.items()]
     document = versions.new_document("set", tuple(shards), tuple(stored), version=version, parent=None, message="")
     document = msgspec.structs.replace(document, **changes)
@@ -93,17 +91,16 @@ def test_where_files_lie_is_said_without_what_they_are(posix: Store) -> None:
 
 
 def test_columns_in_which_no_sample_has_a_value_are_not_looked_up(posix: Store) -> None:
-    write(posix)
-    dataset = Dataset(posix)
-    assert [dataset.sample(number) for number in (1, 3)] == [SAMPLES[1], SAMPLES[3]]
+    tables = Tables(posix, write(posix), lambda _: None, 4)
+    assert [*tables.samples(0, np.array([1]), [1]), *tables.samples(1, np.array([1]), [3])] == [SAMPLES[1], SAMPLES[3]]
     required = ["key", "shard", "bytes", "duration"]
-    assert dataset.index.group(0, 0).column_names == [*required, "text", "members"]
-    assert dataset.index.group(1, 0).column_names == [*required, "fields", "members"]
+    assert tables.group(0, 0).column_names == [*required, "text", "members"]
+    assert tables.group(1, 0).column_names == [*required, "fields", "members"]
 
 
 def test_the_digest_is_that_of_the_version_document(posix: Store) -> None:
     write(posix)
-    assert Dataset(posix).digest == index.digest(posix.get("versions/00000001.json"))
+    assert Dataset(posix).digest == digest(posix.get("versions/00000001.json"))
 
 
 def test_numbers_and_keys_that_do_not_exist_are_errors(posix: Store) -> None:
@@ -142,18 +139,28 @@ def test_two_writers_of_one_version_have_one_winner_and_the_loser_is_told(posix:
 
 
 def test_a_damaged_index_part_is_named(posix: Store) -> None:
-    write(posix)
-    data = bytearray(posix.get("index/1-1.parquet"))
-    data[100] ^= 1
-    posix.put("index/1-1.parquet", data)
-    with pytest.raises(CorruptionError, match=r"index/1-1\.parquet: BLAKE3"):
+    part = write(posix).index[1]
+    whole = posix.get(part.key)
+    assert part.pages is not None
+    for at in (100, part.pages.offset + 5, part.pages.end - 5):
+        posix.put(part.key, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CorruptionError, match=rf"{part.key}: .*BLAKE3"):
+            Dataset(posix)
+    posix.put(part.key, whole)
+    Dataset(posix)
+
+
+def test_a_part_of_another_digest_is_damage(posix: Store) -> None:
+    part = write(posix).index[1]
+    posix.put(part.key, bytes(part.size))
+    with pytest.raises(CorruptionError, match=rf"{part.key}: BLAKE3"):
         Dataset(posix)
 
 
 def test_a_missing_index_part_is_damage(posix: Store) -> None:
-    write(posix)
-    posix.delete_many(["index/1-0.parquet"])
-    with pytest.raises(CorruptionError, match=r"index/1-0\.parquet is missing"):
+    key = write(posix).index[0].key
+    posix.delete_many([key])
+    with pytest.raises(CorruptionError, match=rf"{key} is missing"):
         Dataset(posix)
 
 
@@ -165,13 +172,18 @@ def test_a_small_index_part_is_read_in_one_request(posix: Store, monkeypatch: py
         real(key, ranges)
 
     monkeypatch.setattr(posix, "get_ranges_into", counted)
-    assert list(Dataset(posix)) == SAMPLES
-    assert asked == [part.key for part in document.index]
+    keys = [part.key for part in document.index]
+    Dataset(posix).table  # noqa: B018
+    assert asked == keys * 2  # as tables, and their pages
+    asked.clear()
+    with Dataset.at_once(posix.location.url) as dataset:
+        monkeypatch.setattr(dataset.store, "get_ranges_into", counted)
+        assert list(dataset) == dataset.samples(range(4)) == SAMPLES
+    assert asked == keys
 
 
 def test_opened_at_once_a_missing_part_shows_when_a_sample_of_it_is_asked_for(posix: Store) -> None:
-    write(posix)
-    posix.delete_many(["index/1-1.parquet"])
+    posix.delete_many([write(posix).index[1].key])
     with Dataset.at_once(posix.location.url) as dataset:
         assert (len(dataset), dataset.sample(0)) == (4, SAMPLES[0])
         for ask in (lambda: dataset.sample(2), dataset.check):

@@ -6,7 +6,6 @@ import math
 from fractions import Fraction
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,83 +14,26 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
 from dataio.shards.index import rows as index
-
-SHARD, SIZE = "shards/00000000-aa.tar", 1 << 40
-i31 = st.integers(1, 2**31 - 1)
-i64 = st.integers(-(2**62), 2**62)
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-word = text.filter(bool)
-rates = st.fractions(Fraction(1, 1000), 1000, max_denominator=1001)
-videos = st.integers(1, 2**31 - 1).flatmap(
-    lambda frames: st.builds(
-        VideoInfo,
-        ext=word,
-        stream=st.integers(0, 99),
-        codec=word,
-        width=i31,
-        height=i31,
-        fps=rates,
-        frames=st.just(frames),
-        time_base=rates,
-        start_pts=i64,
-        duration_pts=st.integers(0, 2**62),
-        pixel_format=text,
-        rotation=st.sampled_from([0, 90, 180, 270]),
-        key_frames=st.lists(st.builds(KeyFrame, i64, st.integers(0, frames)), min_size=1, max_size=4).map(tuple),
-        color=st.none() | st.builds(Color, text, text, text, text),
-    )
-)
-audios = st.builds(AudioInfo, word, st.integers(0, 99), word, i31, st.integers(1, 64), st.integers(1, 2**62))
-member_lists = st.lists(
-    st.builds(Member, word, st.just(512), st.integers(0, SIZE // 16), st.integers(0, 2**64 - 1)),
-    min_size=1,
-    max_size=3,
-)
-fields = st.dictionaries(
-    text, st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text, max_size=3
-)
-samples = st.builds(
-    Sample,
-    id=st.just(0),
-    key=word,
-    shard=st.just(SHARD),
-    members=member_lists.map(tuple),
-    duration=st.floats(0, 1e9),
-    video=st.none() | videos,
-    audio=st.none() | audios,
-    text=st.none() | text,
-    fields=fields.filter(lambda f: all(not isinstance(v, float) or math.isfinite(v) for v in f.values())),
-)
-
-
-def apart(written: list[Sample]) -> list[Sample]:
-    """The samples with their members one behind the other."""
-    at, placed = 512, []
-    for given_sample in written:
-        moved = []
-        for member in given_sample.members:
-            moved.append(msgspec.structs.replace(member, offset=at))
-            at += member.length
-        placed.append(msgspec.structs.replace(given_sample, members=tuple(moved)))
-    return placed
+from dataio.shards.index.digests import digest
+from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, samples
 
 
 def read(data: bytes, rows: int, **changes: Any) -> Any:
-    expected = {"expected_digest": index.digest(data), "rows": rows, "shards": {SHARD: SIZE}, "name": "index/x"}
+    expected = {"expected_digest": digest(data), "rows": rows, "shards": {SHARD: SIZE}, "name": "index/x"}
     return index.read_part(data, **(expected | changes))
 
 
 @given(st.lists(samples, max_size=4).map(apart))
 def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
-    rows = read(index.write_part(written), len(written)).to_pylist()
+    rows = read(index.write_part(written).data, len(written)).to_pylist()
     assert [index.from_row(row, 0) for row in rows] == written
 
 
 @given(st.lists(samples, min_size=1, max_size=4).map(apart))
 def test_whole_columns_give_the_samples_that_single_rows_give(written: list[Sample]) -> None:
-    table = read(index.write_part(written), len(written))
+    table = read(index.write_part(written).data, len(written))
     filled = table.select([name for name in table.column_names if table[name].null_count < table.num_rows])
     numbers = list(range(7, 7 + len(written)))
     alone = [index.from_row(row, n) for n, row in zip(numbers, table.to_pylist(), strict=True)]
@@ -174,7 +116,7 @@ def test_a_lie_is_refused_with_its_row_and_column(lie: str) -> None:
 def test_other_bytes_than_the_version_names_are_refused() -> None:
     data = table_with()
     with pytest.raises(CorruptionError, match="BLAKE3"):
-        read(data, 2, expected_digest=index.digest(data + b"x"))
+        read(data, 2, expected_digest=digest(data + b"x"))
 
 
 def test_a_wrong_count_is_refused() -> None:
@@ -212,7 +154,7 @@ def test_fields_that_are_no_json_object_are_refused(bad: str) -> None:
 @settings(derandomize=True)
 @given(st.data())
 def test_no_damage_raises_anything_but_corruption(data: st.DataObject) -> None:
-    part = bytearray(index.write_part([SAMPLE, replace(SAMPLE, key="b", video=None)]))
+    part = bytearray(index.write_part([SAMPLE, replace(SAMPLE, key="b", video=None)]).data)
     for _ in range(data.draw(st.integers(1, 3))):
         part[data.draw(st.integers(0, len(part) - 1))] ^= data.draw(st.integers(1, 255))
     try:

@@ -18,8 +18,10 @@ from dataio.shards import dataset as dataset_module
 from dataio.shards.contract import KeyFrame, Sample
 from dataio.shards.dataset import Dataset
 from dataio.shards.index import rows as index
+from dataio.shards.index.digests import digest
 from dataio.shards.query import kept, parts
 from dataio.shards.query.part_reader import PartReader
+from dataio.shards.query.row_pages import Kept, RowPages
 from dataio.shards.versions import documents as versions
 from dataio.store.contract import Store
 from dataio.store.open import open_store
@@ -130,10 +132,16 @@ def test_every_damaged_byte_is_found_by_whoever_reads_it(
     store, document, _ = made
     part = document.index[0]
     damaged = bytearray(store.get(part.key))
-    damaged[data.draw(st.integers(4, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    at = data.draw(st.integers(4, len(damaged) - 1))
+    damaged[at] ^= data.draw(st.integers(1, 255))
     store.put("index/damaged.parquet", bytes(damaged))
+    other = msgspec.structs.replace(part, key="index/damaged.parquet")
+    assert part.pages is not None
     with pytest.raises(CorruptionError, match=r"index/damaged\.parquet: .*BLAKE3"):
-        PartReader(store, msgspec.structs.replace(part, key="index/damaged.parquet"), document.shard_sizes()).read()
+        if part.pages.offset <= at < part.pages.end:
+            RowPages(store, other, 0, document.shard_sizes(), Kept(1)).check()
+        else:
+            PartReader(store, other, document.shard_sizes()).read()
 
 
 @pytest.mark.parametrize(
@@ -158,15 +166,16 @@ def test_a_part_that_is_not_what_the_version_says_is_refused(
 def test_a_footer_without_digests_is_refused(made: tuple[Store, versions.VersionDocument, list[Sample]]) -> None:
     import pyarrow.parquet as pq
 
-    from dataio.shards.query import parts
-
     store, document, _ = made
     sink = pa.BufferOutputStream()
     pq.write_table(index.SCHEMA.empty_table(), sink)
     data = sink.getvalue().to_pybytes()
     store.put("index/plain.parquet", data)
     with pytest.raises(CorruptionError, match="does not hold the digests of its blocks"):
-        PartReader(store, parts.describe("index/plain.parquet", data, 0, 0, {}), document.shard_sizes())
+        footer = index.footer_bytes(data)
+        told = {"key": "index/plain.parquet", "size": len(data), "rows": 0, "footer": footer}
+        part = replace(document.index[0], **told, footer_digest=digest(data[-footer:]))
+        PartReader(store, part, document.shard_sizes())
 
 
 def test_a_large_index_is_checked_as_it_is_read(
@@ -174,18 +183,23 @@ def test_a_large_index_is_checked_as_it_is_read(
 ) -> None:
     store = open_store(tmp_path)
     rows = make(store, range(ROWS), per_part=3000)
-    key = versions.load(store)[0].index[1].key
-    data = bytearray(store.get(key))
+    part = versions.load(store)[0].index[1]
+    assert part.pages is not None
+    data = bytearray(store.get(part.key))
     data[2000] ^= 1
-    store.put(key, bytes(data))
+    data[part.pages.offset] ^= 1
+    store.put(part.key, bytes(data))
     with pytest.raises(CorruptionError):
         Dataset(store)
     monkeypatch.setattr(dataset_module, "CHECKED_AT_OPEN", 0)
     dataset = Dataset(store)
     assert len(dataset) == ROWS
     assert dataset.samples([5, 2999]) == [rows[5], rows[2999]]
-    with pytest.raises(CorruptionError, match="does not match"):
+    assert dataset.sample(3064) == rows[3064]
+    with pytest.raises(CorruptionError, match="page 0 of its rows: its BLAKE3"):
         dataset.sample(3000)
+    with pytest.raises(CorruptionError, match="does not match"):
+        dataset.columns(["key"])
     with pytest.raises(CorruptionError, match="does not match"):
         dataset.check()
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataio.core.errors import NotFoundError, UsageError
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
 from dataio.shards.index import rows as index_rows
-from dataio.shards.query import open_index, predicate
+from dataio.shards.query import open_index, predicate, tables
 from dataio.store.open import open_store
 from tests.dataio.shards.making import make
 
@@ -205,14 +206,20 @@ def test_a_view_of_a_dataset_in_a_bucket(s3_url: str) -> None:
 
 
 def test_few_row_groups_are_held_and_the_answers_stay_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_index, "CACHE_BYTES", 1)
-    monkeypatch.setattr(open_index, "READERS", 1)
+    monkeypatch.setattr(tables, "CACHE_BYTES", 1)
+    monkeypatch.setattr(tables, "READERS", 1)
     store = open_store(tmp_path)
     rows = make(store, range(60), per_part=7)
-    dataset = Dataset(store)
+    dataset = without_pages(Dataset(store))
     assert dataset.samples([59, 0, 31, 59]) == [rows[59], rows[0], rows[31], rows[59]]
-    assert len(dataset.index._tables) == len(dataset.index._holding) == 1
-    assert len(dataset.index._readers) <= 1
+    assert len(dataset._tables._tables) == len(dataset._tables._holding) == 1
+    assert len(dataset._tables._readers) <= 1
+
+
+def without_pages(dataset: Dataset) -> open_index.OpenIndex:
+    """The index as of parts that were written before there were pages."""
+    parts = tuple(replace(part, pages=None) for part in dataset.document.index)
+    return open_index.OpenIndex(dataset.store, replace(dataset.document, index=parts))
 
 
 def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +227,10 @@ def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, mon
     monkeypatch.setattr(index_rows, "MIN_GROUP_ROWS", 1)
     store = open_store(tmp_path)
     rows = make(store, range(200), per_part=150)  # 15 row groups, and 5
-    dataset, asked = Dataset.at_once(tmp_path), list[object]()
-    original = open_index.PartReader.read
+    dataset, asked = without_pages(Dataset.at_once(tmp_path)), list[object]()
+    original = tables.PartReader.read
     monkeypatch.setattr(
-        open_index.PartReader,
+        tables.PartReader,
         "read",
         lambda self, columns=None, groups=None: asked.append(groups) or original(self, columns, groups),
     )
@@ -237,7 +244,7 @@ def test_row_groups_that_are_wanted_at_once_are_read_at_once(tmp_path: Path, mon
     everything = [row for row in range(200) if row % 3]
     assert dataset.samples(everything) == [rows[n] for n in everything]
     assert asked[3:] == [(2, 3, 5, 6, 8, 9, 10, 11), (12, 13), (0, 1, 2, 3)]
-    assert dataset.index.group(0, 4)["key"].to_pylist() == [one.key for one in rows[40:50]]
+    assert dataset._tables.group(0, 4)["key"].to_pylist() == [one.key for one in rows[40:50]]
     dataset.check()
 
 

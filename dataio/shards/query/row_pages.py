@@ -1,0 +1,145 @@
+"""Looking up samples of an index part by their rows, in its pages.
+
+Purpose: a batch's rows lie all over the index; each costs its page of some tens of rows, read alone. The directory of a part is
+read once; a small part whole.
+Invariants: no byte is used that a digest does not vouch for: the version names that of the directory, the directory those of
+the pages. What is kept is bounded: `Kept` holds pages of all parts, the least recently used go first. Answers do not depend on
+it.
+Failure behaviour: `CorruptionError` naming the part; for a missing part too, since the version says that it is there.
+Safe to share between threads, which may read a page twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataio.core import limits
+from dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from dataio.shards.contract import Files, Sample
+from dataio.shards.index.lookup import Directory, Rows, Section
+from dataio.shards.versions.documents import IndexPart
+from dataio.store.contract import Store
+from dataio.store.mounts import PREFIX
+
+KEPT_BYTES = 64 * limits.MIB
+WHOLE = 256 * limits.KIB
+"""Pages of so many bytes in all are read with their directory, in one request."""
+_TOGETHER = 128
+"""Pages that a check reads at a time."""
+I64 = npt.NDArray[np.int64]
+Page = list[msgspec.Raw]
+
+
+class Kept:
+    """Pages of any parts, up to `most` unpacked bytes, but one in any case."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+        self._pages = OrderedDict[tuple[int, int], tuple[Page, int]]()
+        self._lock = threading.Lock()
+
+    def get(self, part: int, page: int) -> Page | None:
+        with self._lock:
+            found = self._pages.get((part, page))
+            if found is not None:
+                self._pages.move_to_end((part, page))
+                return found[0]
+        return None
+
+    def put(self, part: int, page: int, rows: Page, size: int) -> None:
+        with self._lock:
+            if (part, page) in self._pages:
+                return
+            self._pages[part, page] = rows, size
+            self._held += size
+            while self._held > self._most and len(self._pages) > 1:
+                self._held -= self._pages.popitem(last=False)[1][1]
+
+
+class RowPages:
+    """The rows of part `number`, which has pages. `shards` gives the size of every shard of the version."""
+
+    def __init__(self, store: Store, part: IndexPart, number: int, shards: Mapping[str, int], kept: Kept) -> None:
+        assert part.pages is not None
+        self._store, self._part, self._number, self._kept = store, part, number, kept
+        self._name = f"{store.location.url}: {part.key}"
+        self._rows = Rows(self._name, shards, part.prefix, PREFIX)
+        self._data, self._first = memoryview(b""), 0
+        self._directory = self._open(part.pages)
+
+    def samples(self, rows: I64, numbers: Sequence[int]) -> list[Sample]:
+        """The samples of these rows of the part, which get these numbers."""
+        found = zip(self._raw(rows), rows.tolist(), numbers, strict=True)
+        return [self._rows.sample(raw, row, number) for raw, row, number in found]
+
+    def files(self, rows: I64) -> list[Files]:
+        """Where the files of these rows lie."""
+        return [self._rows.files(raw, row) for raw, row in zip(self._raw(rows), rows.tolist(), strict=True)]
+
+    def check(self) -> None:
+        """Unpack all pages, some at a time, and keep none."""
+        for start in range(0, len(self._directory), _TOGETHER):
+            pages = range(start, min(start + _TOGETHER, len(self._directory)))
+            for page, stored in zip(pages, self._stored(pages), strict=True):
+                self._directory.unpack(page, stored)
+
+    def _open(self, section: Section) -> Directory:
+        whole = section.pages <= WHOLE
+        start = section.offset if whole else section.offset + section.pages
+        data = memoryview(bytearray(section.end - start))
+        self._get([(start, data)])
+        if whole:
+            self._data, self._first = data[: section.pages], section.offset
+        return Directory(section, data[len(data) - section.directory :], self._part.rows, self._name)
+
+    def _raw(self, rows: I64) -> list[msgspec.Raw]:
+        pages, inside = self._directory.find(rows)
+        wanted = pages.tolist()
+        got = self._pages(sorted(set(wanted)))
+        return [got[page][at] for page, at in zip(wanted, inside.tolist(), strict=True)]
+
+    def _pages(self, wanted: Sequence[int]) -> dict[int, Page]:
+        got = {page: rows for page in wanted if (rows := self._kept.get(self._number, page)) is not None}
+        missing = [page for page in wanted if page not in got]
+        for page, stored in zip(missing, self._stored(missing), strict=True):
+            got[page] = self._directory.unpack(page, stored)
+            self._kept.put(self._number, page, got[page], self._directory.unpacked(page))
+        return got
+
+    def _stored(self, pages: Sequence[int]) -> list[memoryview]:
+        """What is stored of these pages; neighbours are read together."""
+        ranges = [self._directory.range(page) for page in pages]
+        if self._data:
+            return [self._data[start - self._first : end - self._first] for start, end in ranges]
+        runs = list[tuple[int, int]]()
+        for start, end in ranges:
+            if runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], end)
+            else:
+                runs.append((start, end))
+        data = memoryview(bytearray(sum(end - start for start, end in ranges)))
+        at, asked, views = 0, list[tuple[int, memoryview]](), list[memoryview]()
+        for start, end in runs:
+            asked.append((start, data[at : at + end - start]))
+            at += end - start
+        if asked:
+            self._get(asked)
+        at = 0
+        for start, end in ranges:
+            views.append(data[at : at + end - start])
+            at += end - start
+        return views
+
+    def _get(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        try:
+            self._store.get_ranges_into(self._part.key, ranges)
+        except NotFoundError as error:
+            raise CorruptionError(f"{self._name} is missing, though the dataset version names it") from error
+        except RangeError as error:
+            raise CorruptionError(f"{self._name}: shorter than the dataset version says: {error.message}") from error

@@ -1,0 +1,70 @@
+"""Samples of every kind that an index can hold, for tests that draw them."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import msgspec
+from hypothesis import strategies as st
+
+from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
+
+SHARD, SIZE = "shards/00000000-aa.tar", 1 << 40
+i31 = st.integers(1, 2**31 - 1)
+i64 = st.integers(-(2**62), 2**62)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+word = text.filter(bool)
+rates = st.fractions(Fraction(1, 1000), 1000, max_denominator=1001)
+videos = st.integers(1, 2**31 - 1).flatmap(
+    lambda frames: st.builds(
+        VideoInfo,
+        ext=word,
+        stream=st.integers(0, 99),
+        codec=word,
+        width=i31,
+        height=i31,
+        fps=rates,
+        frames=st.just(frames),
+        time_base=rates,
+        start_pts=i64,
+        duration_pts=st.integers(0, 2**62),
+        pixel_format=text,
+        rotation=st.sampled_from([0, 90, 180, 270]),
+        key_frames=st.lists(st.builds(KeyFrame, i64, st.integers(0, frames)), min_size=1, max_size=4).map(tuple),
+        color=st.none() | st.builds(Color, text, text, text, text),
+    )
+)
+audios = st.builds(AudioInfo, word, st.integers(0, 99), word, i31, st.integers(1, 64), st.integers(1, 2**62))
+member_lists = st.lists(
+    st.builds(Member, word, st.just(512), st.integers(0, SIZE // 16), st.integers(0, 2**64 - 1)),
+    min_size=1,
+    max_size=3,
+)
+fields = st.dictionaries(
+    text, st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text, max_size=3
+)
+samples = st.builds(
+    Sample,
+    id=st.just(0),
+    key=word,
+    shard=st.just(SHARD),
+    members=member_lists.map(tuple),
+    duration=st.floats(0, 1e9),
+    video=st.none() | videos,
+    audio=st.none() | audios,
+    text=st.none() | text,
+    fields=fields.filter(lambda f: all(not isinstance(v, float) or math.isfinite(v) for v in f.values())),
+)
+
+
+def apart(written: list[Sample]) -> list[Sample]:
+    """The samples with their members one behind the other."""
+    at, placed = 512, []
+    for given_sample in written:
+        moved = []
+        for member in given_sample.members:
+            moved.append(msgspec.structs.replace(member, offset=at))
+            at += member.length
+        placed.append(msgspec.structs.replace(given_sample, members=tuple(moved)))
+    return placed

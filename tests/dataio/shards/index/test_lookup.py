@@ -1,0 +1,195 @@
+"""A page's rows are the samples that were written, or an error that names the part and the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from dataio.core.errors import CorruptionError
+from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Sample
+from dataio.shards.index import lookup
+from dataio.shards.index.digests import short
+from dataio.store.mounts import PREFIX
+from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, samples
+from tests.dataio.shards.making import sample, video
+
+OFFSET = 4096
+NAME = "index/x"
+
+
+def opened(
+    written: list[Sample], pages: bytes, directory: bytes
+) -> tuple[lookup.Directory, Callable[[int], list[msgspec.Raw]]]:
+    section = lookup.section_at(OFFSET, pages, directory)
+    found = lookup.Directory(section, directory, len(written), NAME)
+
+    def page(number: int) -> list[msgspec.Raw]:
+        start, end = found.range(number)
+        return found.unpack(number, pages[start - OFFSET : end - OFFSET])
+
+    return found, page
+
+
+def rows(sizes: dict[str, int] | None = None, prefix: str = "") -> lookup.Rows:
+    return lookup.Rows(NAME, sizes or {SHARD: SIZE}, prefix, PREFIX)
+
+
+def all_of(written: list[Sample]) -> list[Sample]:
+    directory, page = opened(written, *lookup.write(written))
+    raws = [raw for number in range(len(directory)) for raw in page(number)]
+    return [rows().sample(raw, at, at) for at, raw in enumerate(raws)]
+
+
+@given(st.lists(samples, max_size=4).map(apart))
+def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
+    assert all_of(written) == [replace(one, id=number) for number, one in enumerate(written)]
+    assert lookup.write(written) == lookup.write(iter(written))
+    for one in written:
+        assert rows().files(msgspec.Raw(lookup.row(one)), 0) == Files(one.shard, list(one.members))
+
+
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
+def test_every_row_is_found_in_a_page_that_is_neither_long_nor_large(lengths: list[int]) -> None:
+    few = [length if number % 40 == 0 else 10 for number, length in enumerate(lengths)]
+    written = [replace(sample(n, SHARD, n), text="x" * length) for n, length in enumerate(few)]
+    directory, page = opened(written, *lookup.write(written))
+    pages, inside = directory.find(np.arange(len(written)))
+    for number in range(len(directory)):
+        held = page(number)
+        here = [written[row] for row in np.flatnonzero(pages == number)]
+        assert [rows().sample(raw, one.id, one.id) for raw, one in zip(held, here, strict=True)] == here
+        assert inside[pages == number].tolist() == list(range(len(here)))
+        assert len(held) <= lookup.PAGE_ROWS
+        assert sum(len(bytes(raw)) for raw in held[:-1]) < lookup.PAGE_BYTES  # the last one may be of any length
+        assert directory.unpacked(number) >= sum(len(bytes(raw)) for raw in held)
+
+
+def test_a_shard_of_another_dataset_gets_its_prefix_unless_it_is_mounted_itself() -> None:
+    own, mounted = sample(0, "shards/a.tar", 0), sample(0, "mounts/m2/b.tar", 0)
+    made = rows({"mounts/m1/shards/a.tar": SIZE, "mounts/m2/b.tar": SIZE}, "mounts/m1/")
+    assert made.sample(msgspec.Raw(lookup.row(own)), 0, 0) == replace(own, shard="mounts/m1/shards/a.tar")
+    assert made.files(msgspec.Raw(lookup.row(mounted)), 0).shard == "mounts/m2/b.tar"
+
+
+GOOD = sample(1, SHARD, 1, audio=AudioInfo("wav", 0, "pcm_s16le", 16000, 1, 16000))
+VIDEO = video(1)
+
+
+def with_video(**changes: Any) -> Sample:
+    return replace(GOOD, video=replace(VIDEO, **changes))
+
+
+def with_members(*members: tuple[int, int]) -> Sample:
+    return replace(GOOD, members=tuple(Member("mp4", offset, length, 1) for offset, length in members))
+
+
+LIES = {
+    "foreign shard": (replace(GOOD, shard="../../etc/passwd"), "shard is not a shard of this dataset version"),
+    "no members": (replace(GOOD, members=()), "members is empty"),
+    "behind the end": (with_members((SIZE + 1, 0)), "outside its shard"),
+    "across the end": (with_members((SIZE - 5, 6)), "outside its shard"),
+    "negative offset": (with_members((-512, 10)), "Expected `int` >= 0"),
+    "negative length": (with_members((512, -1)), "Expected `int` >= 0"),
+    "overlap": (with_members((512, 600), (1024, 10)), "overlaps the next member"),
+    "no key": (replace(GOOD, key=""), "length >= 1"),
+    "negative duration": (replace(GOOD, duration=-1.0), "Expected `float` >= 0"),
+    "infinite duration": (replace(GOOD, duration=float("inf")), "duration is not finite"),
+    "nan duration": (replace(GOOD, duration=float("nan")), "duration is not finite|Expected `float` >= 0"),
+    "no width": (with_video(width=0), "Expected `int` >= 1"),
+    "no frames": (with_video(frames=0), "Expected `int` >= 1"),
+    "no key frames": (with_video(key_frames=()), "key_frames is empty"),
+    "a key frame behind the end": (with_video(key_frames=(KeyFrame(0, 0), KeyFrame(9, 91))), "outside the video"),
+    "a negative key frame": (with_video(key_frames=(KeyFrame(0, -1),)), "Expected `int` >= 0"),
+    "no samples": (replace(GOOD, audio=AudioInfo("wav", 0, "pcm", 16000, 1, 0)), "Expected `int` >= 1"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_row_that_lies_is_refused_by_its_number(lie: str) -> None:
+    wrong, words = LIES[lie]
+    directory, page = opened([GOOD, wrong], *lookup.write([GOOD, wrong]))
+    raws = page(0)
+    assert rows().sample(raws[0], 0, 1) == GOOD
+    with pytest.raises(CorruptionError, match=rf"index/x: row 1: .*({words})"):
+        rows().sample(raws[1], 1, 1)
+    assert len(directory) == 1
+
+
+@pytest.mark.parametrize("fields", ["{", "[1]", '{"a": NaN}', '{"a":' * 100_000])
+def test_fields_that_are_no_json_object_are_refused(fields: str) -> None:
+    stored = msgspec.msgpack.decode(lookup.row(GOOD))
+    stored[-1] = fields
+    with pytest.raises(CorruptionError, match=f"sample '{GOOD.key}'"):
+        rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 0, 0)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", msgspec.msgpack.encode({}), msgspec.msgpack.encode([SHARD]), b"\x91" * 4096]
+)
+def test_what_is_no_row_is_refused(data: bytes) -> None:
+    for read in (lambda raw: rows().sample(raw, 7, 0), lambda raw: rows().files(raw, 7)):
+        with pytest.raises(CorruptionError, match="index/x: row 7: is not a row"):
+            read(msgspec.Raw(data))
+
+
+def one_page(stored: bytes, rows_said: int, unpacked_said: int) -> Callable[[], list[msgspec.Raw]]:
+    """A page of these bytes whose directory is sealed, and says so."""
+    entry = np.array([(rows_said, len(stored), unpacked_said, short(stored))], lookup.ENTRY).tobytes()
+    found = lookup.Directory(lookup.section_at(OFFSET, stored, entry), entry, rows_said, NAME)
+    return lambda: found.unpack(0, stored)
+
+
+def packed(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+ROW = lookup.row(GOOD)
+PAGE = b"\x91" + ROW
+UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(PAGE)
+PAGES = {
+    "more rows than it holds": (packed(PAGE), 2, len(PAGE), "holds 1 rows, the directory says 2"),
+    "another size": (packed(PAGE), 1, len(PAGE) - 1, "another size"),
+    "a size that it does not say": (UNSIZED, 1, len(PAGE), "another size"),
+    "a bomb": (packed(bytes(1 << 26)), 1, len(PAGE), "another size"),
+    "no zstd": (PAGE, 1, len(PAGE), "cannot be unpacked"),
+    "half a frame": (packed(PAGE)[:-3], 1, len(PAGE), "cannot be unpacked"),
+    "no msgpack": (packed(b"\xc1"), 1, 1, "cannot be unpacked"),
+    "no list": (packed(ROW[:0] + b"\x80"), 1, 1, "cannot be unpacked"),
+    "something behind": (packed(PAGE + b"x"), 1, len(PAGE) + 1, "cannot be unpacked"),
+}
+
+
+@pytest.mark.parametrize("attack", PAGES)
+def test_a_forged_page_is_refused_before_it_fills_the_memory(attack: str) -> None:
+    stored, rows_said, unpacked_said, words = PAGES[attack]
+    with pytest.raises(CorruptionError, match=f"index/x: page 0 of its rows: .*{words}"):
+        one_page(stored, rows_said, unpacked_said)()
+    assert one_page(packed(PAGE), 1, len(PAGE))() == [msgspec.Raw(ROW)]
+
+
+def test_a_page_that_says_to_hold_more_than_any_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "UNPACKED", len(PAGE) - 1)
+    with pytest.raises(CorruptionError, match="another size"):
+        one_page(packed(PAGE), 1, len(PAGE))()
+
+
+def test_a_directory_that_is_not_the_versions_is_refused() -> None:
+    pages, directory = lookup.write([GOOD])
+    section = lookup.section_at(OFFSET, pages, directory)
+    with pytest.raises(CorruptionError, match="BLAKE3 of the directory"):
+        lookup.Directory(section, bytes(len(directory)), 1, NAME)
+    with pytest.raises(CorruptionError, match="other rows or bytes"):
+        lookup.Directory(section, directory, 2, NAME)
+    with pytest.raises(CorruptionError, match="other rows or bytes"):
+        lookup.Directory(replace(section, pages=section.pages + 1), directory, 1, NAME)
+    empty = np.array([(0, 0, 0, b""), (1, len(pages), 0, b"")], lookup.ENTRY).tobytes()
+    with pytest.raises(CorruptionError, match="other rows or bytes"):
+        lookup.Directory(lookup.section_at(OFFSET, pages, empty), empty, 1, NAME)

@@ -1,0 +1,175 @@
+"""Looking up samples by their rows: no more is read than they need, nor kept than is allowed; the answers are the tables'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from dataio import verify
+from dataio.core.errors import CorruptionError
+from dataio.shards.contract import Sample
+from dataio.shards.dataset import Dataset
+from dataio.shards.index import rows as index
+from dataio.shards.query import parts, row_pages
+from dataio.shards.query.open_index import OpenIndex
+from dataio.shards.query.row_pages import Kept, RowPages
+from dataio.shards.versions import documents as versions
+from dataio.store.contract import Store
+from dataio.store.open import open_store
+from tests.dataio.shards.making import SHARD_BYTES, make, sample
+
+ROWS = 700
+SHARDS = {"shards/a.tar": SHARD_BYTES}
+Asked = list[tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, versions.IndexPart, list[Sample]]:
+    store = open_store(tmp_path_factory.mktemp("part"))
+    rows = [sample(n, "shards/a.tar", n) for n in range(ROWS)]
+    (part,) = parts.store_parts(store, rows, 0)
+    return store, part, rows
+
+
+class Asking:
+    """Passes reads on, and says what was asked for: (offset, bytes)."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.location, self.asked = store, store.location, list[Asked]()
+
+    def get_ranges_into(self, key: str, ranges: list[tuple[int, memoryview]]) -> None:
+        self.asked.append([(offset, len(view)) for offset, view in ranges])
+        self._store.get_ranges_into(key, ranges)
+
+
+def test_a_small_part_is_read_once_and_a_large_one_page_by_page(
+    stored: tuple[Store, versions.IndexPart, list[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, part, rows = stored
+    assert part.pages is not None
+    asking = Asking(store)
+    small = RowPages(asking, part, 0, SHARDS, Kept(1))  # type: ignore[arg-type]
+    assert small.samples(np.array([699, 0, 300]), [699, 0, 300]) == [rows[699], rows[0], rows[300]]
+    assert asking.asked == [[(part.pages.offset, part.pages.end - part.pages.offset)]]
+    monkeypatch.setattr(row_pages, "WHOLE", part.pages.pages - 1)
+    asking = Asking(store)
+    large = RowPages(asking, part, 0, SHARDS, Kept(1 << 20))  # type: ignore[arg-type]
+    assert asking.asked.pop() == [(part.pages.offset + part.pages.pages, part.pages.directory)]
+    wanted = [5, 130, 64, 5, 699]  # pages 0 and 1 and 2, which are neighbours, and the last one
+    assert large.samples(np.array(wanted), wanted) == [rows[n] for n in wanted]
+    ((first, last),) = asking.asked
+    assert first[0] == part.pages.offset
+    assert last[0] + last[1] == part.pages.offset + part.pages.pages
+    assert large.files(np.array([6]))[0].each == list(rows[6].members)
+    assert len(asking.asked) == 1  # its page was kept
+    large.check()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, ROWS - 1), max_size=40), st.integers(1, 200_000))
+def test_answers_do_not_depend_on_what_is_kept(
+    stored: tuple[Store, versions.IndexPart, list[Sample]], wanted: list[int], most: int
+) -> None:
+    store, part, rows = stored
+    kept = Kept(most)
+    reader = RowPages(store, part, 0, SHARDS, kept)
+    for _ in range(2):
+        assert reader.samples(np.array(wanted, np.int64), wanted) == [rows[n] for n in wanted]
+        assert kept._held == sum(size for _, size in kept._pages.values())
+        assert kept._held <= most or len(kept._pages) == 1
+
+
+def test_the_least_recently_used_page_goes_first() -> None:
+    kept, page = Kept(30), list[msgspec.Raw]()
+    for number in (1, 2, 3):
+        kept.put(0, number, page, 10)
+    assert kept.get(0, 1) is page
+    kept.put(0, 4, page, 10)
+    kept.put(0, 4, page, 10)  # by two threads at once
+    assert [kept.get(0, number) for number in (1, 2, 3, 4)] == [page, None, page, page]
+    kept.put(1, 1, page, 100)
+    assert list(kept._pages) == [(1, 1)]
+
+
+@pytest.mark.parametrize(("change", "words"), [({"key": "index/none"}, "is missing"), ({"size": 0}, "shorter")])
+def test_a_part_that_is_gone_or_short_is_damage(
+    stored: tuple[Store, versions.IndexPart, list[Sample]], change: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    store, part, _ = stored
+    if "size" in change:
+        store = open_store(tmp_path)
+        store.put(part.key, b"short")
+    with pytest.raises(CorruptionError, match=words):
+        RowPages(store, replace(part, **change), 0, SHARDS, Kept(1))
+
+
+def test_views_and_parts_without_pages_answer_alike(tmp_path: Path) -> None:
+    """Parts of before there were pages are looked up as tables, also in one index with others."""
+    store = open_store(tmp_path)
+    rows = make(store, range(300), per_part=100)
+    document = versions.load(store)[0]
+    mixed = tuple(replace(part, pages=None) if n == 1 else part for n, part in enumerate(document.index))
+    wanted = [299, 0, 150, 101, 299, 42]
+    for parts_of in (document.index, mixed):
+        opened = OpenIndex(store, replace(document, index=parts_of))
+        assert opened.samples(wanted) == [rows[n] for n in wanted]
+        assert [found.each for found in opened.files(wanted)] == [list(rows[n].members) for n in wanted]
+        assert opened.first_row(1).key == rows[100].key
+        opened.check()
+        opened.compare()
+    view = Dataset(store).where("duration > 20")
+    assert [one.key for one in view.samples(range(len(view)))] == [one.key for one in rows if one.duration > 20]
+
+
+def test_a_page_that_says_something_else_than_its_table_is_found_by_verify(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    rows = make(store, range(30), per_part=30)
+    other = [*rows[:20], replace(rows[20], text="another"), *rows[21:]]
+    table = index.pa.Table.from_pylist([index.to_row(one) for one in rows], schema=index.SCHEMA)
+    document = versions.load(store)[0]
+    part = parts.store_part(store, 0, index.write_table(table, other), 30, document.index[0].bytes, {})
+    store.put(versions.version_key(1), versions.encode(replace(document, index=(part,))))
+    opened = Dataset(store)
+    assert opened.sample(20).text == "another"
+    with pytest.raises(CorruptionError, match="row 20: its page holds another sample than its table"):
+        opened.index.compare()
+    found = [one for report in verify(store).objects for one in report.findings]
+    assert any("its page holds another sample than its table" in one.message for one in found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": -1},
+        {"pages": -1},
+        {"directory": 27},
+        {"pages": 1 << 40},
+    ],
+)
+def test_a_document_whose_pages_cannot_be_is_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    store = open_store(tmp_path)
+    make(store, range(30), per_part=30)
+    document = versions.load(store)[0]
+    (part,) = document.index
+    assert part.pages is not None
+    forged = replace(document, index=(replace(part, pages=replace(part.pages, **changes)),))
+    store.put(versions.version_key(1), versions.encode(forged))
+    with pytest.raises(CorruptionError, match="contradicts itself"):
+        Dataset(store)
+
+
+def test_what_files_all_samples_have_is_known_without_reading_anything(tmp_path: Path) -> None:
+    make(open_store(tmp_path / "a"), range(60))
+    assert Dataset.at_once(tmp_path / "a").index.files_of_all == {"mp4"}
+    store = open_store(tmp_path / "b")
+    both = sample(0, "shards/a.tar", 0)
+    both = replace(both, members=(*both.members, replace(both.members[0], ext="txt", offset=2048)))
+    (first,) = parts.store_parts(store, [both], 0)
+    (second,) = parts.store_parts(store, [both, sample(1, "shards/a.tar", 3)], 1)
+    assert (first.files, second.files) == (("mp4", "txt"), ("mp4",))
