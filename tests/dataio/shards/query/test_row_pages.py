@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ from dataio.shards.query.row_pages import Kept, RowPages
 from dataio.shards.versions import documents as versions
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+from dataio.store.wrapper import Wrapper
 from tests.dataio.shards.making import SHARD_BYTES, make, sample
 
 ROWS = 700
@@ -69,6 +72,32 @@ def test_a_small_part_is_read_once_and_a_large_one_page_by_page(
     assert large.files(np.array([6]))[0].each == list(rows[6].members)
     assert len(asking.asked) == 1  # its page was kept
     large.check()
+
+
+class Far(Wrapper):
+    """A store that has to be waited for: a read goes on when another one, of another object, is on its way too."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.together = threading.Barrier(2, timeout=30)
+
+    def open_file(self, key: str) -> int | None:
+        return None
+
+    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self.together.wait()
+        self.inner.get_ranges_into(key, ranges)
+
+
+def test_parts_in_a_store_that_has_to_be_waited_for_are_asked_side_by_side(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    rows = make(store, range(60), per_part=30)
+    opened = OpenIndex(Far(store), versions.load(store)[0])
+    assert opened.samples([3, 40, 59]) == [rows[3], rows[40], rows[59]]
+    assert [found.each for found in opened.files([41, 4])] == [list(rows[41].members), list(rows[4].members)]
+    store.delete_many([versions.load(store)[0].index[1].key])
+    with pytest.raises(CorruptionError, match="is missing"):
+        OpenIndex(Far(store), versions.load(store)[0]).samples([3, 40])
 
 
 @settings(deadline=None)
