@@ -38,7 +38,8 @@ def bt601(frame: av.VideoFrame) -> np.ndarray:
 
 
 def sound(data: bytes, stream: int, seconds: float) -> tuple[np.ndarray, int]:
-    """float32 (channels, samples) of the first `seconds` and a little more, and the rate; silence where stamps leave a gap."""
+    """float32 (channels, samples) of the first `seconds` and a little more, and the rate; silence where stamps leave a gap
+    of more than the millisecond that some containers count in."""
     pieces: list[tuple[int, np.ndarray]] = []
     with av.open(io.BytesIO(data)) as container:
         audio: Any = container.streams[stream]
@@ -47,6 +48,8 @@ def sound(data: bytes, stream: int, seconds: float) -> tuple[np.ndarray, int]:
             rate = frame.sample_rate
             first = frame.pts * frame.time_base if first is None else first
             at = round((frame.pts * frame.time_base - first) * rate)
+            near = pieces[-1][0] + pieces[-1][1].shape[1] if pieces else 0
+            at = near if abs(at - near) <= rate / 1000 else at
             if at > (seconds + 1) * rate:
                 break
             pieces += [(at, piece.to_ndarray()) for piece in planar.resample(frame)]

@@ -54,6 +54,25 @@ def test_sound_begins_at_the_very_sample_of_the_instant(container: str, codec: s
     assert np.abs(sound[0] - expected).max() < (2e-4 if container == "matroska" else 1e-4)
 
 
+@pytest.mark.parametrize("start", [Fraction(0), Fraction(1, 3), Fraction(17, 10), Fraction(29, 10)])
+def test_stamps_in_milliseconds_leave_no_sample_out_and_repeat_none(start: Fraction) -> None:
+    """A frame of 4,608 samples at 44.1 kHz takes 104.49 ms, which Matroska rounds."""
+    noise = np.random.default_rng(1).integers(-20_000, 20_000, (1, 4 * 44_100), np.int16)
+    target = io.BytesIO()
+    with av.open(target, "w", format="matroska") as output:
+        stream = output.add_stream("flac", rate=44_100, layout="mono")
+        frame = AudioFrame.from_ndarray(noise, format="s16", layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = 44_100, 0, Fraction(1, 44_100)
+        for piece in [*stream.encode(frame), *stream.encode(None)]:
+            output.mux(piece)
+    data = target.getvalue()
+    spec = AudioSpec(44_100)
+    sound, real = decode_audio(memoryview(data), info_of(data, "mkv"), start, spec, 44_100, from_first=True)
+    first = round(start * 44_100)
+    assert real == 44_100
+    assert np.array_equal(sound[0], noise[0, first : first + 44_100].astype(np.float32) / 32_768)
+
+
 @pytest.mark.parametrize("rate", [4000, 16000, 11025])
 def test_resampling_keeps_instant_and_length(rate: int) -> None:
     data = ramp("wav", "pcm_s16le")
