@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
 
+from dataio.cache.sized import Sized
 from dataio.core import metrics
 from dataio.core.errors import UsageError
 from dataio.core.forgotten import Ending
@@ -276,7 +277,8 @@ class Loader(IterableDataset[dict[str, Any]]):
         how, plan = self._delivery, self._plan
         sources = list[Source]()
         for dataset in plan.datasets:
-            sources.append(Source(open_reader(dataset.store, how.sidecar, self._meter), dataset.store))
+            sized = Sized(dataset.store, dataset.document.shard_sizes)
+            sources.append(Source(open_reader(sized, how.sidecar, self._meter), dataset.store))
             undo.callback(sources[-1].close)
         work = self._start_work()
         undo.callback(work.close)

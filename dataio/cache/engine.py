@@ -32,7 +32,7 @@ from dataio.cache.plan import CachePlan
 from dataio.cache.turns import JobLimits
 from dataio.core import limits, metrics
 from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import RangeError, TransientError
+from dataio.core.errors import MillraceError, RangeError, TransientError
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
 
@@ -101,6 +101,7 @@ class Engine:
         self._tier_hits = [0] * len(places)
         self._forecast = Forecast()
         self._adopt()
+        self._asking = max(1, threads // 2)
         self._fetcher = Fetcher(threads, buffers, block_bytes, clock, self._landed)
         self._plan.ahead(*self._fetcher.ahead())
 
@@ -160,10 +161,14 @@ class Engine:
         _finish(later)
         if scheduled:
             return
-        if self._objects.all_known(store, {key for key, _, _ in upcoming}):
+        unknown = self._objects.unknown(store, dict.fromkeys([key for key, _, _ in upcoming]))
+        if not unknown:
             self._announce(stream)  # no store is asked, and waking a thread for it would take as long
-        else:
-            self._fetcher.submit(lambda: self._announce(stream))
+            return
+        self._fetcher.submit(lambda: self._announce(stream))
+        others = deque(unknown[1:])  # asked after meanwhile: one after the other is a round trip for each
+        for _ in range(min(self._asking, len(others))):
+            self._fetcher.submit(partial(self._ask, store, others))
 
     def withdraw(self, stream: int) -> None:
         """Forget what `stream` announced."""
@@ -340,6 +345,16 @@ class Engine:
             except Exception:  # a hint that cannot be followed; the reads that come will say why
                 _log.exception("not prefetching from %s", store.location.url)
 
+    def _ask(self, store: Store, keys: deque[str]) -> None:
+        """Find out about objects before they are needed. What goes wrong is said to those who need them."""
+        while not self._closed:
+            try:
+                self._objects.find(store, keys.popleft())
+            except IndexError:
+                return
+            except MillraceError as error:
+                _log.debug("not prefetching: %s", error)
+
     def _follow(self, stream: int, announced: Announced, store: Store, upcoming: Upcoming) -> None:
         reads = announced.renew(upcoming, self._plan.block_bytes, self._objects.finder(store))
         with self._lock:
@@ -379,8 +394,8 @@ class Engine:
                     later.append(self._settle(ticket, self._lease(file, once)))
                 case Bypass(ticket):
                     later.append(self._settle(ticket, None))
-                case Failed(ticket):
-                    later.append(self._settle(ticket, error))
+                case Failed(ticket):  # of an object that is shorter than was said, what is asked for may be there
+                    later.append(self._settle(ticket, None if isinstance(error, RangeError) else error))
         metrics.cache_resident_bytes.set(self._plan.used)
         return later
 

@@ -2,7 +2,7 @@
 
 Invariants: an object's size is believed for `STAT_SECONDS`, since shards are immutable, but a dataset may be deleted and made
 again under the same names; at most `KNOWN_OBJECTS` are remembered. Safe to share between threads; a store is asked outside
-the lock.
+the lock, and once by those who want to know the same at the same time.
 Failure behaviour: the store's errors pass through and are not kept.
 """
 
@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 
 from dataio.cache.events import ObjectId
 from dataio.core.clock import Clock
@@ -29,6 +30,7 @@ class Objects:
         self._clock, self._lock = clock, threading.Lock()
         self._names: weakref.WeakKeyDictionary[Store, str] = weakref.WeakKeyDictionary()
         self._known: OrderedDict[tuple[str, str], tuple[ObjectId, float]] = OrderedDict()
+        self._asked: dict[tuple[str, str], Future[ObjectId]] = {}
 
     def source(self, store: Store) -> str:
         """`source_of` its location, found out once."""
@@ -49,10 +51,10 @@ class Objects:
             return None
         return found[0]
 
-    def all_known(self, store: Store, keys: Iterable[str]) -> bool:
-        """Whether none of them has to be asked after."""
+    def unknown(self, store: Store, keys: Iterable[str]) -> list[str]:
+        """Those that have to be asked after, in their order."""
         source, since, known = self.source(store), self._clock.monotonic() - STAT_SECONDS, self._known
-        return all((found := known.get((source, key))) is not None and found[1] >= since for key in keys)
+        return [key for key in keys if (found := known.get((source, key))) is None or found[1] < since]
 
     def finder(self, store: Store) -> Callable[[str], ObjectId]:
         """`find` for many keys at about the same time."""
@@ -69,14 +71,32 @@ class Objects:
         return self.known(store, key) or self._stat(store, key)
 
     def _stat(self, store: Store, key: str) -> ObjectId:
-        info = store.stat(key)
-        obj = ObjectId(self.source(store), key, info.size, info.modified)
+        source = self.source(store)
         with self._lock:
-            self._known[obj.source, key] = (obj, self._clock.monotonic())
-            self._known.move_to_end((obj.source, key))
+            asked = self._asked.get((source, key))
+            if asked is None:
+                mine = self._asked[source, key] = Future[ObjectId]()
+        if asked is not None:
+            return asked.result()
+        try:
+            info = store.stat(key)
+            obj = ObjectId(source, key, info.size, info.modified)
+            self._remember(obj)
+            mine.set_result(obj)
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._asked[source, key]
+        return obj
+
+    def _remember(self, obj: ObjectId) -> None:
+        with self._lock:
+            self._known[obj.source, obj.key] = (obj, self._clock.monotonic())
+            self._known.move_to_end((obj.source, obj.key))
             if len(self._known) > KNOWN_OBJECTS:
                 self._known.popitem(last=False)
-        return obj
 
 
 def source_of(location: Location) -> str:
