@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from dataio.cache.sized import Sized
 from dataio.core import metrics
@@ -79,6 +81,14 @@ class Refusing(msgspec.Struct, frozen=True):
     shared: str | os.PathLike[str] | QuarantineList | None = None
 
 
+def _is_collated(caller: FrameType) -> bool:
+    """Whether who iterates is what a DataLoader with a batch_size takes samples by, which has no better hook."""
+    if caller.f_code.co_name != "fetch":
+        return False  # a frame that is asked for its variables keeps them, such as a batch
+    fetcher = caller.f_locals.get("self")
+    return getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate
+
+
 class Loader(IterableDataset[dict[str, Any]]):
     """Batches of a plan, made by `start_work()`. Public loaders derive from it and say only what theirs hold.
 
@@ -128,6 +138,11 @@ class Loader(IterableDataset[dict[str, Any]]):
             raise UsageError(
                 "a loader was copied into a DataLoader's worker, which would deliver every batch once more",
                 hint="use num_workers=0: it decodes in threads of its own",
+            )
+        if _is_collated(sys._getframe(1)):
+            raise UsageError(
+                "a DataLoader with a batch_size would put batches together to batches of batches",
+                hint="DataLoader(loader, batch_size=None): a loader gives whole batches, of its own batch_size",
             )
         if self._delivered and self._batch:
             self._go_on()

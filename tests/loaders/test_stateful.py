@@ -63,6 +63,17 @@ def test_a_plain_dataloader_passes_batches_through(make: Make) -> None:
     assert some(DataLoader(make(), batch_size=None), 6) == some(make(), 6)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_dataloader_with_a_batch_size_is_told_to_have_none(make: Make, kind: Any, batch_size: int) -> None:
+    with pytest.raises(UsageError, match="batches of batches") as caught:
+        next(iter(kind(make(), batch_size=batch_size)))
+    assert "batch_size=None" in caught.value.hint
+    (only,) = next(iter(kind(make(), batch_size=1, collate_fn=list)))  # whoever says how, knows what he gets
+    assert set(only) >= {"video", "key"}
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_workers_of_a_dataloader_are_refused(make: Make) -> None:
     with pytest.raises(UsageError, match="num_workers=0"):
