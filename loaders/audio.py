@@ -44,7 +44,8 @@ class AudioLoader(Loader):
 
     `packing=Packing(capacity)` takes whole recordings instead, several in a row of `capacity` samples: "audio" is (B, C,
     capacity), and the other entries are lists of one list (or tensor) a row with a value for each recording; "pieces" int64
-    (n, 2) says where each begins and ends. Damaged recordings are left out.
+    (n, 2) says where each begins and ends. Of spectrograms, whose columns are counted then, "mel" is (B, C, bands, capacity),
+    and a piece holds those of its recording alone. Damaged recordings are left out.
     `buckets=Durations(...)` takes the place of `batch_size` and of the window's length: each batch is of one length, and as
     large as the budget allows; "bucket" is its number.
 
@@ -101,8 +102,9 @@ class AudioLoader(Loader):
                 raise UsageError("packing takes recordings whole", hint="leave window and buckets out")
             PieceWork(spec, packing)
             what = [packing.capacity, packing.lookahead, packing.long, packing.anew, spec.sample_rate]
+            what += [] if features == "waveform" else [features.hop]
             asked = replace(asked, on_bad="shorter")
-            pack = Pack(packing, partial(lengths, rate=spec.sample_rate))
+            pack = Pack(packing, partial(lengths, spec=spec))
         how, sorting = asked.sampling(batch_size), shapes.sorting_sound(buckets, chosen)
         made, owned = asked.planned(url_or_dataset, find, what, how, sorting, pack)
         super().__init__(made, work, delivery, asked.refusing, owned)

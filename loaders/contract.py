@@ -130,14 +130,21 @@ class Finished(msgspec.Struct, frozen=True):
     refusals: tuple[Refusal, ...] = ()
 
 
+class Rows(msgspec.Struct, frozen=True):
+    """`capacity` samples of sound, or columns of spectrograms; `silence` is what lies where no piece is."""
+
+    capacity: int
+    silence: float = 0.0
+
+
 class Layout(msgspec.Struct, frozen=True):
     """What a work's samples consist of, known before the first: names of `tensors`, and the dtype of each of `numbers`
-    (None: a list). With `capacity`, samples lie one after the other in rows of so many; with `joined`, which says which
+    (None: a list). With `rows`, samples lie one after the other in rows; with `joined`, which says which
     files each is, in one run of bytes."""
 
     tensors: tuple[str, ...]
     numbers: Mapping[str, torch.dtype | None] = {}
-    capacity: int | None = None
+    rows: Rows | None = None
     joined: Callable[[Sample], Files] | None = None
 
 

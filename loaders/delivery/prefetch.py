@@ -97,7 +97,7 @@ class Prefetcher:
     def _begun(self, places: Sequence[Place], files: Sequence[Files] | None) -> Batch:
         if files is not None:
             return JoinedBatch(files, self._layout, self._output, self._buffers)
-        if self._layout.capacity is not None:
+        if self._layout.rows is not None:
             return RowBatch(places, self._layout, self._output, self._buffers)
         return Batch(len(places), self._layout, self._output, self._buffers)
 

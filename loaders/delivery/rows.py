@@ -1,7 +1,8 @@
 """A batch whose rows hold several samples each, one after the other.
 
 Purpose: what `loaders.delivery.batch.Batch` is for samples of one length, for pieces of recordings that were packed.
-Invariants: a row has `layout.capacity` samples of sound; what no piece covers is zero. Every list of the batch has one entry
+Invariants: a row has `layout.rows.capacity` samples of sound, or columns of spectrograms, in its last axis; what no piece covers
+is silence. Every list of the batch has one entry
 a row, with a value for each piece that is there, in the order in which they lie: "pieces" (int64, begin and end), "id",
 "key", "text", and whatever else the samples carry.
 Failure behaviour: a piece that was left out leaves silence, and is in no list.
@@ -33,7 +34,7 @@ class RowBatch(Batch):
         for name, tensor in sample.tensors.items():
             assert fit is not None
             row = self._target(name, tensor.shape, tensor.dtype)[fit.row]
-            row[:, fit.at : fit.at + fit.length].copy_(tensor, non_blocking=True)
+            row[..., fit.at : fit.at + fit.length].copy_(tensor[..., : fit.length], non_blocking=True)
         left = dict.fromkeys(sample.tensors, torch.empty(0))
         self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
 
@@ -54,11 +55,12 @@ class RowBatch(Batch):
         return batch
 
     def _shape_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        assert self._layout.capacity is not None
-        return (self._rows, shape[0], self._layout.capacity)
+        assert self._layout.rows is not None
+        return (self._rows, *shape[:-1], self._layout.rows.capacity)
 
     def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.zero_()
+        assert self._layout.rows is not None
+        return tensor.fill_(self._layout.rows.silence)
 
 
 def _int64(values: Sequence[Any], columns: int = 0) -> torch.Tensor:

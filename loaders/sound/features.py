@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dataio.core.errors import UsageError
 from loaders.kinds import settle
@@ -41,9 +41,14 @@ class LogMel:
         if not 0 <= self.low < math.inf or not (self.high is None or self.high > self.low):
             raise UsageError(f"no bands lie between {self.low} and {self.high} Hz", hint="0 is the lowest `low`")
 
-    def frames(self, samples: int) -> int:
-        """How many columns so many samples give."""
+    def frames(self, samples: Any) -> Any:
+        """How many columns so many samples give; also of an array."""
         return 1 + samples // self.hop
+
+    @property
+    def silence(self) -> float:
+        """What a column of no sound holds."""
+        return math.log(self.floor) if self.log == "natural" else math.log10(self.floor)
 
     def check(self, sample_rate: int, samples: int) -> None:
         """`UsageError` when windows of `samples` at this rate cannot be transformed."""

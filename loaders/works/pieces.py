@@ -2,23 +2,27 @@
 
 Purpose: the `Work` behind `AudioLoader(packing=...)`.
 Invariants: those of `loaders.contract`; a piece has exactly as many samples as its place says, at the wanted rate, with
-zeros after the end of a recording that holds less than the index says.
+zeros after the end of a recording that holds less than the index says. Where spectrograms are wanted, rows, pieces and places
+are counted in their columns, and a piece's are those of its stretch of sound alone: nothing of its neighbours enters. A stretch
+too short to be transformed is followed by zeros.
 Failure behaviour: damage of one recording is returned in its place.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
-from dataio.core.errors import MillraceError, UnsupportedError, UsageError
-from loaders.contract import Finished, Layout, Loaded
+from dataio.core.errors import MillraceError, UnsupportedError
+from loaders.contract import Finished, Layout, Loaded, Rows
 from loaders.decode.isolated import IsolatedDecoder
 from loaders.order.packing import Packing
 from loaders.order.permutation import I64
 from loaders.plan import Stream, column
 from loaders.samples.maker import DAMAGE
+from loaders.sound.features import LogMel
 from loaders.sound.spec import AudioSpec
 from loaders.sound.window import Window
 from loaders.works.windows import WindowWork, finished_sound
@@ -29,29 +33,40 @@ class PieceWork(WindowWork):
     "audio_samples", how many samples are real sound."""
 
     def __init__(self, spec: AudioSpec, packing: Packing, apart: IsolatedDecoder | None = None) -> None:
-        if spec.features != "waveform":
-            raise UsageError("packing works on samples of sound", hint='use features="waveform"')
-        super().__init__(Window(packing.capacity / spec.sample_rate), spec, apart)
-        self._capacity = packing.capacity
+        self._hop, self._least, silence = 1, 0, 0.0
+        if isinstance(spec.features, LogMel):
+            self._hop, self._least, silence = spec.features.hop, spec.features.n_fft // 2 + 1, spec.features.silence
+            spec.features.check(spec.sample_rate, self._least)
+        super().__init__(Window(packing.capacity * self._hop / spec.sample_rate), spec, apart)
+        self._rows = Rows(packing.capacity, silence)
 
     @property
     def layout(self) -> Layout:
-        return Layout(("audio",), {"start": None, "audio_samples": None}, self._capacity)
+        return Layout(("audio",), {"start": None, "audio_samples": None}, self._rows)
 
     def _one(self, loaded: Loaded) -> Finished | MillraceError:
         info, fit = loaded.place.sample.audio, loaded.place.fit
         if info is None or fit is None:
             return UnsupportedError("the sample holds no sound")
-        start = Fraction(fit.start, self._spec.sample_rate)
+        rate, first = self._spec.sample_rate, fit.start * self._hop
+        start, count = Fraction(first, rate), fit.length * self._hop
+        if self._hop > 1:
+            there = int(_samples(np.float64(info.samples), np.float64(info.sample_rate), rate))
+            count = max(self._least, min(count, there - first))
         try:
-            sound, real = finished_sound(self._hear, loaded, info, start, self._spec, fit.length, from_first=True)
+            sound, real = finished_sound(self._hear, loaded, info, start, self._spec, count, from_first=True)
         except DAMAGE as error:
             return error
         values = {"start": float(start), "audio_samples": real, "fit": fit}
         return Finished(loaded.place.sample, {"audio": sound}, values)
 
 
-def lengths(stream: Stream, rate: int) -> I64:
-    """Samples of each recording of a stream at `rate` Hz, as the index knows them."""
+def lengths(stream: Stream, spec: AudioSpec) -> I64:
+    """Samples of each recording of a stream at the wanted rate, as the index knows them, or columns of their spectrograms."""
     samples, rates = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))
+    count: I64 = _samples(samples, rates, spec.sample_rate)
+    return np.where(count > 0, spec.features.frames(count), 0) if isinstance(spec.features, LogMel) else count
+
+
+def _samples(samples: Any, rates: Any, rate: int) -> Any:
     return np.floor(samples / rates * rate + 1e-6).astype(np.int64)

@@ -17,8 +17,9 @@ import torch
 from dataio import pack
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, Durations, LogMel, Mixture, Packing, Window
+from loaders import AudioLoader, AudioSpec, Durations, LogMel, Mixture, Packing, Window
 from loaders.order.packing import pack as packed_by
+from loaders.sound.mel import log_mel
 from loaders.works.pieces import lengths as lengths_at
 
 RATE = 8_000
@@ -251,7 +252,7 @@ def test_rates_are_those_that_are_asked_for(make: Make, recordings: Dataset) -> 
     lengths = [end - begin for pieces in batch["pieces"] for begin, end in pieces.tolist()]
     assert set(lengths) <= {min(2 * len(tone(n)), 2 * RATE) for n in range(12)} | {2 * len(tone(5)) - 2 * RATE}
     stream = loader._plan.streams[0]
-    assert len(packed_by(lengths_at(stream, RATE), PACKING)) == len(make().packed[0])
+    assert len(packed_by(lengths_at(stream, AudioSpec(RATE)), PACKING)) == len(make().packed[0])
 
 
 def test_buckets_of_durations_give_batches_of_one_length(make: Make) -> None:
@@ -275,10 +276,39 @@ def test_what_does_not_go_with_packing_is_refused(make: Make, recordings: Datase
         ("leave window and buckets out", {"window": 1.0}),
         ("leave window and buckets out", {"buckets": Durations((1,), 5), "batch_size": None}),
         ("start='every'", {"buckets": Durations((1,), 5), "packing": None, "window": Window(start="every")}),
-        ("samples of sound", {"features": LogMel()}),
+        ("nothing above 4000", {"features": LogMel(high=8_000)}),
     ):
         with pytest.raises(UsageError, match=match):
             make(**options)
+
+
+@pytest.mark.parametrize("log", ["natural", "decadic"])
+def test_a_piece_of_a_spectrogram_is_that_of_its_sound_alone(make: Make, log: Any) -> None:
+    what = LogMel(20, n_fft=64, hop=25, high=3_900, floor=1e-5, log=log)
+    columns = RATE // 25  # a second
+    seen = {f"{number:02}": list[int]() for number in range(len(LENGTHS))}
+    for batch in make(features=what, packing=Packing(columns, lookahead=5)):
+        for mel, pieces, keys, starts in zip(batch["mel"], batch["pieces"], batch["key"], batch["start"], strict=True):
+            assert mel.shape == (1, 20, columns)
+            rest = torch.ones(columns, dtype=torch.bool)
+            for (begin, end), key, start in zip(pieces.tolist(), keys, starts, strict=True):
+                sound = torch.from_numpy(tone(int(key))[round(start * RATE) :].astype(np.float32) / 32_768)
+                alone = log_mel(sound[None, : (end - begin) * 25], RATE, what)[..., : end - begin]
+                assert torch.equal(mel[..., begin:end], alone)
+                first = round(start * RATE) // 25
+                seen[key] += range(first, first + end - begin)
+                rest[begin:end] = False
+            assert torch.equal(mel[..., rest], torch.full_like(mel[..., rest], what.silence))
+    assert {key: sorted(found) for key, found in seen.items()} == {
+        key: list(range(1 + len(tone(int(key))) // 25)) for key in seen
+    }
+
+
+def test_the_step_of_spectrograms_is_part_of_the_state(make: Make) -> None:
+    what = LogMel(20, n_fft=64, hop=25, high=3_900)
+    one, other = (make(features=w, packing=Packing(400)) for w in (what, LogMel(20, n_fft=64, hop=50, high=3_900)))
+    with pytest.raises(UsageError, match="clip was"):
+        other.load_state_dict(one.state_dict())
 
 
 def test_a_state_does_not_fit_another_packing(make: Make) -> None:
