@@ -2,8 +2,8 @@
 
 Purpose: the running half of a loader, which can be thrown away and made again at any position.
 Invariants: batches follow each other over the ends of epochs without a pause; `prefetch` of them are in the making while the
-trainer works, and the bytes of at least `ANNOUNCED_BATCHES` more are named to the readers, soonest first. What batches hold is
-looked up in the index by the threads that make them, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of
+trainer works, and their bytes and those of at least `ANNOUNCED_BATCHES` more are named to the readers, soonest first: what of
+the former nobody has read yet goes before what is due later. What batches hold is looked up in the index by the threads that make them, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of
 those in the making: the trainer waits for a look-up only when nothing else is in the making, and the first batch it looks up
 itself. A thread of its own would be one more that wants the interpreter, for which the others then wait whenever they have read
 something. Nothing here refers to the loader.
@@ -79,15 +79,17 @@ class Ahead:
         self._batch_bytes = 0
         self._looking = threading.Lock()  # one thread at a time looks up, appends to what is planned, and announces
         self._planned: deque[_Planned] = deque()
+        self._making: deque[_Planned] = deque()
         self._planning: deque[Future[None]] = deque()  # look-ups that were asked for, soonest first
         self._failed: BaseException | None = None
 
     def next(self) -> Batch:
         """The next batch, whole. What comes behind it, as far as that is known, is begun before it is returned."""
         if not len(self._prefetcher):
-            self._prefetcher.start(*self._next_planned())
+            self._begin(self._next_planned())
         self._start(self._room() + 1)
         batch = self._prefetcher.next()
+        self._making.popleft()
         self._batch_bytes = max(self._batch_bytes, batch.nbytes)
         self._start(self._room())
         return batch
@@ -123,10 +125,13 @@ class Ahead:
     def _start(self, count: int) -> None:
         """Have so many batches in the making, as far as it is known what they hold."""
         while len(self._prefetcher) < count and self._planned:
-            planned = self._planned.popleft()
-            self._prefetcher.start(planned.places, planned.files)
+            self._begin(self._planned.popleft())
 
-    def _next_planned(self) -> tuple[Places, Sequence[Files] | None]:
+    def _begin(self, planned: _Planned) -> None:
+        self._making.append(planned)
+        self._prefetcher.start(planned.places, planned.files)
+
+    def _next_planned(self) -> _Planned:
         """What the next batch holds; what went wrong when it was looked up is raised here."""
         while not self._planned and self._planning:
             self._planning.popleft().result()
@@ -134,8 +139,7 @@ class Ahead:
             self._look_up(1, announce=True)
         if self._failed is not None and not self._planned:
             raise self._failed
-        planned = self._planned.popleft()
-        return planned.places, planned.files
+        return self._planned.popleft()
 
     def plan(self) -> None:
         """Have more batches looked up and announced, where it is time, and none are already or nothing came of it. To be called
@@ -144,8 +148,19 @@ class Ahead:
             self._planning.popleft()
         if len(self._planned) > ANNOUNCED_BATCHES or self._planning or self._failed is not None:
             return
-        if not self._planned:  # as after the first batch: what is due next is not waited for longer than it takes
-            self._planning.append(self._prefetcher.run(self._look_up, max(1, self._room())))
+        if self._planned:
+            self._plan_further()
+        else:  # as after the first batch: what is due next is not waited for longer than it takes
+            self._planning.append(self._prefetcher.run(self._plan_next, max(1, self._room())))
+
+    def _plan_next(self, count: int) -> None:
+        """In a thread that makes batches. What follows is asked for there too: the trainer, who has his batch, would wait for a
+        thread to start while this one has the interpreter."""
+        self._look_up(count)
+        if self._failed is None:
+            self._plan_further()
+
+    def _plan_further(self) -> None:
         self._planning.append(self._prefetcher.run(self._look_up, ANNOUNCED_BATCHES + AT_ONCE, announce=True))
 
     def _look_up(self, count: int, *, announce: bool = False) -> None:
@@ -155,7 +170,8 @@ class Ahead:
                 while len(self._planned) < count and self._failed is None:
                     self._planned.append(self._look_at(next(self._batches)))
                 if announce and self._failed is None:
-                    self._announce(self._planned.copy())  # in one step: the trainer takes from it meanwhile
+                    # copied in one step each: the trainer takes from them meanwhile, and what he has in hand is not named
+                    self._announce([*self._making.copy(), *self._planned.copy()])
         except BaseException as error:
             self._failed = self._failed or error
             if not isinstance(error, Exception):  # a Ctrl-C of the trainer, who looks up the first batch himself
