@@ -3,10 +3,10 @@
 Purpose: the running half of a loader, which can be thrown away and made again at any position.
 Invariants: batches follow each other over the ends of epochs without a pause; `prefetch` of them are in the making while the
 trainer works, and their bytes and those of at least `ANNOUNCED_BATCHES` more are named to the readers, soonest first: what of
-the former nobody has read yet goes before what is due later. What batches hold is looked up in the index by the threads that make them, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of
-those in the making: the trainer waits for a look-up only when nothing else is in the making, and the first batch it looks up
-itself. A thread of its own would be one more that wants the interpreter, for which the others then wait whenever they have read
-something. Nothing here refers to the loader.
+the former nobody has read yet goes before what is due later. What batches hold is looked up in the index by the threads that
+make them, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of those in the making: the trainer waits for a
+look-up only when nothing else is in the making, and the first batch it looks up itself. A thread of its own would be one more
+that wants the interpreter, for which the others then wait whenever they have read something. Nothing here refers to the loader.
 Failure behaviour: what `next` raises makes the whole unusable; the loader closes it and makes another.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from loaders.samples.source import Range, Source, ranges, spans
 
 ANNOUNCED_BATCHES = 8
 AT_ONCE, AT_ONCE_PLACES = 8, 128
+MOMENT_SECONDS = 0.001
 Places = Sequence[Place]
 
 
@@ -155,7 +157,9 @@ class Ahead:
 
     def _plan_next(self, count: int) -> None:
         """In a thread that makes batches. What follows is asked for there too: the trainer, who has his batch, would wait for a
-        thread to start while this one has the interpreter."""
+        thread to start while this one has the interpreter. It begins after `MOMENT_SECONDS`: for what he does first with his
+        batch, too, he would wait until this thread is made to let go, which takes five times as long."""
+        time.sleep(MOMENT_SECONDS)
         self._look_up(count)
         if self._failed is None:
             self._plan_further()
