@@ -79,13 +79,18 @@ def checked_size(size: tuple[int, int] | None) -> tuple[int, int] | None:
     return checked("size's height", height, MAX_SIDE), checked("size's width", width, MAX_SIDE)
 
 
+def in_world() -> bool:
+    """Whether torch.distributed knows this process's rank."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size: given, or torch.distributed's, or alone."""
     if (rank is None) != (world_size is None):
         raise UsageError("of rank and world_size one is missing", hint="give both, or neither")
     rank, world_size = plain("rank", rank, int | None), plain("world_size", world_size, int | None)
     if rank is None or world_size is None:
-        if dist.is_available() and dist.is_initialized():
+        if in_world():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
             if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):

@@ -142,6 +142,7 @@ class Asked:
             self.sidecar,
             arguments.checked("memory", self.memory, arguments.MAX_MEMORY),
             self.copy,
+            assumed=self.rank is None and not arguments.in_world(),
         )
 
     @property

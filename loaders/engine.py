@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from dataio.cache.sized import Sized
@@ -60,7 +61,7 @@ class Delivery(msgspec.Struct, frozen=True):
     """How batches are made, which changes none of them: on what, by how many threads, how far ahead, through which daemon.
 
     `memory` bytes at most are in flight, `copy` gives every batch memory of its own. `grouped` says which slots of a
-    batch are made together.
+    batch are made together. `assumed`: that this is the only rank, since nobody said or could be asked.
     """
 
     output: Output
@@ -71,6 +72,7 @@ class Delivery(msgspec.Struct, frozen=True):
     memory: int = DEFAULT_MEMORY
     copy: bool = False
     grouped: Grouped | None = None
+    assumed: bool = False
 
 
 class Refusing(msgspec.Struct, frozen=True):
@@ -143,6 +145,13 @@ class Loader(IterableDataset[dict[str, Any]]):
             raise UsageError(
                 "a DataLoader with a batch_size would put batches together to batches of batches",
                 hint="DataLoader(loader, batch_size=None): a loader gives whole batches, of its own batch_size",
+            )
+        if self._delivery.assumed and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UsageError(
+                f"the loader was made before torch.distributed was initialised, as that of one rank; now there are "
+                f"{dist.get_world_size()}, and each would read everything",
+                hint="make it afterwards (with Accelerate after Accelerator(), with Lightning in train_dataloader()), "
+                "or give it rank= and world_size=",
             )
         if self._delivered and self._batch:
             self._go_on()

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
@@ -27,12 +29,9 @@ alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def make(made_dataset: Dataset) -> Iterator[Make]:
     made = []
 
-    def loader(source: Any = made_dataset) -> VideoLoader:
-        made.append(
-            VideoLoader(
-                source, 4, clip=Clip(2, per_video=3), size=(16, 16), seed=9, sidecar=None, threads=1, prefetch=3
-            )
-        )
+    def loader(source: Any = made_dataset, batch_size: int = 4, **options: Any) -> VideoLoader:
+        options = {"clip": Clip(2, per_video=3), "size": (16, 16), "seed": 9, "sidecar": None, "threads": 1} | options
+        made.append(VideoLoader(source, batch_size, prefetch=3, **options))
         return made[-1]
 
     yield loader
@@ -72,6 +71,20 @@ def test_a_dataloader_with_a_batch_size_is_told_to_have_none(make: Make, kind: A
     assert "batch_size=None" in caught.value.hint
     (only,) = next(iter(kind(make(), batch_size=1, collate_fn=list)))  # whoever says how, knows what he gets
     assert set(only) >= {"video", "key"}
+
+
+def test_a_loader_that_is_older_than_its_world_does_not_read_everything_on_every_rank(make: Make) -> None:
+    older, told = make(), make(rank=0, world_size=1)
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(UsageError, match="now there are 2") as caught:
+            next(iter(older))
+        assert "train_dataloader" in caught.value.hint
+        assert len(some(told, 6)) == 6
+        assert len(next(iter(make(batch_size=2)))["key"]) == 2
+    finally:
+        dist.destroy_process_group()
+    assert len(some(older, 6)) == 6
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
