@@ -23,8 +23,8 @@ from dataio.core.errors import MillraceError
 from dataio.store.contract import Store
 
 PARALLEL = 8
-MOST_BYTES = limits.CACHE_BLOCK_BYTES
-"""These bytes are read once more with their blocks: no more than a block has."""
+MOST_BYTES = 4 * limits.CACHE_BLOCK_BYTES
+"""These bytes are in memory until the next batch is looked up, and read once more with their blocks."""
 WAIT_SECONDS = 300.0
 
 Range = tuple[str, int, int]

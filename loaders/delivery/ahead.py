@@ -2,9 +2,9 @@
 
 Purpose: the running half of a loader, which can be thrown away and made again at any position.
 Invariants: batches follow each other over the ends of epochs without a pause; `prefetch` of them are in the making while the
-trainer works, and their bytes and those of at least `ANNOUNCED_BATCHES` more are named to the readers, soonest first: what of
-the former nobody has read yet goes before what is due later. What batches hold is looked up in the index by the threads that
-make them, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of those in the making: the trainer waits for a
+trainer works. Their bytes and those of at least `ANNOUNCED_BATCHES` more are named to the readers, soonest first: what of the
+former nobody has read yet goes before what is due later. What batches hold is looked up in the index by the threads that make
+them, several in one go and at most `ANNOUNCED_BATCHES` and `AT_ONCE` ahead of those in the making: the trainer waits for a
 look-up only when nothing else is in the making, and the first batch it looks up itself. A thread of its own would be one more
 that wants the interpreter, for which the others then wait whenever they have read something. Nothing here refers to the loader.
 Failure behaviour: what `next` raises makes the whole unusable; the loader closes it and makes another.

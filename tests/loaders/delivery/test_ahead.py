@@ -80,7 +80,7 @@ def test_batches_come_in_order_and_are_announced_several_at_a_time(start: Any) -
         batch = deliver(ahead).tensors()
         assert batch["bytes"].tolist() == [2 * number] * 3 + [2 * number + 1] * 3
     assert source.heard.acquire(timeout=60)
-    assert all(len(told) <= 2 * AT_MOST for told in source.told)
+    assert all(len(told) <= 2 * (AT_MOST + 3) for told in source.told)
     assert len(source.told) <= 2 + (60 + 3) / AT_ONCE  # the first by itself, the others not one by one
 
 
@@ -105,6 +105,27 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
     assert told == [[("shard", 0, 3)], [("looked up", 0, 0)]]
     assert source.heard.acquire(timeout=60)
     assert [deliver(ahead).tensors()["id"].tolist() for _ in range(20)] == [[n] for n in range(1, 21)]
+
+
+def test_what_is_in_the_making_is_announced_before_what_is_due_later(start: Any) -> None:
+    begun = threading.Event()
+
+    def batches() -> Batches:
+        for n in range(10**9):
+            assert n < 4 or begun.wait(60)
+            yield [place(n)]
+
+    def make(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
+        if places[0].sample.id == 1:
+            begun.set()
+            assert source.heard.acquire(timeout=60)
+        return made(places, rooms)
+
+    ahead, source = start(batches(), make)
+    deliver(ahead)
+    assert source.heard.acquire(timeout=60)
+    deliver(ahead)
+    assert source.told[1][:5] == [("shard", 512 * n, 3) for n in range(1, 6)]
 
 
 def test_batches_are_looked_up_by_the_threads_that_make_them_one_at_a_time(start: Any) -> None:
