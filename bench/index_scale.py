@@ -23,7 +23,7 @@ from dataio.shards.versions import documents as versions
 
 WHERE = "duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"
 _SQL = "duration between 2 and 20 and height >= 720 and text ilike '%dog%'"  # the same, in the index's own names
-_PER_SHARD = 400
+_PER_SHARD, _PER_PART = 400, 100_000
 _WORDS = (
     *(
         "a",
@@ -65,8 +65,8 @@ def make(where: Path, samples: int) -> None:
     """A dataset of that many rows without shards; rows are as large as those of real clips with captions."""
     with open_store(where) as store:
         stored, shards = list[versions.IndexPart](), list[versions.Shard]()
-        for first in range(0, samples, parts.PART_ROWS):
-            table = _rows(first, min(parts.PART_ROWS, samples - first))
+        for first in range(0, samples, _PER_PART):
+            table = _rows(first, min(_PER_PART, samples - first))
             part, size = index.write_table(table), pc.sum(table["bytes"]).as_py()
             stored.append(parts.store_part(store, len(stored), part, table.num_rows, size, {"score": "number"}))
             print(f"\r{first + table.num_rows:,} of {samples:,} rows", end="", file=sys.stderr, flush=True)

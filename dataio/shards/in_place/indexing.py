@@ -6,8 +6,8 @@ under their keys.
 
 Invariants:
 
-* One pass over each shard (`in_place_pass`): memory is bounded by four read-ahead windows, one shard's rows and `PART_ROWS`
-  rows, and the disk by what is set aside for probing, whatever the sizes.
+* One pass over each shard (`in_place_pass`): memory is bounded by four read-ahead windows, one shard's rows and those
+  of an index part, and the disk by what is set aside for probing, whatever the sizes.
 * Keys are WebDataset's. With `keys="shard"` the shard's own path is put in front, for collections that number their samples anew
   in every shard.
 * The index describes the bytes that were read; a shard whose size or time changed meanwhile stops the indexing.
@@ -26,8 +26,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import msgspec
-
 from dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
@@ -35,7 +33,7 @@ from dataio.shards.in_place import patterns as found_by
 from dataio.shards.in_place.tally import IndexProgress, ShardAt, Tally, UniqueKeys
 from dataio.shards.in_place.tar_pass import Pass
 from dataio.shards.ingest.pool import ProbePool
-from dataio.shards.query.parts import store_parts
+from dataio.shards.query.parts import PartWriter
 from dataio.shards.report import PackReport, Skipped
 from dataio.shards.versions import documents as versions
 from dataio.shards.versions.mounting import mount_of
@@ -45,8 +43,6 @@ from dataio.store.open import open_store
 
 __all__ = ["IndexProgress", "index"]
 
-PART_ROWS = 50_000
-"""An index part is closed at the end of the shard in which it reaches this many rows."""
 _SHARD_FAULTS = (CorruptionError, UnsupportedError, NotFoundError)
 
 Keys = Literal["member", "shard"]
@@ -123,10 +119,8 @@ class _Indexer:
 
     def __init__(self, store: Store, shards: Sequence[ShardAt], tally: Tally, prefixed: bool) -> None:
         self._store, self._shards, self._tally, self._prefixed = store, shards, tally, prefixed
-        self._parts: list[versions.IndexPart] = []
+        self._parts = PartWriter(store, 0)
         self._used: list[versions.Shard] = []
-        self._rows: list[Sample] = []
-        self._count = 0
         self._unique = UniqueKeys(shards)
 
     def run(self, name: str | None, mounts: tuple[versions.Mount, ...], workers: int | None) -> PackReport:
@@ -141,12 +135,12 @@ class _Indexer:
         self._unique.check()
         if not self._used:
             raise self._nothing()
-        self._store_part()
+        parts = tuple(self._parts.close())
         used = {shard.key.split("/")[1] for shard in self._used if shard.key.startswith(PREFIX)}
         document = versions.new_document(
             name,
             tuple(self._used),
-            tuple(self._parts),
+            parts,
             version=1,
             parent=None,
             message="indexed in place",
@@ -185,14 +179,4 @@ class _Indexer:
             return
         self._unique.add(number, [row.key for row in rows])
         self._used.append(versions.Shard(key=shard.key, size=shard.size, samples=len(rows)))
-        for row in rows:
-            self._rows.append(msgspec.structs.replace(row, id=self._count))
-            self._count += 1
-        if len(self._rows) >= PART_ROWS:
-            self._store_part()
-
-    def _store_part(self) -> None:
-        if not self._rows:
-            return
-        self._parts += store_parts(self._store, self._rows, len(self._parts))
-        self._rows = []
+        self._parts.add(rows)

@@ -41,7 +41,7 @@ PAGE_ROWS = 64
 PAGE_BYTES = 64 * limits.KIB
 """A page is full with so many rows, or with so many bytes before they are packed."""
 UNPACKED = 128 * limits.MIB
-"""The most that a page may say to hold unpacked: a full one, and a row as long as any that is accepted, of 2,000,000 key frames."""
+"""The most that a page may say to hold unpacked: as much as a full one and a row as long as any, of 2,000,000 key frames."""
 ENTRY = np.dtype([("rows", "<u4"), ("stored", "<u4"), ("unpacked", "<u4"), ("digest", f"V{SHORT}")])
 I64 = npt.NDArray[np.int64]
 

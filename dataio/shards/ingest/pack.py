@@ -30,7 +30,6 @@ import msgspec
 from dataio.core import crashpoints, limits
 from dataio.core.errors import ConflictError, UsageError
 from dataio.core.scratch import scratch_folder
-from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
 from dataio.shards.ingest import engines, plan
 from dataio.shards.ingest.journal import Journal
@@ -42,7 +41,7 @@ from dataio.shards.media.facts import TEXT_BYTES, Recipe
 from dataio.shards.media.recipes import check_recipe
 from dataio.shards.query import conditions as query
 from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.query.parts import store_parts
+from dataio.shards.query.parts import PartWriter
 from dataio.shards.report import PackReport, Progress, Skipped, WorkerReport
 from dataio.shards.versions import documents as versions
 from dataio.shards.versions.mounting import with_mounts
@@ -51,8 +50,6 @@ from dataio.store.open import open_store
 
 __all__ = ["Columns", "PackReport", "Progress", "Recipe", "Skipped", "append", "pack"]
 
-PART_ROWS = 50_000
-"""An index part is closed at the end of the unit in which it reaches this many rows."""
 _AS_IT_IS = Recipe()
 
 _at_index = crashpoints.declare("pack.index-stored", "shards and index are stored; there is no version yet")
@@ -290,20 +287,17 @@ class _Work:
 
     def index(self, first: int, nothing: Callable[[], UsageError]) -> tuple[Any, Any]:
         """Store the index parts of all units, in order; all shards, all parts."""
-        shards, parts, rows = list[versions.Shard](), list[versions.IndexPart](), list[Sample]()
+        shards, parts = list[versions.Shard](), PartWriter(self.store, first)
         for packed in self.journal.records(len(self.units)):
             shards += packed.shards
-            rows += packed.samples
             self.keys |= {sample.key for sample in packed.samples}
-            if len(rows) >= PART_ROWS:
-                parts += store_parts(self.store, rows, first + len(parts))
-                rows = []
-        parts += store_parts(self.store, rows, first + len(parts))
+            parts.add(packed.samples)
+        stored = parts.close()
         if not shards:
             skipped = [item for packed in self.journal.records(len(self.units)) for item in packed.skipped]
             self.journal.delete()
             raise _nothing(skipped) if skipped else nothing()
-        return tuple(shards), tuple(parts)
+        return tuple(shards), tuple(stored)
 
     def report(self, tally: _Tally, workers: tuple[WorkerReport, ...], seconds: float) -> PackReport:
         """What the records say."""

@@ -1,34 +1,70 @@
 """Storing index parts.
 
 Purpose: whoever makes samples hands them over in the order of their numbers and gets what the version document names.
-Invariants: a part has at most `PART_ROWS` rows; its key holds a digest of its bytes, so equal rows give equal objects and
-different ones never replace each other.
+Invariants: a part has at most `PART_ROWS` rows, and few enough for `PART_WEIGHT`, whatever they hold: so it is never larger than
+what is read (`documents.PART_BYTES`), nor takes more memory to write than that. Its key holds a digest of its bytes, so equal
+rows give equal objects and different ones never replace each other.
 Failure behaviour: the store's errors pass through; parts stored by then are named by nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from dataio.core import limits
 from dataio.shards.contract import Sample
 from dataio.shards.index import rows as index
 from dataio.shards.index.digests import digest
 from dataio.shards.versions.documents import IndexPart
 from dataio.store.contract import Store
 
-PART_ROWS = 100_000
+PART_ROWS = 50_000
+PART_WEIGHT = 32 * limits.MIB
+"""About as many bytes have the rows of a part before they are packed. 50,000 clips have fewer, 1,000 films more."""
 FIELD_NAMES = 256
 """So many names of promoted fields are recorded of a part, the first ones by name."""
 
 
-def store_parts(store: Store, samples: Sequence[Sample], first: int) -> list[IndexPart]:
-    """Store `samples` as the parts number `first` and following, and describe them. No samples, no parts."""
-    made = list[IndexPart]()
-    for number, start in enumerate(range(0, len(samples), PART_ROWS), first):
-        rows = samples[start : start + PART_ROWS]
+class PartWriter:
+    """Stores samples, which come in the order of their numbers, as the parts number `first` and following."""
+
+    def __init__(self, store: Store, first: int) -> None:
+        self._store, self._first = store, first
+        self._rows, self._weight = list[Sample](), 0
+        self._stored = list[IndexPart]()
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Take these samples; parts that are full are stored."""
+        for sample in samples:
+            self._rows.append(sample)
+            self._weight += _weight(sample)
+            if len(self._rows) >= PART_ROWS or self._weight >= PART_WEIGHT:
+                self._store_part()
+
+    def close(self) -> list[IndexPart]:
+        """Store what is left; all parts, described. No samples, no parts."""
+        if self._rows:
+            self._store_part()
+        return self._stored
+
+    def _store_part(self) -> None:
+        rows, self._rows, self._weight = self._rows, [], 0
         size = sum(member.length for sample in rows for member in sample.members)
-        made.append(store_part(store, number, index.write_part(rows), len(rows), size, field_types(rows)))
-    return made
+        number = self._first + len(self._stored)
+        self._stored.append(store_part(self._store, number, index.write_part(rows), len(rows), size, field_types(rows)))
+
+
+def store_parts(store: Store, samples: Iterable[Sample], first: int) -> list[IndexPart]:
+    """Store `samples` as the parts number `first` and following, and describe them."""
+    writer = PartWriter(store, first)
+    writer.add(samples)
+    return writer.close()
+
+
+def _weight(sample: Sample) -> int:
+    key_frames = 0 if sample.video is None else len(sample.video.key_frames)
+    fields = sum(len(name) + len(str(value)) for name, value in sample.fields.items())
+    return 256 + 16 * key_frames + 64 * len(sample.members) + len(sample.text or "") + fields
 
 
 def store_part(store: Store, number: int, part: index.Part, rows: int, size: int, fields: dict[str, str]) -> IndexPart:

@@ -42,7 +42,7 @@ DATASET_KEY = "dataset.json"
 COMMIT_TRIES = 64
 """Races that `commit` may lose before it gives up."""
 PART_BYTES = 256 * limits.MIB
-"""The largest index part that is read; those written here hold at most `dataio.shards.query.parts.PART_ROWS` rows."""
+"""The largest index part that is read; those written here are smaller, whatever they hold (`dataio.shards.query.parts`)."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 

@@ -27,11 +27,11 @@ from dataio.core.errors import (
 )
 from dataio.shards import tar
 from dataio.shards.dali import dali_index
-from dataio.shards.in_place import indexing as in_place
 from dataio.shards.in_place import tar_pass as in_place_pass
 from dataio.shards.in_place.tally import IndexProgress
 from dataio.shards.ingest.sources import gather
 from dataio.shards.media.probe import probe
+from dataio.shards.query import parts
 from dataio.store.open import open_location, open_store
 from tests.pictures import picture
 
@@ -352,11 +352,11 @@ def test_samples_and_members_without_end_are_refused(put, tmp_path: Path, monkey
 
 
 def test_index_parts_are_cut(put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "PART_ROWS", 3)
+    monkeypatch.setattr(parts, "PART_ROWS", 3)
     for shard in range(4):
         put(f"{shard}.tar", [(f"{shard}-{i}.bin", b"x") for i in range(2)])
     with index(tmp_path / "from", tmp_path / "set") as dataset:
-        assert [part.rows for part in dataset.document.index] == [4, 4]
+        assert [part.rows for part in dataset.document.index] == [3, 3, 2]
         assert [sample.id for sample in dataset] == list(range(8))
 
 

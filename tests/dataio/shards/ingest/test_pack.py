@@ -17,6 +17,7 @@ from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, Tr
 from dataio.shards import tar
 from dataio.shards.ingest import engines
 from dataio.shards.ingest.pool import ProbePool
+from dataio.shards.query import parts
 from dataio.shards.report import Progress
 from dataio.store.contract import Store
 from dataio.store.open import open_store
@@ -160,7 +161,6 @@ def test_strict_stops_with_the_first_bad_file_and_leaves_no_dataset(clips: Path,
 
 
 def test_a_file_that_hangs_its_prober_is_skipped(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
 
     log = tmp_path / "log"
     stub = f"""
@@ -269,7 +269,7 @@ def test_progress_counts_every_sample_and_byte(clips: Path, tmp_path: Path) -> N
 
 
 def test_many_index_parts_are_one_dataset(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["dataio.shards.ingest.pack"], "PART_ROWS", 2)
+    monkeypatch.setattr(parts, "PART_ROWS", 2)
     with pack(clips, tmp_path / "ds", shard_bytes=1) as dataset:
         assert [part.rows for part in dataset.document.index] == [2, 2, 1]
         assert len(dataset.document.shards) == 5

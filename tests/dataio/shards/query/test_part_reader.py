@@ -90,6 +90,20 @@ def test_rows_with_many_key_frames_lie_in_smaller_groups(tmp_path: Path) -> None
     assert index.group_rows(short) == index.GROUP_ROWS
 
 
+def test_films_make_smaller_parts_than_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no part is larger than what is read, nor takes more memory to write."""
+    monkeypatch.setattr(parts, "PART_WEIGHT", 1 << 20)
+    store = open_store(tmp_path)
+    film = tuple(KeyFrame(1000 * n, 24 * n) for n in range(3000))
+    clips = [sample(n, "shards/a.tar", n) for n in range(2000)]
+    films = [replace(one, video=replace(video(1), frames=72_001, key_frames=film)) for one in clips[:70]]
+    sizes = {
+        name: [part.rows for part in parts.store_parts(store, rows, 0)]
+        for name, rows in (("clips", clips), ("films", films), ("texts", [replace(clips[0], text="x" * (1 << 19))] * 5))
+    }
+    assert sizes == {"clips": [2000], "films": [22, 22, 22, 4], "texts": [2, 2, 1]}
+
+
 def test_a_bad_row_is_named_by_its_number_in_the_part_whatever_was_read_with_it(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     rows = [sample(n, "shards/a.tar", n) for n in range(3000)]
