@@ -26,6 +26,7 @@ from dataio.core.errors import CorruptionError, NotFoundError
 from dataio.shards.contract import Files, Sample
 from dataio.shards.query import kept, row_pages
 from dataio.shards.query.kept import Rows
+from dataio.shards.query.part_bytes import name_of
 from dataio.shards.query.row_pages import RowPages
 from dataio.shards.versions.documents import VersionDocument
 from dataio.store.contract import Store
@@ -111,7 +112,7 @@ class OpenIndex:
                 found = pages.samples(rows, numbers) if pages else []
                 for one, other in zip(found, self._tables.samples(number, rows, numbers), strict=True):
                     if one != other:
-                        name = f"{self._store.location.url}: {part.key}"
+                        name = name_of(self._store, part)
                         raise CorruptionError(f"{name}: row {one.id}: its page holds another sample than its table")
 
     def only(self, column: str) -> str | None:
@@ -129,7 +130,7 @@ class OpenIndex:
         """Which rows of a part are samples; None for all."""
         if part not in self._kept:
             described = self._document.index[part]
-            self._kept[part] = kept.load(self._store, described, f"{self._store.location.url}: {described.key}")
+            self._kept[part] = kept.load(self._store, described, name_of(self._store, described))
         return self._kept[part]
 
     def part_rows(self, part: int) -> int:

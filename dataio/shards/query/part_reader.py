@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from dataio.core.errors import CorruptionError
 from dataio.shards.index import parquet
 from dataio.shards.index import rows as index
 from dataio.shards.index.digests import digest
+from dataio.shards.query.part_bytes import fill, name_of
 from dataio.shards.versions.documents import IndexPart
 from dataio.store.contract import Store
 from dataio.store.mounts import PREFIX
@@ -40,7 +41,7 @@ class PartReader:
 
     def __init__(self, store: Store, part: IndexPart, shards: Mapping[str, int]) -> None:
         self._store, self._part, self._shards = store, part, shards
-        self._name = f"{store.location.url}: {part.key}"
+        self._name = name_of(store, part)
         footer = self._footer()
         try:
             self._metadata = parquet.Reader(footer).metadata
@@ -86,7 +87,7 @@ class PartReader:
         one_block = self._part.size - self._part.footer <= index.BLOCK_BYTES
         wanted = self._part.size if one_block else self._part.footer
         data = bytearray(wanted)
-        self._get([(self._part.size - wanted, memoryview(data))])
+        fill(self._store, self._part, [(self._part.size - wanted, memoryview(data))])
         footer = bytes(data[wanted - self._part.footer :])
         if digest(footer) != self._part.footer_digest:
             raise self._bad("BLAKE3 of its footer is not what the dataset version says")
@@ -125,21 +126,13 @@ class PartReader:
         runs = _runs({b for start, end in ranges for b in _blocks_of(start, end)})
         at = [(first * index.BLOCK_BYTES, min(last * index.BLOCK_BYTES, limit)) for first, last in runs]
         if self._block is None:
-            self._get([(start, view[start:end]) for start, end in at])
+            fill(self._store, self._part, [(start, view[start:end]) for start, end in at])
         elif runs:
             view[:limit] = self._block
         for (first, last), (start, end) in zip(runs, at, strict=True):
             if index.block_digests(view[start:end]) != self._digests[first:last]:
                 raise self._bad(f"BLAKE3 of a block between {start} and {end} does not match")
         return data
-
-    def _get(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        try:
-            self._store.get_ranges_into(self._part.key, ranges)
-        except NotFoundError as error:
-            raise CorruptionError(f"{self._name} is missing, though the dataset version names it") from error
-        except RangeError as error:
-            raise self._bad(f"shorter than the dataset version says: {error.message}") from error
 
     def _bad(self, why: str, hint: str = "") -> CorruptionError:
         return CorruptionError(f"{self._name}: {why}", hint=hint)

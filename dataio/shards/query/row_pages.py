@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dataio.core import limits
-from dataio.core.errors import CorruptionError, NotFoundError, RangeError
 from dataio.shards.contract import Files, Sample
 from dataio.shards.index.lookup import Directory, Rows, Section
+from dataio.shards.query.part_bytes import fill, name_of
 from dataio.shards.versions.documents import IndexPart
 from dataio.store.contract import Store
 from dataio.store.mounts import PREFIX
@@ -68,7 +68,7 @@ class RowPages:
     def __init__(self, store: Store, part: IndexPart, number: int, shards: Mapping[str, int], kept: Kept) -> None:
         assert part.pages is not None
         self._store, self._part, self._number, self._kept = store, part, number, kept
-        self._name = f"{store.location.url}: {part.key}"
+        self._name = name_of(store, part)
         self._rows = Rows(self._name, shards, part.prefix, PREFIX)
         self._data, self._first = memoryview(b""), 0
         self._directory = self._open(part.pages)
@@ -93,7 +93,7 @@ class RowPages:
         whole = section.pages <= WHOLE
         start = section.offset if whole else section.offset + section.pages
         data = memoryview(bytearray(section.end - start))
-        self._get([(start, data)])
+        fill(self._store, self._part, [(start, data)])
         if whole:
             self._data, self._first = data[: section.pages], section.offset
         return Directory(section, data[len(data) - section.directory :], self._part.rows, self._name)
@@ -129,17 +129,9 @@ class RowPages:
             asked.append((start, data[at : at + end - start]))
             at += end - start
         if asked:
-            self._get(asked)
+            fill(self._store, self._part, asked)
         at = 0
         for start, end in ranges:
             views.append(data[at : at + end - start])
             at += end - start
         return views
-
-    def _get(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        try:
-            self._store.get_ranges_into(self._part.key, ranges)
-        except NotFoundError as error:
-            raise CorruptionError(f"{self._name} is missing, though the dataset version names it") from error
-        except RangeError as error:
-            raise CorruptionError(f"{self._name}: shorter than the dataset version says: {error.message}") from error
