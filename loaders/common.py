@@ -38,6 +38,25 @@ if TYPE_CHECKING:  # what few loaders need is imported where they need it
     from loaders.sound.spec import AudioSpec
 
 Kind = TypeVar("Kind", bound=type)
+_ELSEWHERE = {
+    "num_workers": "threads",
+    "prefetch_factor": "prefetch",
+    "transforms": "transform",
+    "frames": "clip=Clip(frames=...)",
+    "stride": "clip=Clip(stride=...)",
+    "fps": "clip=Clip(fps=...)",
+    "seconds": "window=Window(seconds)",
+}
+"""What other loaders call it, or what it is a part of here."""
+
+
+def _meant(name: str, signature: inspect.Signature) -> str:
+    """What somebody may have meant by an argument that there is not."""
+    import difflib
+
+    known = list(signature.parameters)
+    found = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
+    return f" (did you mean {found}?)" if found.partition("=")[0] in known else ""
 
 
 def explicit(kind: Kind) -> Kind:
@@ -120,7 +139,8 @@ class Asked:
         known = {field.name for field in fields(cls)}
         for name in common:
             if name not in known:
-                raise TypeError(f"{type(loader).__name__}() has no argument {name!r}")
+                kind = type(loader)
+                raise TypeError(f"{kind.__name__}() has no argument {name!r}{_meant(name, inspect.signature(kind))}")
         return cls(**common)
 
     def sampling(self, batch_size: int | None) -> Sampling:

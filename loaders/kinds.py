@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -21,14 +22,13 @@ import numpy as np
 from dataio.core.errors import UsageError
 
 
-def plain(name: str, value: object, kind: Any) -> Any:
-    """`value`, if it is of this kind."""
+def plain(name: str, value: object, kind: Any, wanted: str = "") -> Any:
+    """`value`, if it is of this kind; what is `wanted` in words, where those of the kind would not do."""
     found = _python(value)
     try:
         converted = msgspec.convert(found, kind)
     except msgspec.ValidationError:
-        wanted = kind.__name__ if type(kind) is type else re.sub(r"[a-z_]+\.", "", str(kind))
-        raise UsageError(f"{name} cannot be {value!r:.200}", hint=f"give {wanted}") from None
+        raise UsageError(f"{name} cannot be {value!r:.200}", hint=f"give {wanted or _said(kind)}") from None
     return converted if isinstance(found, list) else found
 
 
@@ -40,6 +40,17 @@ def settle(description: Any) -> None:
         found = plain(f"{cls.__name__}'s {name}", value, kind)
         if found is not value:
             object.__setattr__(description, name, found)
+
+
+def _said(kind: Any) -> str:
+    """As people would: `int or None`, `'mix' or 'first'`."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_said, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if kind is NoneType:
+        return "None"
+    return kind.__name__ if type(kind) is type else re.sub(r"[a-z_]+\.", "", str(kind))
 
 
 @functools.cache

@@ -227,7 +227,8 @@ def segments_of(
     if isinstance(weights, Mapping):
         changes = [(0, plain("weights", weights, dict[str, float]))]
     else:
-        changes = plain("weights", weights, list[tuple[int, dict[str, float]]])
+        wanted = "a dict such as {'a': 1, 'b': 3}, or a list of (step, dict)"
+        changes = plain("weights", weights, list[tuple[int, dict[str, float]]], wanted)
     if not 1 <= len(changes) <= MAX_SEGMENTS:
         raise UsageError(f"weights change {len(changes)} times", hint=f"1 to {MAX_SEGMENTS} segments can be")
     steps = [step for step, _ in changes]

@@ -65,3 +65,20 @@ def test_help_shows_every_argument_of_a_loader_with_its_default() -> None:
 def test_an_argument_that_there_is_not_is_named(kind: type) -> None:
     with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) has no argument 'colour'"):
         kind("nowhere", 8, colour="red")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [
+        (loaders.VideoLoader, "num_workers", "(did you mean threads?)"),
+        (loaders.VideoLoader, "frames", "(did you mean clip=Clip(frames=...)?)"),
+        (loaders.AudioLoader, "frames", "'frames'"),
+        (loaders.AudioLoader, "seconds", "(did you mean window=Window(seconds)?)"),
+        (loaders.VideoLoader, "colour", "(did you mean color?)"),
+        (loaders.VideoLoader, "zzz", "'zzz'"),
+    ],
+)
+def test_an_argument_that_others_have_is_told_by_our_name(kind: type, name: str, told: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        kind("nowhere", 4, **{name: 1})
+    assert str(caught.value).endswith(told)

@@ -92,3 +92,14 @@ def test_numpys_numbers_become_plain_ones_and_a_state_of_them_is_json(made_datas
 
 def test_a_mapping_of_a_configuration_is_as_good_as_a_dict() -> None:
     assert plain("weights", UserDict(a=1, b=np.float32(2)), dict[str, float]) == {"a": 1, "b": 2.0}
+
+
+def test_what_should_be_given_is_said_in_words() -> None:
+    for make, words in (
+        (lambda: AudioSpec(features="mel"), "give 'waveform' or LogMel"),  # type: ignore[arg-type]
+        (lambda: AudioSpec(seconds="2"), "give float or None"),  # type: ignore[arg-type]
+        (lambda: Mixture({"a": "ds"}, weights=[1]), "a list of (step, dict)"),  # type: ignore[list-item]
+    ):
+        with pytest.raises(UsageError) as caught:
+            make()  # type: ignore[no-untyped-call]
+        assert words in caught.value.hint
