@@ -25,7 +25,7 @@ from dataio.core.errors import (
     UsageError,
 )
 from dataio.store import s3read
-from dataio.store.checks import check_conditional_size, check_prefix, too_large
+from dataio.store.checks import check_conditional_size, check_prefix, too_large, writable_bytes
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
 from dataio.store.retry import Policy, call_async
 from dataio.store.s3client import connect
@@ -53,7 +53,8 @@ class S3Store(Store):
         return Location(self._config.url, self._config.public, self._config.shareable)
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        return self._session.run(self._get(key, max_bytes))
+        found = self._session.get_here(f"reading {self._name(key)}", self._config.full_key(key), max_bytes)
+        return self._session.run(self._get(key, max_bytes)) if found is None else found
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.get_ranges_into(key, [(offset, buffer)])
@@ -65,7 +66,7 @@ class S3Store(Store):
 
     def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
         full, name = self._config.full_key(key), self._name(key)
-        if not s3read.pass_here(self._session, full, name, offset, buffer.nbytes, take):
+        if not s3read.pass_here(self._session, full, name, offset, writable_bytes(buffer), take):
             super().get_pieces(key, offset, buffer, take)
 
     def put(self, key: str, data: Buffer) -> None:

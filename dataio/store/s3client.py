@@ -19,9 +19,9 @@ def connect(config: S3Config) -> S3Session:
     """A session for `config`; makes no request."""
     if config.client == "s3fs":
         return S3Session(config)
-    try:
-        from dataio.store.s3fast import FastSession, unavailable
-    except ImportError:
+    from dataio.store.s3fast import FastSession, installed, unavailable
+
+    if not installed():
         reason, hint = "obstore is not installed", "pip install 'millrace[fast-s3]'"
     else:
         found = unavailable(config)

@@ -11,13 +11,14 @@ Failure behaviour: the errors of `s3errors`; None when the server sends elsewher
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import hashlib
 import hmac
 import ssl
 import urllib.parse
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dataio.core import limits
@@ -44,23 +45,19 @@ class Pages:
         self._config = config
         self._trust: ssl.SSLContext | None = None
 
-    async def page(
-        self, doing: str, keys: Keys | None, parameters: Mapping[str, object], meanwhile: Callable[[], None]
-    ) -> dict[str, Any] | None:
-        """botocore's answer to `list_objects_v2`. `meanwhile`, which raises nothing, is called once the request is sent."""
+    async def page(self, doing: str, keys: Keys | None, parameters: Mapping[str, object]) -> dict[str, Any] | None:
+        """botocore's answer to `list_objects_v2`."""
         url = urllib.parse.urlsplit(self._config.bucket_url)
         query = {"list-type": "2", "encoding-type": "url"} | {_NAMES[n]: str(v) for n, v in parameters.items()}
         payer = {"x-amz-request-payer": "requester"} if self._config.options.get("requester_pays") else {}
         headers = signed(
             url, query, payer, keys, self._config.region or "us-east-1", datetime.datetime.now(datetime.UTC)
         )
-        status, found, body = await self._exchange(doing, url, query, headers, meanwhile)
+        status, found, body = await self._exchange(doing, url, query, headers)
         if 300 <= status < 400:
             return None
         if status != 200:
-            said = _parsed(body) if body.lstrip().startswith(b"<") else None
-            code, words = (_text(said, "Code"), _text(said, "Message")) if said is not None else ("", "")
-            raise from_answer(status, code or str(status), words, found.get("retry-after"), self._config, doing)
+            raise refusal(status, body, found.get("retry-after"), self._config, doing)
         try:
             return listing(body) | {"ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": found}}
         except (ValueError, ET.ParseError) as error:
@@ -74,12 +71,11 @@ class Pages:
         url: urllib.parse.SplitResult,
         query: Mapping[str, str],
         headers: Mapping[str, str],
-        meanwhile: Callable[[], None],
     ) -> tuple[int, dict[str, str], bytes]:
         where = f"{doing}: {self._config.endpoint}"
         try:
             async with asyncio.timeout(self._config.connect_seconds):
-                reader, writer = await asyncio.open_connection(url.hostname, _port(url), ssl=self._context(url.scheme))
+                reader, writer = await asyncio.open_connection(url.hostname, _port(url), ssl=self.trust(url.scheme))
         except ssl.SSLError as error:
             raise UsageError(f"{where}: {error}", hint=CERTIFICATE_HINT) from error
         except OSError as error:
@@ -89,7 +85,6 @@ class Pages:
                 lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
                 target = f"{_path(url)}?{canonical(query)}"
                 writer.write(f"GET {target} HTTP/1.1\r\n{lines}connection: close\r\n\r\n".encode("ascii"))
-                meanwhile()
                 return await _answer(reader)
         except (OSError, EOFError) as error:
             words = "the body ended early" if isinstance(error, EOFError) else str(error) or "the read timed out"
@@ -99,7 +94,8 @@ class Pages:
         finally:
             writer.transport.abort()
 
-    def _context(self, scheme: str) -> ssl.SSLContext | None:
+    def trust(self, scheme: str) -> ssl.SSLContext | None:
+        """The certificates to trust; None where none are needed. They are read once."""
         if scheme == "http":
             return None
         if self._trust is None:
@@ -122,8 +118,9 @@ def signed(
     keys: Keys | None,
     region: str,
     now: datetime.datetime,
+    method: str = "GET",
 ) -> dict[str, str]:
-    """The headers of a GET without a body, signed for S3 unless `keys` is None (AWS Signature Version 4)."""
+    """The headers of a request without a body, signed for S3 unless `keys` is None (AWS Signature Version 4)."""
     host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname or ""
     port = f":{url.port}" if url.port and url.port != _default_port(url) else ""
     stamp = now.strftime("%Y%m%dT%H%M%SZ")
@@ -134,7 +131,7 @@ def signed(
         given["x-amz-security-token"] = keys.token
     names = ";".join(sorted(given))
     lines = "".join(f"{name}:{given[name].strip()}\n" for name in sorted(given))
-    request = "\n".join(["GET", _path(url), canonical(query), lines, names, _EMPTY])
+    request = "\n".join([method, _path(url), canonical(query), lines, names, _EMPTY])
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
     digest = hashlib.sha256(request.encode()).hexdigest()
     key = f"AWS4{keys.secret}".encode()
@@ -147,8 +144,18 @@ def signed(
 
 def canonical(query: Mapping[str, str]) -> str:
     """The query as it is signed and sent."""
-    pairs = sorted((_quoted(name), _quoted(value)) for name, value in query.items())
+    pairs = sorted((quoted(name), quoted(value)) for name, value in query.items())
     return "&".join(f"{name}={value}" for name, value in pairs)
+
+
+def refusal(status: int, body: bytes, retry_after: str | None, config: S3Config, doing: str) -> MillraceError:
+    """The error for an answer that is none of success."""
+    code = words = ""
+    if body.lstrip().startswith(b"<"):
+        with contextlib.suppress(ET.ParseError):  # a page for people, or cut short
+            said = _parsed(body)
+            code, words = _text(said, "Code"), _text(said, "Message")
+    return from_answer(status, code or str(status), words, retry_after, config, doing)
 
 
 def listing(body: bytes) -> dict[str, Any]:
@@ -232,8 +239,9 @@ def _text(element: ET.Element, name: str) -> str:
     return element.findtext(f"{{*}}{name}") or ""
 
 
-def _quoted(text: str) -> str:
-    return urllib.parse.quote(text, safe="-_.~")
+def quoted(text: str, safe: str = "") -> str:
+    """A part of an address as it is signed and sent."""
+    return urllib.parse.quote(text, safe=f"-_.~{safe}")
 
 
 def _path(url: urllib.parse.SplitResult) -> str:

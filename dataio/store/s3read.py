@@ -25,6 +25,8 @@ PARALLEL = 8
 SHORT_BYTES = 1 << 20
 """Up to here a body may come in one piece, in memory of its own."""
 _CHUNK = 256 << 10
+_PIECE = 256 << 10
+"""What passes through the processor's caches at a time."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 Range = tuple[int, memoryview]
@@ -57,26 +59,6 @@ def _cut(ranges: Sequence[Range]) -> Iterator[Range]:
             yield offset + at, buffer[at : at + SPAN_BYTES]
 
 
-class _Filling:
-    """Takes the bytes of a span, piece by piece, to where they go."""
-
-    def __init__(self, span: Span) -> None:
-        self._segments, self._done = list(span.segments), 0  # of the first segment
-        self.left = span.stop - span.start
-
-    def take(self, piece: memoryview) -> None:
-        self.left -= len(piece)
-        while piece and self._segments:
-            length, target = self._segments[0]
-            n = min(len(piece), length - self._done)
-            if target is not None:
-                target[self._done : self._done + n] = piece[:n]
-            piece, self._done = piece[n:], self._done + n
-            if self._done == length:
-                del self._segments[0]
-                self._done = 0
-
-
 def fill_here(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> bool:
     """As `fill`, in the caller's thread and for one span; False where it has to be done by `fill`."""
     targets = [(offset, writable_bytes(buffer)) for offset, buffer in ranges]
@@ -85,27 +67,28 @@ def fill_here(session: S3Session, key: str, name: str, ranges: Sequence[Range]) 
     spans = plan(targets)
     if len(spans) != 1 or any(not len(buffer) for _, buffer in targets):
         return False
-    filling = _Filling(spans[0])
-    there = session.read_here(f"reading {name}", key, spans[0].start, spans[0].stop, filling.take)
-    return there and not filling.left
+    start, stop, segments = spans[0].start, spans[0].stop, spans[0].segments
+    buffers = (memoryview(bytearray(length)) if target is None else target for length, target in segments)
+    return session.read_here(f"reading {name}", key, start, stop, buffers)
 
 
 def pass_here(
-    session: S3Session, key: str, name: str, offset: int, size: int, take: Callable[[int, memoryview], None]
+    session: S3Session, key: str, name: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]
 ) -> bool:
-    """Give `take` the bytes of one span as they come, in the caller's thread; False where it has to be done by `fill`."""
+    """Give `take` the bytes of one span as they come, through the beginning of `buffer`, which is as long as they are; in the
+    caller's thread. False where it has to be done by `fill`."""
+    size, room = len(buffer), buffer[:_PIECE]
     if not 0 < size <= SPAN_BYTES:
         return False
     check_range(name, offset, size)
-    at = offset
 
-    def step(piece: memoryview) -> None:
-        nonlocal at
-        if at + len(piece) <= offset + size:
-            take(at, piece)
-        at += len(piece)
+    def pieces() -> Iterator[memoryview]:
+        for at in range(0, size, _PIECE):
+            piece = room[: size - at]
+            yield piece
+            take(offset + at, piece)
 
-    return session.read_here(f"reading {name}", key, offset, offset + size, step) and at == offset + size
+    return session.read_here(f"reading {name}", key, offset, offset + size, pieces())
 
 
 async def fill(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> None:

@@ -19,7 +19,7 @@ import io
 import os
 import selectors
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextvars import Context
 from typing import Any, TypeGuard, TypeVar, TypeVarTuple
 
@@ -44,9 +44,14 @@ class S3Session:
         self._worker = _Worker(config)
         self._closer = Ending(self, self._worker.stop)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was neither closed, nor opened before a fork."""
+        return self._closer.alive and self._worker.is_here()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, run in the session's loop, from any thread but that loop's own."""
-        if not self._closer.alive or not self._worker.is_here():
+        if not self.is_open:
             work.close()
             raise UsageError(
                 f"the store {self.config.url} was closed, or opened before a fork", hint="open it again in this process"
@@ -67,9 +72,14 @@ class S3Session:
         """Bytes [start, stop) of an object in one step, as many as there are; None where there is no such way."""
         return None
 
-    def read_here(self, doing: str, key: str, start: int, stop: int, take: Callable[[memoryview], None]) -> bool:
-        """Give `take` the bytes [start, stop) of an object piece by piece, all in this thread; False where there is no such way,
-        or the answer has to be looked at closely: then whatever came is to be read again."""
+    def get_here(self, doing: str, key: str, most: int) -> bytes | None:
+        """An object of at most `most` bytes, read in this thread; None where there is no such way, or the answer has to be looked
+        at closely."""
+        return None
+
+    def read_here(self, doing: str, key: str, start: int, stop: int, buffers: Iterable[memoryview]) -> bool:
+        """Fill `buffers`, one after the other, with the bytes [start, stop) of an object, all in this thread; each is asked for
+        when the one before it is full. False as above: then whatever came is to be read again."""
         return False
 
     def head_here(self, doing: str, key: str) -> dict[str, Any] | None:
@@ -190,7 +200,7 @@ class _Worker:
         with self._connecting:  # `stop` comes before this, or after it and then finds the task
             if self._stopped:
                 work.close()
-                raise _closed_in_use(self._config.url)
+                raise closed_in_use(self._config.url)
             loop = self._started()
             loop.call_soon_threadsafe(start)
         try:
@@ -267,13 +277,14 @@ class _Worker:
             loop.close()
 
 
-def _closed_in_use(url: str) -> UsageError:
+def closed_in_use(url: str) -> UsageError:
+    """What whoever waits for an answer gets when the store is closed."""
     return UsageError(f"the store {url} was closed while it was used", hint="close it when all is done")
 
 
 def _hand_over(task: asyncio.Task[T], outcome: concurrent.futures.Future[T], url: str) -> None:
     if task.cancelled():
-        outcome.set_exception(_closed_in_use(url))
+        outcome.set_exception(closed_in_use(url))
     elif (error := task.exception()) is not None:
         outcome.set_exception(error)
     else:

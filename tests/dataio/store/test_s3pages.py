@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -140,8 +140,8 @@ def test_a_page_is_read_as_it_was_encoded() -> None:
 
 
 @contextlib.contextmanager
-def _answering(*answers: bytes, after: Callable[[], object] = bool) -> Iterator[Store]:
-    """A store at a server that gives these answers, one a connection, each after a call of `after`; without retries."""
+def _answering(*answers: bytes) -> Iterator[Store]:
+    """A store at a server that gives these answers, one a connection; without retries."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(20)
 
@@ -152,7 +152,6 @@ def _answering(*answers: bytes, after: Callable[[], object] = bool) -> Iterator[
                 asked = b""
                 while b"\r\n\r\n" not in asked:
                     asked += connection.recv(65536)
-                after()
                 with contextlib.suppress(OSError):  # who has seen enough has left
                     connection.sendall(answer)
 
@@ -223,25 +222,6 @@ def test_an_answer_that_is_no_page_is_one_clear_error(answer: bytes, kind: type[
     assert type(caught.value) is kind
     if kind is SlowDownError:
         assert caught.value.seconds == 7  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_client_for_reading_is_made_while_the_server_lists(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3fast = pytest.importorskip("dataio.store.s3fast", exc_type=ImportError)
-    begun, make = threading.Event(), s3fast._native
-
-    def native(*given: object) -> object:
-        begun.set()
-        if fails:
-            raise OSError("no certificates")
-        return make(*given)
-
-    monkeypatch.setattr(s3fast, "_native", native)
-    in_time = list[bool]()
-    with _answering(_http(_LAST), after=lambda: in_time.append(begun.wait(20))) as store:
-        assert list(store.list()) == []
-        assert (store.inner._session._native is None) == fails  # type: ignore[attr-defined]
-    assert in_time == [True]
 
 
 def test_a_server_that_is_not_there_is_told_apart() -> None:
