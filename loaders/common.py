@@ -124,6 +124,8 @@ class Asked:
     def __post_init__(self) -> None:
         for name, kind in (("seed", int), *((name, bool) for name in ("shuffle", "drop_last", "evaluate", "copy"))):
             object.__setattr__(self, name, plain(name, getattr(self, name), kind))
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise UsageError(f"seed={self.seed} does not fit 64 bits", hint="such as secrets.randbits(64)")
         arguments.of_kind("columns", self.columns, (list, tuple), 'a list, such as ["width"]')
         arguments.of_kind("sidecar", self.sidecar, (str, os.PathLike), '"auto", the path of a socket, or None')
         arguments.of_kind("storage_options", self.storage_options, Mapping, "a dict of options")

@@ -94,6 +94,12 @@ def test_a_mapping_of_a_configuration_is_as_good_as_a_dict() -> None:
     assert plain("weights", UserDict(a=1, b=np.float32(2)), dict[str, float]) == {"a": 1, "b": 2.0}
 
 
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1])
+def test_a_seed_that_no_state_could_hold_is_refused(seed: int) -> None:
+    with pytest.raises(UsageError, match="64 bits"):
+        VideoLoader("nowhere", 4, seed=seed)
+
+
 def test_what_should_be_given_is_said_in_words() -> None:
     for make, words in (
         (lambda: AudioSpec(features="mel"), "give 'waveform' or LogMel"),  # type: ignore[arg-type]
