@@ -32,6 +32,7 @@ class Fault(enum.Enum):
     LOSE_ANSWER = "the server carries the request out, and the connection is reset instead of answering"
     RESET_BODY = "the connection is reset in the middle of the answer's body"
     CUT_BODY = "the connection is closed in order in the middle of the answer's body"
+    STALL = "nothing follows the first half of the answer's body, and the connection stays open"
     FLIP_BIT = "one bit in the middle of the answer's body is another"
 
 
@@ -96,6 +97,11 @@ class FaultProxy:
         """Do `fault` to the next `times` requests with this method (any if empty) whose path and query contain `path`."""
         with self._lock:
             self._plans.append(_Plan(fault, method, path, times))
+
+    def forget(self) -> None:
+        """Do nothing more of what was injected."""
+        with self._lock:
+            self._plans.clear()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -203,6 +209,8 @@ async def _answer_body(
         return _reset(writer)
     if fault is Fault.CUT_BODY:
         return False
+    if fault is Fault.STALL:
+        await asyncio.Event().wait()  # until the proxy stops
     if fault is Fault.FLIP_BIT:
         byte = await upstream.readexactly(1)
         writer.write(bytes([byte[0] ^ 1]))
