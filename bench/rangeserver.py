@@ -1,10 +1,10 @@
-"""As much of S3 as a reader needs, over a directory: it counts the bytes it sends and may be held to a bandwidth.
+"""As much of S3 as a reader needs, over a directory: it counts the bytes it sends, may be held to a bandwidth and seem far away.
 
-    python -m bench.rangeserver DIRECTORY [BYTES_PER_SECOND]
+    python -m bench.rangeserver DIRECTORY [BYTES_PER_SECOND [SECONDS_OF_DELAY]]
 
 It prints its port. `GET /-/sent` answers with the bytes of all bodies so far. One process, one thread, loopback only.
-Invariant: the bandwidth is that of all connections together. What is not there is 404,
-what is not understood 400. A listing (version 2) is one page.
+Invariant: the bandwidth is that of all connections together; the delay is that of a round trip, of which a new connection costs
+one more. What is not there is 404, what is not understood 400. A listing (version 2) is one page.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ HEAD_BYTES = 64 << 10
 
 
 class RangeServer:
-    """Serves files below `root` as bucket/key. `rate` in bytes a second, 0 for no limit."""
+    """Serves files below `root` as bucket/key. `rate` in bytes a second, 0 for no limit; `delay` in seconds."""
 
-    def __init__(self, root: Path, rate: float = 0.0) -> None:
-        self._root, self._rate, self.sent = root, rate, 0
+    def __init__(self, root: Path, rate: float = 0.0, delay: float = 0.0) -> None:
+        self._root, self._rate, self._delay, self.sent = root, rate, delay, 0
         self._free_at = 0.0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            delay = 2 * self._delay
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                if delay:
+                    await asyncio.sleep(delay)
                 await self._answer(head, writer)
+                delay = self._delay
         writer.close()
 
     async def _answer(self, head: list[str], writer: asyncio.StreamWriter) -> None:
@@ -121,7 +125,7 @@ class RangeServer:
 
 
 async def main() -> None:
-    server = RangeServer(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    server = RangeServer(Path(sys.argv[1]), *map(float, sys.argv[2:4]))
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, limit=HEAD_BYTES, backlog=256)
     print(listening.sockets[0].getsockname()[1], flush=True)
     await listening.serve_forever()

@@ -110,11 +110,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(root: Path, rate: float = 0.0) -> Iterator[Server]:
-    """Serves `root`/<bucket>/<key>, all connections together with at most `rate` bytes a second."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.rangeserver", str(root), str(rate)], stdout=subprocess.PIPE, text=True
-    )
+def server(root: Path, rate: float = 0.0, delay: float = 0.0) -> Iterator[Server]:
+    """Serves `root`/<bucket>/<key>, all connections together at most at `rate` bytes a second; `delay` in seconds."""
+    command = [sys.executable, "-m", "bench.rangeserver", str(root), str(rate), str(delay)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield Server(int(process.stdout.readline()) if process.stdout else 0)
     finally:

@@ -45,6 +45,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--kind", choices=list(data.KINDS), default="short", help="4 s clips, or 10 s with few key frames"
     )
     parser.add_argument("--s3", action="store_true", help="read from an S3 server on this machine, not from files")
+    parser.add_argument("--delay", type=float, default=0, metavar="MS", help="milliseconds by which it answers late")
+    parser.add_argument("--rate", type=float, default=0, metavar="MB", help="the most MB that it sends a second")
     parser.add_argument("--data", type=Path, help="keep the clips in this folder, and use those that are there")
     parser.add_argument(
         "--peer-python",
@@ -79,12 +81,18 @@ def fill(job: command.Job, part: Part) -> None:
         "batch": BATCH,
         "threads": THREADS,
         "s3": job.args.s3,
+        "delay_ms": job.args.delay,
+        "rate_mb": job.args.rate,
         "missing": missing,
     }
     part.metrics, part.against = METRICS | (FROM_S3 if job.args.s3 else {}), FLOOR if FLOOR in names else names[0]
     if job.args.s3:
         part.notes.append("The floors read files. The server shares the cores with its clients.")
-    with _served(folder.parent, wanted=job.args.s3) as port:
+        if job.args.delay or job.args.rate:
+            part.notes.append(
+                f"Its answers come {job.args.delay:g} ms late, all together at {job.args.rate or 'no'} MB/s."
+            )
+    with _served(folder.parent, job.args) as port:
         wanted = [
             Candidate(
                 name,
@@ -154,13 +162,13 @@ def _prepared(job: command.Job, kind: data.Kind, names: Sequence[str], pythons: 
 
 
 @contextlib.contextmanager
-def _served(root: Path, *, wanted: bool) -> Iterator[int]:
+def _served(root: Path, args: argparse.Namespace) -> Iterator[int]:
     """The port of a server of `root`, 0 if none is wanted; candidates, processes of their own, find it in the environment."""
-    if not wanted:
+    if not args.s3:
         yield 0
         return
     from bench.sidecar_node import server
 
-    with server(root) as found:
+    with server(root, args.rate * 1e6, args.delay / 1e3) as found:
         os.environ.update(found.environ)
         yield found.port

@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from bench.loader import candidates, data
 from bench.loader.__main__ import measure
 from bench.loader.place import Place
+from bench.sidecar_node import server
 from dataio import Dataset
 from dataio.cli import main
 
@@ -98,3 +101,13 @@ assert others[1].recv(1) == b"x"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_server_that_seems_far_away_answers_so_much_later(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "key").write_bytes(b"bytes")
+    with server(tmp_path, delay=0.05) as running:
+        began = time.monotonic()
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.port}/bucket/key", timeout=30) as answer:
+            assert answer.read() == b"bytes"
+        assert time.monotonic() - began >= 0.1, "a new connection, and an answer"

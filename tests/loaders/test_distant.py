@@ -45,14 +45,20 @@ def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def loader(recordings: Path, s3_url: str, proxy: FaultProxy) -> Iterator[FileLoader]:
-    """One that reads the dataset from the server, through the proxy, and waits two seconds for it."""
+def url(recordings: Path, s3_url: str) -> str:
+    """The dataset on the server."""
     with open_store(s3_url) as target:
         for path in (recordings / "ds").glob("*/*.*"):
             target.put(str(path.relative_to(recordings / "ds")), path.read_bytes())
+    return s3_url
+
+
+@pytest.fixture
+def loader(url: str, proxy: FaultProxy) -> Iterator[FileLoader]:
+    """One that reads it through the proxy, and waits two seconds for an answer."""
     options = {"endpoint_url": proxy.endpoint, "config_kwargs": {"read_timeout": 2, "connect_timeout": 5}}
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(Retry(S3Store(parse(s3_url, options)), POLICY))
+        store = stack.enter_context(Retry(S3Store(parse(url, options)), POLICY))
         dataset = stack.enter_context(Dataset(store))
         yield stack.enter_context(FileLoader(dataset, BATCH, files=["wav"], sidecar=None, threads=2, drop_last=False))
 
@@ -89,3 +95,19 @@ def test_a_store_that_stays_overloaded_is_one_error_and_the_loader_goes_on_where
     assert loader.state_dict()
     proxy.forget()
     assert read(loader) == {path.stem: path.read_bytes() for path in (recordings / "clips").iterdir()}
+
+
+def test_the_first_batch_takes_four_round_trips_and_no_object_is_asked_after(
+    url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    with FileLoader(url, BATCH, files=["wav"], sidecar=None, threads=2) as loader:
+        next(iter(loader))
+        first = [_kind(request.path) for request in proxy.requests]
+        assert first[: 3 + BATCH] == ["list-type=2", "/versions/", "/index/"] + ["/shards/"] * BATCH
+        assert all(len(batch["key"]) == BATCH for batch in loader)
+    assert {request.method for request in proxy.requests} == {"GET"}
+
+
+def _kind(path: str) -> str:
+    return next(kind for kind in ("list-type=2", "/versions/", "/index/", "/shards/") if kind in path)
