@@ -88,10 +88,9 @@ def fill(job: command.Job, part: Part) -> None:
     part.metrics, part.against = METRICS | (FROM_S3 if job.args.s3 else {}), FLOOR if FLOOR in names else names[0]
     if job.args.s3:
         part.notes.append("The floors read files. The server shares the cores with its clients.")
-        if job.args.delay or job.args.rate:
-            part.notes.append(
-                f"Its answers come {job.args.delay:g} ms late, all together at {job.args.rate or 'no'} MB/s."
-            )
+        limit = f", all together at {job.args.rate:g} MB/s at most" if job.args.rate else ""
+        if job.args.delay or limit:
+            part.notes.append(f"Its answers come {job.args.delay:g} ms late{limit}.")
     with _served(folder.parent, job.args) as port:
         wanted = [
             Candidate(
