@@ -21,9 +21,12 @@ MEDIA_EXTENSIONS = frozenset(
         "m4v",
         "mov",
         "3gp",
+        "3g2",
+        "f4v",
         "mkv",
         "webm",
         "avi",
+        "ogv",
         "m4a",
         "m4b",
         "mka",
@@ -31,7 +34,6 @@ MEDIA_EXTENSIONS = frozenset(
         "flac",
         "mp3",
         "ogg",
-        "ogv",
         "oga",
         "opus",
     ]
@@ -49,9 +51,30 @@ CONVERTED_EXTENSIONS = frozenset(["ts", "m2t", "mts", "m2ts", "mpg", "mpeg", "vo
 loaders go by (where key frames lie, times that never wrap or start again, whether the file is all there) they do not say."""
 CONVERTED_DEMUXERS = "mpegts,mpeg,flv,mxf,asf,gif"
 
+_UNREAD_VIDEO = frozenset(
+    [
+        "divx",
+        "dv",
+        "h264",
+        "264",
+        "h265",
+        "265",
+        "hevc",
+        "ivf",
+        "m1v",
+        "m2v",
+        "mjpeg",
+        "mjpg",
+        "nut",
+        "ogm",
+        "rm",
+        "rmvb",
+        "y4m",
+    ]
+)
 _UNREAD_SOUND = frozenset(["aac", "ac3", "aif", "aiff", "aifc", "amr", "ape", "au", "caf", "wma", "wv"])
 _UNREAD_PICTURES = frozenset(["avif", "bmp", "heic", "heif", "jp2", "jxl", "tif", "tiff"])
-KNOWN_EXTENSIONS = SAMPLE_EXTENSIONS | CONVERTED_EXTENSIONS | _UNREAD_SOUND | _UNREAD_PICTURES
+KNOWN_EXTENSIONS = SAMPLE_EXTENSIONS | CONVERTED_EXTENSIONS | _UNREAD_VIDEO | _UNREAD_SOUND | _UNREAD_PICTURES
 """Media, also those that are not read."""
 
 _MAX_ELEMENTS = 100_000
@@ -68,6 +91,8 @@ def not_read(extensions: Collection[str]) -> tuple[str, str] | None:
         if ext in CONVERTED_EXTENSIONS:
             how = "--remux mp4 (or mkv) copies the streams, --transcode h264 encodes anew"
             return ext, f".{ext} files are not read as they are: {how}"
+        if ext in _UNREAD_VIDEO:
+            return ext, f".{ext} files are not read: make MP4 or MKV of it first, such as by ffmpeg"
         if ext in _UNREAD_SOUND:
             return ext, f".{ext} files are not read: make WAV, FLAC, M4A or Ogg of it first, such as by ffmpeg"
     for ext in there if not SAMPLE_EXTENSIONS & set(there) else ():
@@ -84,7 +109,7 @@ def is_converted(path: str) -> bool:
 def passed_over(extensions: Collection[str]) -> list[str]:
     """Of the files of a sample that can be used, those that are media too and are kept without being read. Pictures
     (GIF, too) beside others are usual, and not told."""
-    return sorted((CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_SOUND) & set(extensions))
+    return sorted((CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_SOUND) & set(extensions))
 
 
 def check_complete(file: BinaryIO, size: int) -> None:

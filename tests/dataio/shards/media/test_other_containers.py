@@ -39,6 +39,7 @@ def skipped(dataset: Dataset) -> dict[str, str]:
         ("show.mxf", "--remux mp4"),
         ("show.wmv", "--remux mp4"),
         ("show.gif", "--transcode h264"),
+        ("show.m2v", "MKV"),
         ("show.aiff", "WAV"),
         ("show.tiff", "PNG"),
     ],
