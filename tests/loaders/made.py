@@ -51,6 +51,7 @@ ALL = [
     Made("mpeg4.mp4", "mpeg4", "mp4", options={"g": "12"}),
     Made("mjpeg.mkv", "mjpeg", "matroska", "yuvj420p"),
     Made("ffv1.mkv", "ffv1", "matroska"),
+    Made("phone.3gp", "libx264", "3gp", options={"g": "12"}, sound="aac"),
 ]
 
 
