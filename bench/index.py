@@ -24,7 +24,7 @@ METRICS = {
     "first_sample_s": Metric("first sample by number, s", "s"),
     "sample_anywhere_median_s": Metric("a sample anywhere, median, s", "s"),
     "sample_anywhere_p99_s": Metric("a sample anywhere, 99 %, s", "s"),
-    "sample_near_median_s": Metric("a sample of a run of eight whose row group is held, s", "s"),
+    "sample_near_median_s": Metric("a sample of a run of eight whose page is held, s", "s"),
     "one_column_s": Metric("one column of all samples, s", "s"),
     "find_last_s": Metric("find the last sample by its key, s", "s"),
     "peak_mib": Metric("peak memory after all of it, MiB", "MiB"),
