@@ -24,6 +24,7 @@ METRICS = {
     "first_sample_s": Metric("first sample by number, s", "s"),
     "sample_anywhere_median_s": Metric("a sample anywhere, median, s", "s"),
     "sample_anywhere_p99_s": Metric("a sample anywhere, 99 %, s", "s"),
+    "batch_median_s": Metric("64 samples anywhere in an index just opened, median, s", "s"),
     "sample_near_median_s": Metric("a sample of a run of eight whose page is held, s", "s"),
     "one_column_s": Metric("one column of all samples, s", "s"),
     "find_last_s": Metric("find the last sample by its key, s", "s"),

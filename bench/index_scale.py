@@ -158,6 +158,13 @@ def _millrace(where: Path) -> dict[str, Any]:
     found["sample_anywhere_median_s"] = float(np.median(times))
     found["sample_anywhere_p99_s"] = float(np.quantile(times, 0.99))
     times.clear()
+    for _ in range(20):
+        with Dataset.at_once(where) as fresh:
+            clock = time.perf_counter()
+            fresh.samples(rng.integers(0, len(fresh), 64).tolist())
+            times.append(time.perf_counter() - clock)
+    found["batch_median_s"] = float(np.median(times))
+    times.clear()
     for number in rng.integers(0, len(dataset) - 8, 300).tolist():
         dataset.sample(number)
         clock = time.perf_counter()
