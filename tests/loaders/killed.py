@@ -28,11 +28,13 @@ from loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
 
 GLOBAL_BATCH = 12
 SECONDS = 120.0
+FURTHER = 2
 
 
 @dataclass(frozen=True)
 class Job:
-    """`runs` are (world size, log lines a random moment after which it is killed; None lets it finish)."""
+    """`runs` are (world size, log lines a random moment after which it is killed; None lets it finish). One that is to be killed
+    goes on for `FURTHER` steps at most, however quick it is, so that it is killed before it ends."""
 
     url: str
     folder: str
@@ -74,8 +76,8 @@ def row(batch: dict[str, Any]) -> list[list[Any]]:
     return [list(one) for one in zip(batch["id"].tolist(), batch["clip"].tolist(), digests, strict=True)]
 
 
-def train(job: Job, rank: int, world_size: int, port: int) -> None:
-    """One rank, until `job.steps` lines are in the log."""
+def train(job: Job, rank: int, world_size: int, port: int, most: int | None) -> None:
+    """One rank, until `job.steps` lines are in the log; at `most` it waits to be killed."""
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", where, timedelta(seconds=SECONDS), rank=rank, world_size=world_size)
     log, saved = Path(job.folder, "log"), Path(job.folder, "state")
@@ -99,6 +101,8 @@ def train(job: Job, rank: int, world_size: int, port: int) -> None:
                 lines += 1
                 if rank == 0:
                     _write(log, saved, lines, [one for part in parts for one in part[0]], parts[0][1])
+                if lines == most:
+                    signal.pause()
                 if lines == job.steps:
                     break
         dist.barrier()
@@ -118,7 +122,8 @@ def run(job: Job, world_size: int, kill_at: int | None, delay: float) -> dict[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [_fork(job, rank, world_size, port) for rank in range(world_size)]
+    most = None if kill_at is None else kill_at + FURTHER
+    ranks = [_fork(job, rank, world_size, port, most) for rank in range(world_size)]
     log, end = Path(job.folder, "log"), time.monotonic() + SECONDS
     try:
         while kill_at is not None and time.monotonic() < end:
@@ -135,12 +140,12 @@ def run(job: Job, world_size: int, kill_at: int | None, delay: float) -> dict[st
     return {"world_size": world_size, "ends": [os.waitstatus_to_exitcode(end) for end in ends], "lines": lines}
 
 
-def _fork(job: Job, rank: int, world_size: int, port: int) -> int:
+def _fork(job: Job, rank: int, world_size: int, port: int, most: int | None) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
-        train(job, rank, world_size, port)
+        train(job, rank, world_size, port, most)
     except BaseException as error:
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)

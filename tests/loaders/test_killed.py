@@ -21,9 +21,9 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kin
     runs: list[tuple[int, int | None]] = []
     at = 0
     for world_size in worlds[:-1]:
-        at += draw.randint(1, 4)
+        at += killed.FURTHER + draw.randint(1, 3)  # so that each run has a step to make
         runs.append((world_size, at))
-    steps = at + 3
+    steps = at + killed.FURTHER + 1
     job = killed.Job(made_dataset.url, str(folder), steps, [*runs, (worlds[-1], None)], seed, kind)
     done = subprocess.run(
         [sys.executable, "-m", "tests.loaders.killed", job.text()],
@@ -37,7 +37,7 @@ def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kin
     for end, (world_size, kill_at) in zip(ends, runs, strict=False):
         assert end["ends"] == [-9] * world_size, done.stderr  # every rank was killed, none ended by itself
         assert kill_at is not None
-        assert kill_at <= end["lines"] < steps
+        assert kill_at <= end["lines"] <= kill_at + killed.FURTHER < steps
     assert ends[-1] == {"world_size": worlds[-1], "ends": [0] * worlds[-1], "lines": steps}
     found = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
     assert found == uninterrupted(made_dataset.url, steps, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import tarfile
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from PIL import Image
 
 from dataio import Dataset, Recipe, index, pack
 from dataio.core.errors import UsageError
@@ -68,7 +68,7 @@ def test_a_file_beside_media_is_kept_and_said_not_to_be_read(tmp_path: Path, str
 
 def test_an_animated_picture_beside_a_video_is_a_member_like_others(tmp_path: Path) -> None:
     write_clip(tmp_path / "in" / "show.mp4")
-    Image.new("L", (8, 8)).save(tmp_path / "in" / "show.gif")
+    (tmp_path / "in" / "show.gif").write_bytes(ANIMATED)
     with pack([tmp_path / "in"], tmp_path / "ds", workers=1) as dataset:
         assert dataset.report is not None
         assert (dataset.report.skipped, dataset.report.notes) == ((), ())
@@ -129,23 +129,19 @@ def test_a_copy_that_would_show_its_pictures_in_another_order_is_refused(tmp_pat
         assert video.frames == 30
 
 
+ANIMATED = base64.b64decode(
+    "R0lGODlhIAAgAIEAAAAAAP8AAAAAAAAAACH/C05FVFNDQVBFMi4wAwEAAAAh+QQJCgAAACwAAAAAIAAgAAAISgABCBxIsKDBgwgTKlzIsKHDhx"
+    "AjSpxIsaLFgQEyasx4EcDGjR0/agwpMgBJkSc/pgR5saTJjjBjypxJs6bNmzhz6tzJs6dPmwEBACH5BAkUAAAALAgACAAIAAgAgQAAAP8AAAAA"
+    "AAAAAAgPAAMIHEiwoMGDCBMqTBgQACH5BAkeAAAALBAACAAIAAgAgQAAAP8AAAAAAAAAAAgPAAMIHEiwoMGDCBMqTBgQACH5BAkKAAAALBgACA"
+    "AIAAgAgQAAAP8AAAAAAAAAAAgPAAMIHEiwoMGDCBMqTBgQADs="
+)
+"""A GIF of 32x32 by Pillow: four pictures, shown for 0.1, 0.2, 0.3 and 0.1 s again and again, each with a red square of 8x8 at
+(8 * number, 8), transparent around it, and gone when the next one comes."""
+
+
 def test_an_animated_picture_becomes_a_video_with_its_times_on_white(tmp_path: Path) -> None:
-    pictures = []
-    for number in range(4):
-        one = Image.new("P", (32, 32), 0)
-        one.putpalette([0, 0, 0, 255, 0, 0] + [0] * 762)
-        one.paste(1, (8 * number, 8, 8 * number + 8, 16))
-        pictures.append(one)
     path = tmp_path / "show.gif"
-    pictures[0].save(
-        path,
-        save_all=True,
-        append_images=pictures[1:],
-        duration=[100, 200, 300, 100],
-        loop=0,
-        transparency=0,
-        disposal=2,
-    )
+    path.write_bytes(ANIMATED)
     with pack([path], tmp_path / "ds", recipe=Recipe(codec="h264"), workers=1) as dataset:
         sample = dataset.sample(0)
         with av.open(io.BytesIO(dataset.read(sample, "mp4"))) as container:
