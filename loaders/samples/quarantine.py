@@ -76,7 +76,7 @@ class Quarantine:
             known = self._delivered.get(which)
             if known is None:
                 where = f"{refusal.shard} at {refusal.offset}"
-                _log.warning("sample %s (%s) is left out: %s", refusal.key, where, refusal.reason)
+                _log.warning("sample %s (%s) is quarantined: %s", refusal.key, where, refusal.reason)
                 self._newly(refusal)
             if known is None or (refusal.for_good and not known.for_good):
                 self._delivered[which] = refusal
