@@ -18,20 +18,34 @@ from typing import NamedTuple
 import msgspec
 
 
+class Pieces(msgspec.Struct, frozen=True, gc=False):
+    """What a part of a long file is checked by, so that it can be read without the rest: XXH3-64 of each `size` bytes of the file
+    (the last piece may be shorter), little-endian, 8 bytes each, in `digests`. `head` are runs (first piece, how many), in order,
+    of what opening the file and finding a key frame in it reads, wherever in it decoding begins; a hint."""
+
+    size: int
+    digests: bytes
+    head: tuple[tuple[int, int], ...] = ()
+
+
 class Member(msgspec.Struct, frozen=True, gc=False):
-    """One file of a sample inside the shard: payload bytes [offset, offset + length), XXH3-64 of the payload."""
+    """One file of a sample inside the shard: payload bytes [offset, offset + length), XXH3-64 of the payload. Long files have
+    `pieces`; those of datasets from before have none."""
 
     ext: str
     offset: int
     length: int
     xxh3: int
+    pieces: Pieces | None = None
 
 
 class KeyFrame(msgspec.Struct, frozen=True):
-    """A frame that decoding can start from: its time stamp and its index in presentation order."""
+    """A frame that decoding can start from: its time stamp, its index in presentation order, and at which byte of the file its
+    packet lies (-1: not known); the last is a hint."""
 
     pts: int
     index: int
+    at: int = -1
 
 
 class Color(msgspec.Struct, frozen=True):
