@@ -29,7 +29,8 @@ U8 = npt.NDArray[np.uint8]
 Chain = tuple[tuple[str, str], ...]
 """Filters in turn: name and arguments."""
 EXACT = "bilinear+full_chroma_int+accurate_rnd"
-MARGIN = 4
+MARGIN, LEAST = 4, 8
+"""Of fewer rows or columns than `LEAST`, libswscale makes other bits."""
 KEPT = 6
 _PLANAR = frozenset(
     f"yuv{j}{sampling}p" for j in ("", "j") for sampling in ("420", "422", "444")
@@ -54,12 +55,14 @@ def with_margin(rows: tuple[int, int], columns: tuple[int, int], frame: VideoFra
     """A part around these rows and columns that is right in them, of a usual frame; all of any other."""
     if not is_usual(frame):
         return Part(0, frame.height, 0, frame.width)
-    top, left = (max(0, (begin - MARGIN) // 2 * 2) for begin, _ in (rows, columns))
-    bottom, right = (
-        min(side, (end + MARGIN + 1) // 2 * 2)
-        for side, (_, end) in ((frame.height, rows), (frame.width, columns))
-    )  # fmt: skip
-    return Part(top, bottom, left, right)
+    return Part(*_widened(*rows, frame.height), *_widened(*columns, frame.width))
+
+
+def _widened(begin: int, end: int, side: int) -> tuple[int, int]:
+    first, last = max(0, (begin - MARGIN) // 2 * 2), min(side, (end + MARGIN + 1) // 2 * 2)
+    if last - first < LEAST:
+        return (first, min(side, LEAST)) if first == 0 else (max(0, last - LEAST), last)
+    return first, last
 
 
 def rgb(frame: VideoFrame, color: Color, part: Part | None = None) -> Chain:

@@ -84,8 +84,11 @@ def test_colours_are_those_of_the_straight_conversion(pixel_format: str, width: 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from(FORMATS), st.integers(64, 200), st.integers(64, 200), st.integers(0, 120), st.integers(1, 150), st.booleans()
+    st.sampled_from(FORMATS), st.integers(64, 200), st.integers(64, 200), st.integers(0, 400), st.integers(1, 150), st.booleans()
 )  # fmt: skip
+@example("yuv420p", 64, 64, 0, 2, False)  # at the first edge, and at the last
+@example("yuv420p10le", 64, 100, 198, 2, False)
+@example("yuv422p", 64, 64, 126, 2, True)
 def test_a_part_of_a_frame_is_what_it_is_in_the_whole(
     pixel_format: str, width: int, height: int, begin: int, length: int, across: bool
 ) -> None:
