@@ -24,6 +24,8 @@ from dataio.core.errors import MillraceError
 from dataio.shards.contract import Files, Sample
 from dataio.shards.dataset import Dataset
 from loaders.order.permutation import U64, key_of
+from loaders.partial.file import Media
+from loaders.partial.needed import Runs
 from loaders.refusals import Refusal
 
 
@@ -106,12 +108,12 @@ class Stretch(NamedTuple):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A place whose bytes were read and checked: `members` by extension. "video" may be drawn in the `room` that its batch has
-    for it, which holds nothing until the sample is finished. What is delivered as it is was read to where it belongs:
-    `joined`, and `members` is empty."""
+    """A place whose bytes were read and checked: `members` by extension, which may read themselves. "video" may be drawn in the
+    `room` that its batch has for it, which holds nothing until the sample is finished. What is delivered as it is was read to
+    where it belongs: `joined`, and `members` is empty."""
 
     place: Place
-    members: Mapping[str, memoryview]
+    members: Mapping[str, Media]
     room: Room | None = None
     joined: Files | None = None
 
@@ -156,6 +158,11 @@ class Work(Protocol):
 
     def members(self, sample: Sample) -> list[str]:
         """The extensions of the members that are needed."""
+        ...
+
+    def partial(self, place: Place) -> Mapping[str, Runs]:
+        """Of which of the members only some pieces are needed, by extension, and which, as far as that is foreseen. Whether a
+        member is among them depends on the sample alone."""
         ...
 
     def cost(self, sample: Sample) -> int:

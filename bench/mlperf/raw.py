@@ -85,7 +85,7 @@ def _read(
 
 
 def _members(source: Source, sample: Sample) -> list[memoryview]:
-    return list(source.fetch(sample, _exts(sample)).values())
+    return [data[:] for data in source.fetch(sample, _exts(sample)).values()]
 
 
 def _exts(sample: Sample) -> list[str]:

@@ -30,6 +30,7 @@ from dataio.core.limits import GIB
 from dataio.shards.contract import VideoInfo
 from loaders.clip import Wanted
 from loaders.decode.geometry import Fit
+from loaders.partial.file import Media
 
 if TYPE_CHECKING:  # a process that decodes for another needs no torch
     import numpy as np
@@ -42,10 +43,10 @@ MAX_CLIP_BYTES = 4 * GIB
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One clip to decode. `data` is the whole member of the shard; it must stay valid until `decode` returns. `room(shape)` is
-    memory, or None, that the fitted frames may be given in, rather than in memory of their own."""
+    """One clip to decode. `data` is the member of the shard, which may read itself; it must stay valid until `decode` returns.
+    `room(shape)` is memory, or None, that the fitted frames may be given in, rather than in memory of their own."""
 
-    data: memoryview
+    data: Media
     info: VideoInfo
     wanted: Wanted
     color: Color = "bt601"

@@ -10,7 +10,7 @@ processes do not even start. The cost is a copy of the compressed bytes and of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -22,12 +22,15 @@ from dataio.shards.workers.process import WorkerPool, run_module
 from loaders.decode import resize, worker
 from loaders.decode.contract import MAX_CLIP_BYTES, Decoded, Request
 from loaders.decode.pyav import is_quick
+from loaders.partial.file import Given, Media, PartialFile
 from loaders.sound.decode import F32
 from loaders.sound.spec import AudioSpec
 
 SECONDS = 60.0
 """How long a process may take for one clip or window."""
 _HEADER = 1 << 20
+_ASKED = 8
+"""So often a process may lack a piece of a file; then it gets all of it."""
 COMMAND = run_module("loaders.decode.worker")
 
 
@@ -47,10 +50,10 @@ class IsolatedDecoder:
         return [self._decode(request) for request in requests]
 
     def hear(
-        self, data: memoryview, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool
+        self, data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool
     ) -> tuple[F32, int]:
         """As `decode_audio`."""
-        done = self._ask(worker.Listen(bytes(data), info, start, spec, samples, from_first))
+        done = self._ask(data, lambda sent: worker.Listen(sent, info, start, spec, samples, from_first))
         sound = np.frombuffer(done.data, np.float32).reshape(done.shape).copy()
         if sound.shape != (spec.channels, samples) or len(done.numbers) != 1:
             raise CorruptionError("reading it made the decoder answer nonsense")
@@ -62,7 +65,9 @@ class IsolatedDecoder:
     def _decode(self, request: Request) -> Decoded | MillraceError:
         fit = request.fit if is_quick(request) else None
         try:
-            done = self._ask(worker.See(bytes(request.data), request.info, request.wanted, request.color, fit))
+            done = self._ask(
+                request.data, lambda sent: worker.See(sent, request.info, request.wanted, request.color, fit)
+            )
         except MillraceError as error:
             return error
         clip = len(request.wanted.values)
@@ -72,7 +77,24 @@ class IsolatedDecoder:
         frames = torch.frombuffer(bytearray(done.data), dtype=torch.uint8).view(expected)
         return Decoded(frames if fit else resize.apply(frames, request.fit), done.numbers)
 
-    def _ask(self, task: worker.Task) -> worker.Done:
+    def _ask(self, data: Media, task: Callable[[bytes | Given], worker.Task]) -> worker.Done:
+        """Have it done by a process, which says what it lacks of a file that is there in part."""
+        if not isinstance(data, PartialFile):
+            return self._done(task(bytes(data[:])))
+        for _ in range(_ASKED):
+            answer = self._answer(task(data.given()))
+            if isinstance(answer, worker.Done):
+                return answer
+            data.look_at(answer.piece)
+        return self._done(task(bytes(data[:])))
+
+    def _done(self, task: worker.Task) -> worker.Done:
+        answer = self._answer(task)
+        if isinstance(answer, worker.Missing):
+            raise CorruptionError("reading it made the decoder answer nonsense")
+        return answer
+
+    def _answer(self, task: worker.Task) -> worker.Done | worker.Missing:
         try:
             answer: worker.Answer = self._pool.ask(worker.encode_task(task), self._seconds, worker.decode_answer)
         except DeadlineError as error:  # nobody's network: this file

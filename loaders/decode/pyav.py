@@ -131,7 +131,7 @@ def _drawn(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tup
 
 def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
     """A picture, as often as the clip has frames."""
-    frame = images.decode(request.data)
+    frame = images.decode(request.data[:])
     _check(frame, request)
     times = len(request.wanted.values)
     canvas.draw(0, frame)

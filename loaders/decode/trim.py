@@ -36,6 +36,7 @@ from dataio.shards.media.container import check_complete
 from dataio.shards.media.probe import is_shown
 from loaders.clip import Wanted
 from loaders.decode.contract import MAX_CLIP_BYTES, Request
+from loaders.partial.file import Media
 
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
@@ -70,10 +71,12 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class ViewFile(io.RawIOBase):
-    """A file over a memoryview, without a copy of the whole."""
+    """A file over something that has its bytes, without a copy of the whole. `failed` is the first error of reading them: libav
+    may take it for the end of the file."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: Media) -> None:
         self._data, self._at = data, 0
+        self.failed: Exception | None = None
 
     def readable(self) -> bool:
         return True
@@ -83,7 +86,11 @@ class ViewFile(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         end = len(self._data) if size < 0 else self._at + size
-        chunk = bytes(self._data[self._at : end])
+        try:
+            chunk = bytes(self._data[self._at : end])
+        except Exception as error:
+            self.failed = self.failed or error
+            raise
         self._at += len(chunk)
         return chunk
 
@@ -97,23 +104,30 @@ class ViewFile(io.RawIOBase):
 
 
 @contextmanager
-def open_media(data: memoryview, *, trusting: bool = False, ext: str = "") -> Iterator[av.container.InputContainer]:
+def open_media(data: Media, *, trusting: bool = False, ext: str = "") -> Iterator[av.container.InputContainer]:
     """The container of `data`, complete and of a kind that cannot name other files; errors of libav become ours.
 
     `trusting` believes what the container says of its streams, and `ext` that it is what the file's name says; else libav
     decodes the first pictures to see for itself, and tries every demuxer.
     """
-    check_complete(cast(BinaryIO, ViewFile(data)), len(data))
+    file = ViewFile(data)
+    check_complete(cast(BinaryIO, file), len(data))
     options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_DECODING}
     if trusting:
         options["codec_whitelist"] = "none"  # of those that look; ours are others
     try:
         demuxer = _DEMUXER_OF.get(ext) if trusting else None
-        with av.open(ViewFile(data), "r", demuxer, buffer_size=_READ_BYTES, options=options) as container:
+        with av.open(file, "r", demuxer, buffer_size=_READ_BYTES, options=options) as container:
             yield container
-    except (av.FFmpegError, OSError, EOFError) as error:
+    except (av.FFmpegError, OSError, EOFError, CorruptionError) as error:
+        if file.failed is not None:
+            raise file.failed from error
+        if isinstance(error, CorruptionError):
+            raise
         reason = getattr(error, "strerror", None) or error
         raise CorruptionError(f"cannot be decoded: {reason}", hint="look at the file with ffmpeg -v error") from error
+    if file.failed is not None:
+        raise file.failed
 
 
 @contextmanager

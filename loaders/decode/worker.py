@@ -25,6 +25,7 @@ from loaders.clip import Wanted
 from loaders.decode.contract import Color, Request
 from loaders.decode.geometry import Fit
 from loaders.decode.pyav import clip_of
+from loaders.partial.file import Given, GivenFile, Media, MissingError
 from loaders.sound.decode import decode_audio
 from loaders.sound.spec import AudioSpec
 
@@ -35,7 +36,7 @@ ERRORS = {kind.code: kind for kind in (CorruptionError, UnsupportedError, Capaci
 class See(msgspec.Struct, tag="see"):
     """Decode a clip."""
 
-    data: bytes
+    data: bytes | Given
     info: VideoInfo
     wanted: Wanted
     color: Color
@@ -45,7 +46,7 @@ class See(msgspec.Struct, tag="see"):
 class Listen(msgspec.Struct, tag="listen"):
     """Decode a window of sound."""
 
-    data: bytes
+    data: bytes | Given
     info: AudioInfo
     start: Fraction
     spec: AudioSpec
@@ -69,8 +70,14 @@ class Done(msgspec.Struct, tag="done"):
     data: bytes
 
 
+class Missing(msgspec.Struct, tag="missing"):
+    """The task needs this piece, too."""
+
+    piece: int
+
+
 Task = See | Listen
-Answer = Failed | Done
+Answer = Failed | Done | Missing
 encode_task = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
 decode_task = msgspec.msgpack.Decoder(Task, dec_hook=decode_other).decode
 encode_answer = msgspec.msgpack.Encoder().encode
@@ -83,15 +90,21 @@ def answer(task: Task) -> Answer:
         return _see(task) if isinstance(task, See) else _listen(task)
     except MillraceError as error:
         return Failed(error.code, error.message, error.hint)
+    except MissingError as error:
+        return Missing(error.number)
 
 
 def _see(task: See) -> Answer:
-    return _done(*clip_of(Request(memoryview(task.data), task.info, task.wanted, task.color, task.fit)))
+    return _done(*clip_of(Request(_media(task.data), task.info, task.wanted, task.color, task.fit)))
 
 
 def _listen(task: Listen) -> Answer:
-    sound, real = decode_audio(memoryview(task.data), task.info, task.start, task.spec, task.samples, task.from_first)
+    sound, real = decode_audio(_media(task.data), task.info, task.start, task.spec, task.samples, task.from_first)
     return _done(sound, (real,))
+
+
+def _media(data: bytes | Given) -> Media:
+    return GivenFile(data) if isinstance(data, Given) else memoryview(data)
 
 
 def _done(array: np.ndarray[Any, Any], numbers: tuple[int, ...]) -> Done:

@@ -191,6 +191,9 @@ class Ahead:
         files = None if joined is None else [joined(place.sample) for place in places]
         for number, place in enumerate(places):
             sample = place.sample
-            read = ranges(sample, self._work.members(sample)) if files is None else spans(files[number])
+            if files is None:
+                read = ranges(sample, self._work.members(sample), self._work.partial(place))
+            else:
+                read = spans(files[number])
             reads.setdefault(place.source, []).extend(read)
         return _Planned(places, files, reads)

@@ -11,7 +11,7 @@ are nobody's damage and are raised, so that a bad network never changes what is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -21,9 +21,10 @@ from dataio.core.trace import span
 from dataio.shards.contract import Sample
 from loaders.contract import Finished, Loaded, Place, Plan, Room, Stretch, Work
 from loaders.delivery.memory import Memory
+from loaders.partial.needed import Runs, together
 from loaders.refusals import Refusal
 from loaders.samples.quarantine import Quarantine
-from loaders.samples.source import Source
+from loaders.samples.source import Source, ranges
 
 MAX_SUBSTITUTES = 16
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
@@ -73,8 +74,9 @@ class Maker:
     def _cost(self, place: Place, room: Room | Stretch | None) -> int:
         if isinstance(room, Stretch):
             return len(room.memory)
-        exts, sample = self._work.members(place.sample), place.sample
-        return sum(member.length for member in sample.members if member.ext in exts) + self._work.cost(sample)
+        sample = place.sample
+        read = ranges(sample, self._work.members(sample), self._work.partial(place))
+        return sum([length for _, _, length in read]) + self._work.cost(sample)
 
     def _load_all(self, places: Sequence[Place], rooms: Rooms) -> list[Loaded | MillraceError]:
         """Parts of one sample share its bytes."""
@@ -82,7 +84,10 @@ class Maker:
         for place, room in zip(places, rooms, strict=True):
             which = place.source, place.sample.id
             if which not in there:
-                there[which] = self._load(place, room)
+                sharing = (
+                    [one for one in places if (one.source, one.sample.id) == which] if len(places) > 1 else [place]
+                )
+                there[which] = self._load(place, room, self._partial(sharing))
         found = [there[place.source, place.sample.id] for place in places]
         return [
             one
@@ -104,16 +109,21 @@ class Maker:
             whole = self._sources[source].fetch_first(stretches)
             for slot, stretch in zip(slots[:whole], stretches, strict=False):
                 found[slot] = Loaded(places[slot], {}, None, stretch.files)
-        return [one or self._load(places[slot], None) for slot, one in enumerate(found)]
+        return [one or self._load(places[slot], None, {}) for slot, one in enumerate(found)]
 
-    def _load(self, place: Place, room: Room | Stretch | None) -> Loaded | MillraceError:
-        """Read and check the bytes."""
+    def _partial(self, places: Sequence[Place]) -> Mapping[str, Runs]:
+        """What several places need of the files of one sample of which they need no more than pieces."""
+        first, *others = [self._work.partial(place) for place in places]
+        return {ext: together([runs, *(one.get(ext, ()) for one in others)]) for ext, runs in first.items()}
+
+    def _load(self, place: Place, room: Room | Stretch | None, partial: Mapping[str, Runs]) -> Loaded | MillraceError:
+        """Read the bytes and check them; of files that are read in part, that is done when they are looked at."""
         known = self._quarantine.condemned(place)
         if known:
             return known
         try:
             source, exts = self._sources[place.source], self._work.members(place.sample)
-            return Loaded(place, source.fetch(place.sample, exts), _drawn(room))
+            return Loaded(place, source.fetch(place.sample, exts, partial), _drawn(room))
         except CorruptionError as error:
             self._quarantine.condemn(place, error)
             return error

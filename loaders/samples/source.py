@@ -2,15 +2,17 @@
 
 Purpose: read the members of a sample through a `ShardReader` and compare them with the index's digests before any decoder
 sees them.
-Invariant: `fetch` returns bytes whose XXH3-64 is the index's, or raises. A first mismatch may be the cache's fault (its disk
-may rot), so the bytes are read once more, straight from the store.
+Invariant: `fetch` returns bytes whose XXH3-64 is the index's, or raises; of long files that are needed in part it returns
+something that compares each piece when it is looked at. A first mismatch may be the cache's fault (its disk may rot), so the
+bytes are read once more, straight from the store.
 Failure behaviour: `CorruptionError` naming shard, offset and length when the store's own bytes are wrong or missing; other
 errors of the store pass through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import xxhash
@@ -20,17 +22,30 @@ from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, Ra
 from dataio.core.log import get_logger, warn_once
 from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
+from loaders.partial import needed
+from loaders.partial.file import Media, PartialFile
+from loaders.partial.needed import Runs
 
 _log = get_logger(__name__)
 
 
+_WHOLE: Mapping[str, Runs] = {}
 Range = tuple[str, int, int]
 """Of an object: key, offset, length."""
 
 
-def ranges(sample: Sample, exts: Sequence[str]) -> list[Range]:
-    """What `Source.fetch` reads of a sample, as far as the index lists it."""
-    return [(sample.shard, member.offset, member.length) for member in sample.members if member.ext in exts]
+def ranges(sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> list[Range]:
+    """What `Source.fetch` reads of a sample, as far as the index lists it and it is foreseen."""
+    if not partial:
+        return [(sample.shard, member.offset, member.length) for member in sample.members if member.ext in exts]
+    return [
+        (sample.shard, offset, length)
+        for member in sample.members
+        if member.ext in exts
+        for offset, length in (
+            needed.ranges(member, partial[member.ext]) if member.ext in partial else [(member.offset, member.length)]
+        )
+    ]
 
 
 def files(sample: Sample, exts: Sequence[str]) -> Files:
@@ -87,14 +102,25 @@ class Source:
     def __init__(self, reader: ShardReader, store: Store) -> None:
         self._reader, self._direct = reader, StoreReader(store)
 
-    def fetch(self, sample: Sample, exts: Sequence[str]) -> dict[str, memoryview]:
-        """The members of these extensions, read-only; each extension once."""
+    def fetch(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> dict[str, Media]:
+        """The members of these extensions, read-only; each extension once. Of those that are `partial`, the pieces that are
+        foreseen are there, and others are read when they are looked at."""
         members = [_member(sample, ext) for ext in dict.fromkeys(exts)]
+        whole = [member for member in members if member.ext not in partial] if partial else members
+        found = dict[str, Media]()
         try:
-            views = self._reader.read(sample.shard, [(m.offset, m.length) for m in members])
-            return {m.ext: self._checked(sample.shard, m, view) for m, view in zip(members, views, strict=True)}
+            views = self._reader.read(sample.shard, [(m.offset, m.length) for m in whole]) if whole else []
+            for member, view in zip(whole, views, strict=True):
+                found[member.ext] = self._checked(sample.shard, member, view)
         except (NotFoundError, RangeError) as error:
             raise _lost(sample.shard, error) from error
+        for member in members if partial else ():
+            if member.ext in partial:
+                read = functools.partial(self._reader.read, sample.shard)
+                again = functools.partial(self._direct.read, sample.shard)
+                file = found[member.ext] = PartialFile(sample.shard, member, read, again)
+                file.foresee(partial[member.ext])
+        return found
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:
         """Some files of a sample, one after the other into writable `memory`, which is long enough; how many bytes they are."""

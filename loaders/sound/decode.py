@@ -26,10 +26,11 @@ from av.audio.stream import AudioStream
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo
 from loaders.decode.trim import demuxed, open_media
+from loaders.partial.file import Media
 from loaders.sound.spec import LAYOUTS, AudioSpec
 
 F32 = npt.NDArray[np.float32]
-Hear = Callable[[memoryview, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
+Hear = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
 """`decode_audio`, here or in another process."""
 
 _ROLL = Fraction(1, 2)
@@ -41,7 +42,7 @@ _ROUNDED = Fraction(1, 1000)
 
 
 def decode_audio(
-    data: memoryview, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool = False
+    data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool = False
 ) -> tuple[F32, int]:
     """float32 (channels, samples) from `start` seconds, and how many of them are real sound.
 

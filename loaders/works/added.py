@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from dataio.core.errors import MillraceError, UsageError
 from dataio.shards.contract import Sample
 from loaders.contract import Finished, Layout, Loaded, Place, Work
+from loaders.partial.needed import Runs
 
 _TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn
 _OURS = frozenset(["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"])
@@ -37,6 +38,9 @@ class Around:
 
     def members(self, sample: Sample) -> list[str]:
         return self._inner.members(sample)
+
+    def partial(self, place: Place) -> Mapping[str, Runs]:
+        return self._inner.partial(place)
 
     def cost(self, sample: Sample) -> int:
         return self._inner.cost(sample)

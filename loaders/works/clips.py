@@ -8,7 +8,7 @@ Failure behaviour: damage of one sample is returned in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from loaders.decode import resize
 from loaders.decode.contract import Color, Decoded, Decoder, Request
 from loaders.decode.geometry import Fit
 from loaders.decode.together import beginning
+from loaders.partial import needed
+from loaders.partial.needed import Runs
 from loaders.samples.maker import DAMAGE
 from loaders.works.cut import Cut
 
@@ -93,6 +95,11 @@ def wanted_by(place: Place, video: VideoInfo, clip: Clip) -> Wanted:
     return choose(video, clip, place.seed, place.epoch, place.sample.id, place.number, place.attempt)
 
 
+def _instant(video: VideoInfo, frame: int) -> Fraction:
+    """About when this frame is shown, in seconds of the file's own time line."""
+    return (video.start_pts + Fraction(frame, video.frames) * video.duration_pts) * video.time_base
+
+
 class ClipWork:
     """Makes clips: "video" uint8 (T, 3, H, W), "clip" their start in seconds, and with sound "audio" float32 (C, S),
     of which "audio_samples" are real."""
@@ -116,6 +123,30 @@ class ClipWork:
     def members(self, sample: Sample) -> list[str]:
         infos = (sample.video, sample.audio if self._look.audio else None)
         return list(dict.fromkeys(info.ext for info in infos if info is not None))
+
+    def partial(self, place: Place) -> Mapping[str, Runs]:
+        sample, clip = place.sample, self._look.clip
+        video, audio = sample.video, sample.audio if self._look.audio else None
+        found = dict[str, Runs]()
+        member = needed.member_of(sample, video.ext) if video is not None else None
+        if video is None or member is None:  # most files are short
+            return found
+        inside = audio is not None and audio.ext == video.ext
+        if not needed.reads_part_of_video(member, video, clip, sound=inside):
+            return found
+        try:
+            wanted = wanted_by(place, video, clip)
+        except CorruptionError:
+            return found
+        spans = [needed.of_clip(video, wanted, member.length)]
+        if inside and self._look.audio is not None:
+            start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
+            samples = self._look.audio.samples(clip)
+            spans.append(
+                needed.of_time(video, start, start + Fraction(samples, self._look.audio.sample_rate), member.length)
+            )
+        found[video.ext] = needed.runs(member, spans)
+        return found
 
     def cost(self, sample: Sample) -> int:
         video = sample.video

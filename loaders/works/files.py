@@ -7,14 +7,15 @@ Failure behaviour: none of its own: what is damaged or missing was found when it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from dataio.core.errors import MillraceError
 from dataio.shards.contract import Files, Sample
-from loaders.contract import IN_PLACE, Finished, Layout, Loaded
+from loaders.contract import IN_PLACE, Finished, Layout, Loaded, Place
+from loaders.partial.needed import Runs
 from loaders.samples.source import files
 
 BYTES, SIZES = "bytes", "sizes"
@@ -34,6 +35,9 @@ class FileWork:
     def members(self, sample: Sample) -> list[str]:
         return list(self._files)
 
+    def partial(self, place: Place) -> Mapping[str, Runs]:
+        return {}
+
     def cost(self, sample: Sample) -> int:
         return 0
 
@@ -47,7 +51,7 @@ class FileWork:
         if loaded.joined is not None:
             sizes = [member.length for member in loaded.joined.each]
             return Finished(loaded.place.sample, _IN_PLACE, {SIZES: sizes})
-        views = [np.frombuffer(loaded.members[ext], np.uint8) for ext in self._files]
+        views = [np.frombuffer(loaded.members[ext][:], np.uint8) for ext in self._files]
         tensor = torch.from_numpy(np.concatenate(views))
         return Finished(loaded.place.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from dataio.core.errors import MillraceError, UnsupportedError
-from loaders.contract import Finished, Layout, Loaded, Rows
+from dataio.shards.contract import AudioInfo
+from loaders.contract import Finished, Layout, Loaded, Place, Rows
 from loaders.decode.isolated import IsolatedDecoder
 from loaders.order.packing import Packing
 from loaders.order.permutation import I64
@@ -43,6 +44,12 @@ class PieceWork(WindowWork):
     @property
     def layout(self) -> Layout:
         return Layout(("audio",), {"start": None, "audio_samples": None}, self._rows)
+
+    def _stretch(self, place: Place, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+        if place.fit is None:
+            return None
+        rate = self._spec.sample_rate
+        return Fraction(place.fit.start * self._hop, rate), Fraction(place.fit.length * self._hop, rate)
 
     def _one(self, loaded: Loaded) -> Finished | MillraceError:
         info, fit = loaded.place.sample.audio, loaded.place.fit

@@ -7,13 +7,14 @@ Failure behaviour: that of the works inside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
 from dataio.core.errors import MillraceError
 from dataio.shards.contract import Sample
 from loaders.contract import Finished, Layout, Loaded, Place, Work
+from loaders.partial.needed import Runs
 from loaders.works.added import Around
 
 
@@ -45,6 +46,9 @@ class ByStream:
 
     def members(self, sample: Sample) -> list[str]:
         return self._works[0].members(sample)
+
+    def partial(self, place: Place) -> Mapping[str, Runs]:
+        return self._works[place.stream].partial(place)
 
     def cost(self, sample: Sample) -> int:
         return max(work.cost(sample) for work in self._works)

@@ -7,15 +7,17 @@ Failure behaviour: damage of one sample is returned in its place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import torch
 
 from dataio.core.errors import MillraceError, UnsupportedError
 from dataio.shards.contract import AudioInfo, Sample
-from loaders.contract import Finished, Layout, Loaded
+from loaders.contract import Finished, Layout, Loaded, Place
 from loaders.decode.isolated import IsolatedDecoder
+from loaders.partial import needed
+from loaders.partial.needed import Runs
 from loaders.samples.maker import DAMAGE
 from loaders.sound.decode import Hear, decode_audio
 from loaders.sound.spec import AudioSpec
@@ -36,6 +38,21 @@ class WindowWork:
 
     def members(self, sample: Sample) -> list[str]:
         return [] if sample.audio is None else [sample.audio.ext]
+
+    def partial(self, place: Place) -> Mapping[str, Runs]:
+        audio = place.sample.audio
+        member = None if audio is None else needed.member_of(place.sample, audio.ext)
+        if audio is None or member is None:  # most files are short
+            return {}
+        stretch = self._stretch(place, audio)
+        if stretch is None or not needed.reads_part_of_sound(place.sample, member, audio, self._window.seconds):
+            return {}
+        span = needed.of_window(place.sample, audio, *stretch, member.length)
+        return {audio.ext: needed.runs(member, [span])}
+
+    def _stretch(self, place: Place, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+        """From which second after the sound's beginning on a place is, and how long."""
+        return begin(audio, self._window, place), Fraction(self._window.seconds)
 
     def cost(self, sample: Sample) -> int:
         audio = sample.audio

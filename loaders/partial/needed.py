@@ -1,0 +1,161 @@
+"""Which pieces of a long file a clip or a window needs, from what the index says of it.
+
+Purpose: what can be foreseen can be announced and fetched in one go. Pure.
+Invariants: whether a file is read in part depends on the sample and on what is wanted of each, never on the place; so what is
+damaged for a place is what that place itself reads, whoever reads beside it. What is foreseen is a hint, on which no sample
+depends.
+Failure behaviour: none; where the index says too little, files are read whole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from operator import attrgetter
+
+from dataio.core import limits
+from dataio.shards.contract import AudioInfo, Member, Sample, VideoInfo
+from loaders.clip import Clip, Wanted
+
+MOST = 0.5
+"""Files of which a clip needs a larger share are read whole."""
+_READ_ON = 64 * limits.KIB
+"""A demuxer reads so many bytes at a time, also of what it does not need."""
+_AROUND = Fraction(1, 2)
+"""Seconds by which sound may lie before or behind the pictures of its time, and codecs need some before."""
+_SEEKABLE = frozenset(
+    ["mp4", "m4v", "mov", "m4a", "m4b", "mkv", "mka", "webm", "wav", "flac", "mp3", "ogg", "oga", "opus"]
+)
+_FROM_KEY_FRAMES = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
+
+Runs = tuple[tuple[int, int], ...]
+"""Of a file's pieces: (first, how many), in order, disjoint."""
+Span = tuple[int, int]
+"""Bytes of a file: first, end."""
+
+
+def member_of(sample: Sample, ext: str) -> Member | None:
+    """The sample's file of this extension, if it has pieces."""
+    for member in sample.members:
+        if member.ext == ext:
+            return member if member.pieces is not None else None
+    return None
+
+
+def runs(member: Member, spans: Iterable[Span]) -> Runs:
+    """The pieces that hold these bytes, and those that opening the file reads."""
+    pieces = member.pieces
+    assert pieces is not None
+    last = (member.length - 1) // pieces.size
+    wanted = [(first, first + count - 1) for first, count in pieces.head]
+    wanted += [(first // pieces.size, min(last, (end - 1) // pieces.size)) for first, end in spans if first < end]
+    return merged((first, end - first + 1) for first, end in wanted)
+
+
+def merged(some: Iterable[tuple[int, int]]) -> Runs:
+    """The same pieces, in order, neighbours together."""
+    out = list[tuple[int, int]]()
+    for first, count in sorted(some):
+        if out and first <= sum(out[-1]):
+            out[-1] = (out[-1][0], max(sum(out[-1]), first + count) - out[-1][0])
+        else:
+            out.append((first, count))
+    return tuple(out)
+
+
+def size(member: Member, some: Runs) -> int:
+    """Bytes of these pieces."""
+    return sum(length for _, length in ranges(member, some))
+
+
+def ranges(member: Member, some: Runs) -> list[tuple[int, int]]:
+    """Where these pieces lie in the shard: offset, length."""
+    assert member.pieces is not None
+    each, end = member.pieces.size, member.length
+    return [
+        (member.offset + first * each, min(count * each, end - first * each))
+        for first, count in some
+        if first * each < end
+    ]
+
+
+# --- clips
+
+
+def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, sound: bool) -> bool:
+    """Whether clips, maybe with their sound, are read without the rest of their file."""
+    known = video.codec in _FROM_KEY_FRAMES and video.ext in _SEEKABLE and video.key_frames[-1].at >= 0
+    if not known or member.length <= 0:
+        return False
+    frames = clip.frames * clip.stride
+    if clip.rate is not None:
+        frames = int(clip.frames / clip.rate * video.fps)
+    if sound:
+        frames += int(2 * _AROUND * video.fps)
+    group = video.frames // len(video.key_frames)
+    return (frames + 2 * group) / video.frames + size(
+        member, member.pieces.head if member.pieces else ()
+    ) / member.length <= MOST
+
+
+def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
+    """The bytes from the clip's key frame to the first one behind the clip."""
+    last = wanted.values[-1]
+    first = bisect_right(video.key_frames, wanted.key.index, key=_index) - 1
+    after = bisect_right(video.key_frames, last, key=_index if wanted.by == "index" else _pts)
+    return _between(video, first, after, length)
+
+
+def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Span:
+    """The bytes in which sound of this time lies, in seconds of the file's own time line, between the pictures."""
+    low, high = (int(t / video.time_base) for t in (start - _AROUND, end + _AROUND))
+    first = bisect_right(video.key_frames, low, key=_pts) - 1
+    after = bisect_right(video.key_frames, high, key=_pts)
+    return _between(video, first, after, length)
+
+
+_pts, _index = attrgetter("pts"), attrgetter("index")
+
+
+def _between(video: VideoInfo, first: int, after: int, length: int) -> Span:
+    keys = video.key_frames
+    begin = keys[max(0, first)].at
+    end = keys[after].at + _READ_ON if after < len(keys) else length
+    return max(0, begin), min(length, end if end > begin else begin + _READ_ON)
+
+
+# --- sound
+
+
+def reads_part_of_sound(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:
+    """Whether windows of so many seconds are read without the rest of their file."""
+    whole, among = audio.samples / audio.sample_rate, _pictures_of(sample, audio)
+    if audio.ext not in _SEEKABLE or whole <= 0 or (among is not None and among.key_frames[-1].at < 0):
+        return False
+    group = 0.0 if among is None else float(among.frames / among.fps) / len(among.key_frames)
+    head = size(member, member.pieces.head if member.pieces else ())
+    return (seconds + 2 * float(_AROUND) + 2 * group) / whole + head / member.length <= MOST
+
+
+def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fraction, length: int) -> Span:
+    """The bytes of a window that begins `start` seconds after the sound: where there are pictures, by theirs, else by its share
+    of the file."""
+    among = _pictures_of(sample, audio)
+    if among is not None:
+        start += among.start_pts * among.time_base
+        return of_time(among, start, start + seconds, length)
+    whole = Fraction(audio.samples, audio.sample_rate)
+    low, high = (int(t / whole * length) for t in (start - _AROUND, start + seconds + _AROUND))
+    return max(0, low - _READ_ON), min(length, high + _READ_ON)
+
+
+def _pictures_of(sample: Sample, audio: AudioInfo) -> VideoInfo | None:
+    """The video in the same file."""
+    video = sample.video
+    return video if video is not None and video.ext == audio.ext and video.key_frames else None
+
+
+def together(needs: Sequence[Runs]) -> Runs:
+    """What several places of one sample need."""
+    return needs[0] if len(needs) == 1 else merged(run for some in needs for run in some)
