@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
+from msgspec.structs import replace
 
 from dataio.core import limits
 from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
@@ -28,6 +28,7 @@ from dataio.shards.ingest.pool import ProbePool
 from dataio.shards.ingest.sources import Group
 from dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read
 from dataio.shards.media.facts import Described, Failure
+from dataio.shards.pieces import Hasher, size_for
 from dataio.shards.readahead import ReadAhead
 from dataio.shards.report import Skipped
 from dataio.store.mounts import PREFIX
@@ -108,10 +109,10 @@ class Pass:
             raw.files[path] = (entry.ext, entry.name)
             raw.bytes += entry.length
             parts = _set_aside(parts, path)
-        hasher = xxhash.xxh3_64()
+        hasher = Hasher(size_for(entry.length))
         for part in parts:
             hasher.update(part)
-        raw.members.append(Member(entry.ext, entry.offset, entry.length, hasher.intdigest()))
+        raw.members.append(Member(entry.ext, entry.offset, entry.length, hasher.whole(), hasher.pieces()))
         self._tally.step(entry.offset + entry.length)
 
     def _refuse_seen(self, raw: _Raw) -> None:
@@ -152,7 +153,7 @@ class Pass:
             id=0,
             key=key,
             shard=self._shard.key,
-            members=tuple(raw.members),
+            members=tuple(_with_heads(raw.members, facts)),
             duration=facts.duration,
             video=facts.video,
             audio=facts.audio,
@@ -172,6 +173,16 @@ class Pass:
 
 _PLAIN = Described(files=(), duration=0.0, video=None, audio=None, text=None, fields="{}", notes=())
 """The facts of a sample without media, text and JSON."""
+
+
+def _with_heads(members: list[Member], facts: Described) -> Iterator[Member]:
+    """The members, with what the workers found that opening them reads; the digests are those of the bytes that passed by."""
+    heads = {file.ext: file.pieces.head for file in facts.files if file.pieces is not None}
+    for member in members:
+        pieces = member.pieces
+        if pieces is not None and heads.get(member.ext):
+            member = replace(member, pieces=replace(pieces, head=heads[member.ext]))
+        yield member
 
 
 def _batches(raws: Iterator[_Raw]) -> Iterator[Iterator[_Raw]]:

@@ -31,10 +31,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from msgspec.structs import replace
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards import pieces as cut
+from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Pieces, Sample, VideoInfo
 from dataio.shards.index.digests import SHORT, digest, short
 
 PAGE_ROWS = 64
@@ -47,6 +49,7 @@ I64 = npt.NDArray[np.int64]
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Place = Annotated[int, msgspec.Meta(ge=-1)]
 _Word = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -88,6 +91,10 @@ class _Video(msgspec.Struct, array_like=True, gc=False):
     key_index: list[_Natural]
 
 
+class _PlacedVideo(_Video, array_like=True, gc=False):
+    key_at: list[_Place] | None = None  # none in pages from before, and of files without pieces
+
+
 class _Audio(msgspec.Struct, array_like=True, gc=False):
     ext: str
     stream: _Natural
@@ -107,16 +114,31 @@ class _Files(msgspec.Struct, array_like=True, gc=False):
 class _Row(_Files, array_like=True, gc=False):
     key: _Word
     duration: Annotated[float, msgspec.Meta(ge=0)]
-    video: _Video | None
+    video: _PlacedVideo | None
     audio: _Audio | None
     text: str | None
     fields: str | None  # a JSON object: its numbers may be larger than msgpack's
 
 
+class _Pieces(msgspec.Struct, array_like=True, gc=False):
+    member: _Natural
+    size: _Positive
+    digests: bytes
+    head: list[tuple[_Natural, _Positive]]
+
+
+class _LongRow(_Row, array_like=True, gc=False):
+    """A row with files that have pieces. A row without is written as before there were any."""
+
+    pieces: list[_Pieces] = []
+
+
+_NOWHERE = [-1]
+
 _encode = msgspec.msgpack.Encoder().encode
 _as_page = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _as_files = msgspec.msgpack.Decoder(_Files).decode
-_as_row = msgspec.msgpack.Decoder(_Row).decode
+_as_row = msgspec.msgpack.Decoder(_LongRow).decode
 
 
 # --- writing
@@ -142,20 +164,30 @@ def row(sample: Sample) -> bytes:
     members = [(m.ext, m.offset, m.length, m.xxh3) for m in sample.members]
     fields = json.dumps(dict(sample.fields), sort_keys=True, ensure_ascii=False) if sample.fields else None
     video, audio = _of_video(sample.video), _of_audio(sample.audio)
-    return _encode(_Row(sample.shard, members, sample.key, sample.duration, video, audio, sample.text, fields))
+    values = (sample.shard, members, sample.key, sample.duration, video, audio, sample.text, fields)
+    pieces = [_of_pieces(n, m.pieces) for n, m in enumerate(sample.members) if m.pieces is not None]
+    return _encode(_LongRow(*values, pieces) if pieces else _Row(*values))
 
 
-def _of_video(v: VideoInfo | None) -> _Video | None:
+def _of_pieces(number: int, pieces: Pieces) -> _Pieces:
+    return _Pieces(number, pieces.size, pieces.digests, list(pieces.head))
+
+
+def _of_video(v: VideoInfo | None) -> _PlacedVideo | None:
     if v is None:
         return None
     c = v.color
-    return _Video(
+    places = ([k.at for k in v.key_frames],) if any(k.at >= 0 for k in v.key_frames) else ()
+    kind: Any = _PlacedVideo if places else _Video  # which ends as it did before there were places
+    made: _PlacedVideo | None = kind(
         *(v.ext, v.stream, v.codec, v.width, v.height, v.fps.numerator, v.fps.denominator, v.frames),
         *(v.time_base.numerator, v.time_base.denominator, v.start_pts, v.duration_pts, v.pixel_format, v.rotation),
         None if c is None else (c.space, c.range, c.primaries, c.transfer),
         [k.pts for k in v.key_frames],
         [k.index for k in v.key_frames],
+        *places,
     )
+    return made
 
 
 def _of_audio(a: AudioInfo | None) -> _Audio | None:
@@ -244,6 +276,8 @@ class Rows:
         """Row `at` of the part as sample `number`."""
         found = self._decoded(_as_row, data, at)
         shard, members = self._where(found, at)
+        for one in found.pieces:
+            self._add_pieces(members, one, at)
         if not math.isfinite(found.duration):
             raise self._bad(at, "duration is not finite")
         video = None if found.video is None else self._video(found.video, at)
@@ -251,6 +285,16 @@ class Rows:
         audio = None if a is None else AudioInfo(a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)
         fields = parsed(found.fields, found.key)
         return Sample(number, found.key, shard, tuple(members), found.duration, video, audio, found.text, fields)
+
+    def _add_pieces(self, members: list[Member], found: _Pieces, at: int) -> None:
+        if found.member >= len(members):
+            raise self._bad(at, "pieces are those of no member")
+        whole = members[found.member]
+        pieces = Pieces(found.size, found.digests, tuple(found.head))
+        fault = cut.fault(pieces, whole.length)
+        if fault:
+            raise self._bad(at, f"pieces of member {whole.ext!r}: {fault}")
+        members[found.member] = Member(whole.ext, whole.offset, whole.length, whole.xxh3, pieces)
 
     def files(self, data: msgspec.Raw, at: int) -> Files:
         """Where the files of row `at` lie."""
@@ -279,8 +323,9 @@ class Rows:
                 raise self._bad(at, "members overlaps the next member")
         return shard, members
 
-    def _video(self, v: _Video, at: int) -> VideoInfo:
-        if not v.key_pts or len(v.key_pts) != len(v.key_index):
+    def _video(self, v: _PlacedVideo, at: int) -> VideoInfo:
+        places = v.key_at or _NOWHERE * len(v.key_pts)
+        if not v.key_pts or not len(v.key_pts) == len(v.key_index) == len(places):
             raise self._bad(at, "key_frames is empty or incomplete")
         if max(v.key_index) > v.frames:
             raise self._bad(at, "key_frames lies outside the video")
@@ -288,7 +333,7 @@ class Rows:
             *(v.ext, v.stream, v.codec, v.width, v.height, _fraction(v.fps_numerator, v.fps_denominator), v.frames),
             *(_fraction(v.time_base_numerator, v.time_base_denominator), v.start_pts, v.duration_pts, v.pixel_format),
             v.rotation,
-            tuple(map(KeyFrame, v.key_pts, v.key_index)),
+            tuple(map(KeyFrame, v.key_pts, v.key_index, places)),
             None if v.color is None else Color(*v.color),
         )
 
@@ -299,6 +344,15 @@ class Rows:
 @lru_cache(256)
 def _fraction(numerator: int, denominator: int) -> Fraction:
     return Fraction(numerator, denominator)
+
+
+def without_parts(sample: Sample) -> Sample:
+    """What tables hold of a sample: without the pieces of its files and the places of its key frames."""
+    members = tuple(Member(m.ext, m.offset, m.length, m.xxh3) for m in sample.members)
+    video = sample.video
+    if video is not None:
+        video = replace(video, key_frames=tuple(KeyFrame(k.pts, k.index) for k in video.key_frames))
+    return replace(sample, members=members, video=video)
 
 
 # --- the promoted fields, as tables and pages hold them

@@ -193,7 +193,9 @@ class _Writer:
                 id=len(self._samples),
                 key=item.key,
                 shard=shard,
-                members=tuple(Member(file.ext, next(placed).offset, file.size, file.xxh3) for file in item.files),
+                members=tuple(
+                    Member(file.ext, next(placed).offset, file.size, file.xxh3, file.pieces) for file in item.files
+                ),
                 duration=described.duration,
                 video=described.video,
                 audio=described.audio,

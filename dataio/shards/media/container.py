@@ -49,6 +49,8 @@ SAMPLE_EXTENSIONS = MEDIA_EXTENSIONS | IMAGE_EXTENSIONS
 CONVERTED_EXTENSIONS = frozenset(["ts", "m2t", "mts", "m2ts", "mpg", "mpeg", "vob", "flv", "mxf", "wmv", "asf", "gif"])
 """Video files that `pack` copies into another container, or re-encodes, if it is told to. They are not read as they are: what
 loaders go by (where key frames lie, times that never wrap or start again, whether the file is all there) they do not say."""
+DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
+"""Those that may open files of `MEDIA_EXTENSIONS`."""
 CONVERTED_DEMUXERS = "mpegts,mpeg,flv,mxf,asf,gif"
 
 _UNREAD_VIDEO = frozenset(

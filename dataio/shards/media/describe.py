@@ -15,15 +15,15 @@ import json
 import os
 from typing import Any
 
-import xxhash
-
 from dataio.core import limits, strictjson
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
 from dataio.shards.contract import AudioInfo, VideoInfo
 from dataio.shards.media import images, vtt
 from dataio.shards.media.container import IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, not_read, passed_over
 from dataio.shards.media.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
+from dataio.shards.media.heads import with_head
 from dataio.shards.media.probe import Probe, probe
+from dataio.shards.pieces import Hasher, size_for
 
 PROMOTED_STRING = 1024
 """The most characters that a string in a sample's JSON may have to become a field of the index."""
@@ -45,6 +45,7 @@ def describe(files: Request) -> Answer:
             facts.append(_fact(ext, at))
             if ext in MEDIA_EXTENSIONS:
                 probes.append(probe(at, ext=ext))
+                facts[-1] = with_head(facts[-1], probes[-1])
             elif ext == "txt":
                 text = _text(at)
             elif ext == "vtt":
@@ -88,12 +89,12 @@ def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, fl
 
 
 def _fact(ext: str, path: str) -> FileFact:
-    hasher = xxhash.xxh3_64()
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:
         info = os.fstat(file.fileno())
+        hasher = Hasher(size_for(info.st_size))
         while chunk := file.read(_READ):
             hasher.update(chunk)
-    return FileFact(ext, path, info.st_size, info.st_mtime_ns, hasher.intdigest())
+    return FileFact(ext, path, info.st_size, info.st_mtime_ns, hasher.whole(), hasher.pieces())
 
 
 def _bytes(path: str, most: int) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dataio.core import limits
-from dataio.shards.contract import AudioInfo, VideoInfo
+from dataio.shards.contract import AudioInfo, Pieces, VideoInfo
 
 TEXT_BYTES = 1 * limits.MIB
 """The most that a sample's text may hold."""
@@ -27,6 +27,7 @@ class FileFact(msgspec.Struct, frozen=True):
     size: int
     modified_ns: int
     xxh3: int
+    pieces: Pieces | None = None
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True, tag="described"):

@@ -11,6 +11,7 @@ Invariants:
   stream is decoded and its output counted.
 * So a key frame's index is the number of frames that decoding from the start puts out before it. A key frame cut off by an
   edit list, which is decoded but not shown, carries the index of the first shown frame that needs it.
+* Of files that may be read in part (`dataio.shards.pieces`), a key frame's place is where libav says that its packet begins.
 * At least one frame was decoded: a file that cannot be decoded at all is refused. Damage further inside is not looked for:
   such a file probes well, and the loader that meets the damage quarantines the sample.
 * Only the listed demuxers may open a file (others one that is to be converted: `container.is_converted`), and none may open a
@@ -45,9 +46,9 @@ from dataio.core import limits
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
 from dataio.shards.media.color import color_of
-from dataio.shards.media.container import CONVERTED_DEMUXERS, check_complete, is_converted
+from dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, is_converted
+from dataio.shards.pieces import size_for
 
-_DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
@@ -71,6 +72,8 @@ class _Packet(msgspec.Struct, frozen=True):
     shown: bool
     picture: bool
     """Whether it is a whole JPEG, so that it is a frame wherever it stands."""
+    at: int
+    """At which byte of the file, if libav says."""
 
 
 def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
@@ -106,7 +109,7 @@ def _check_file(file: Any, size: int) -> Any:
 def _open(source: Any) -> Any:
     if hasattr(source, "seek"):
         source.seek(0)
-    demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and is_converted(source) else _DEMUXERS
+    demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and is_converted(source) else DEMUXERS
     try:
         return av.open(source, options={"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODING})
     except av.error.ArgumentError as error:
@@ -222,7 +225,9 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
             codec = video.codec_context.codec.canonical_name
             shown = not packet.is_discard and is_shown(codec, memoryview(packet))
             picture = codec == "mjpeg" and _is_jpeg(memoryview(packet))
-            packets.append(_Packet(packet.pts, packet.duration or 0, packet.is_keyframe, shown, picture))
+            packets.append(
+                _Packet(packet.pts, packet.duration or 0, packet.is_keyframe, shown, picture, _place(packet))
+            )
             _check_frames(len(packets))
     return packets, first, sound
 
@@ -264,6 +269,7 @@ def _video_info(
     believed = "avi" not in container.format.name or all(packet.picture for packet in packets)  # AVI has empty packets
     counted = _count_packets(stream, packets) if believed else None
     frames, keys, start, end = counted or _count_by_decoding(source, stream.index)
+    keys = _placed(keys, packets, container.size)
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
     if end <= start:  # the last frame's own duration is unknown
         end = start + 1
@@ -310,6 +316,18 @@ def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
     end = max(p.pts + p.duration for p in packets if p.shown and p.pts is not None)
     step = (shown[-1] - shown[0]) // (len(shown) - 1) if len(shown) > 1 else 0
     return len(shown), key_frames, shown[0], end if end > shown[-1] else shown[-1] + step
+
+
+def _place(packet: Any) -> int:
+    return -1 if packet.pos is None else packet.pos
+
+
+def _placed(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tuple[KeyFrame, ...]:
+    """The key frames with where their packets lie in a file of `size` bytes, if it is one of which parts are read."""
+    if size_for(size) is None:
+        return keys
+    places = {p.pts: p.at for p in packets if p.key and 0 <= p.at < size}
+    return tuple(KeyFrame(key.pts, key.index, places.get(key.pts, -1)) for key in keys)
 
 
 def _count_by_decoding(source: Any, index: int) -> _Count:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
-from dataio.shards.contract import KeyFrame, VideoInfo
+from dataio.shards.contract import VideoInfo
 from dataio.shards.media import probe as probing
 from dataio.shards.media.probe import probe
 
@@ -301,7 +301,7 @@ def test_key_frames_start_at_frame_zero(media: Path) -> None:
     for name in CLIPS:
         video = probe(media / name).video
         assert video is not None
-        assert video.key_frames[0] == KeyFrame(video.start_pts, 0)
+        assert (video.key_frames[0].pts, video.key_frames[0].index) == (video.start_pts, 0)
 
 
 def test_the_only_frame_of_a_video_behind_its_sound_is_found(tmp_path: Path) -> None:

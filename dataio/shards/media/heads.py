@@ -1,0 +1,114 @@
+"""Which pieces of a long file a decoder reads wherever in it decoding begins: the container's header, tables and index.
+
+Purpose: what is read in any case can be fetched in one go with what a clip needs, before anything is opened. Found by doing it:
+the file is opened as loaders open it, believing what the container says of its streams and not, and a key frame, or an instant,
+is looked for, in the middle of the file, and at its end. The head is what both read.
+Invariants: only for files with pieces. It is a hint: samples do not depend on it. Where finding a place means reading
+what lies before it, that is half of the file and more, from which loaders see that reading parts of it is not worth it.
+Failure behaviour: none; a file for which it cannot be found has no head. Trusts libav as `probe` does.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+import av
+import av.error
+from msgspec.structs import replace
+
+from dataio.core import limits
+from dataio.shards.media.container import DEMUXERS, check_complete
+from dataio.shards.media.facts import FileFact
+from dataio.shards.media.probe import Probe
+from dataio.shards.pieces import runs
+
+_READ_BYTES = 1 << 16
+_DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
+_OPTIONS = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels": str(limits.FRAME_PIXELS)}
+_TRUSTING = {**_OPTIONS, "codec_whitelist": "none"}
+
+_Place = tuple[int, int]
+"""What is looked for: the stream, and a time stamp of it."""
+
+
+def with_head(fact: FileFact, probe: Probe) -> FileFact:
+    """What is known of a file with what opening it reads, if it has pieces; `probe` says what it holds."""
+    if fact.pieces is None:
+        return fact
+    try:
+        middle, end = _places(fact.path, probe)
+        found = _touched(fact, middle) & _touched(fact, end)
+    except (av.error.FFmpegError, OSError, EOFError, ValueError):
+        return fact
+    return replace(fact, pieces=replace(fact.pieces, head=runs(found)))
+
+
+def _places(path: str, probe: Probe) -> tuple[_Place, _Place]:
+    if probe.video is not None:
+        keys = probe.video.key_frames
+        stream = probe.video.stream
+        return (stream, keys[(len(keys) - 1) // 2].pts), (stream, keys[-1].pts)
+    assert probe.audio is not None
+    with av.open(path, options=_OPTIONS | {"protocol_whitelist": "file"}) as container:
+        sound: Any = container.streams[probe.audio.stream]
+        base, start = sound.time_base, sound.start_time or 0
+    length = int(probe.duration / base)
+    return (probe.audio.stream, start + length // 2), (probe.audio.stream, start + length * 9 // 10)
+
+
+def _touched(fact: FileFact, place: _Place) -> set[int]:
+    """The pieces that are read until the first packet from there on, in either way of opening."""
+    assert fact.pieces is not None
+    found = set[int]()
+    for trusting in (True, False):
+        with _opened(fact, trusting) as (container, file):
+            stream = container.streams[place[0]]
+            container.seek(place[1], stream=stream, backward=True)
+            packets = container.demux(stream)
+            next(packets, None)
+            packets.close()
+        found |= file.touched
+    return found
+
+
+@contextmanager
+def _opened(fact: FileFact, trusting: bool) -> Iterator[tuple[Any, _Recording]]:
+    """The container as loaders open it."""
+    assert fact.pieces is not None
+    with open(fact.path, "rb", buffering=0) as real:
+        file = _Recording(real, fact.pieces.size)
+        check_complete(cast(BinaryIO, file), fact.size)
+        demuxer = _DEMUXER_OF.get(fact.ext) if trusting else None
+        options = _TRUSTING if trusting else _OPTIONS
+        with av.open(file, "r", demuxer, buffer_size=_READ_BYTES, options=options) as container:
+            yield container, file
+
+
+class _Recording:
+    """A file that notes which of its pieces were read."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self.touched = set[int]()
+
+    def read(self, size: int = -1) -> bytes:
+        start = self._file.tell()
+        data = self._file.read(size)
+        if data:
+            self.touched.update(range(start // self._size, (start + len(data) - 1) // self._size + 1))
+        return data
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True

@@ -1,0 +1,94 @@
+from itertools import pairwise
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataio.core import limits
+from dataio.shards import pieces as cut
+from dataio.shards.contract import Pieces
+from dataio.shards.pieces import Hasher, fault, is_right, runs, size_for
+
+
+def test_short_files_have_no_pieces() -> None:
+    assert size_for(0) is None
+    assert size_for(limits.MIB - 1) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "size"),
+    [
+        (1 * limits.MIB, 256 * limits.KIB),
+        (512 * limits.MIB, 256 * limits.KIB),
+        (512 * limits.MIB + 1, 512 * limits.KIB),
+        (100 * limits.GIB, 64 * limits.MIB),
+    ],
+)
+def test_pieces_are_as_small_as_2048_of_them_can_be(length: int, size: int) -> None:
+    assert size_for(length) == size
+
+
+@given(st.integers(limits.MIB, 1 << 50))
+def test_a_size_is_the_least_power_of_two_with_few_enough_pieces(length: int) -> None:
+    size = size_for(length)
+    assert size is not None
+    assert size & (size - 1) == 0
+    assert -(-length // size) <= cut.MOST
+    assert size == cut.SIZE or -(-length // (size // 2)) > cut.MOST
+
+
+@given(st.lists(st.binary(max_size=40), max_size=12), st.sampled_from([1, 2, 8, 16]))
+def test_one_pass_over_chunks_of_any_size_gives_the_digests_of_the_whole_and_of_its_slices(
+    chunks: list[bytes], size: int
+) -> None:
+    hasher, plain, whole = Hasher(size), Hasher(None), b"".join(chunks)
+    for chunk in chunks:
+        hasher.update(memoryview(chunk))
+        plain.update(chunk)
+    found = hasher.pieces()
+    slices = [whole[start : start + size] for start in range(0, len(whole), size)]
+    assert found == Pieces(size, b"".join(xxhash.xxh3_64_intdigest(one).to_bytes(8, "little") for one in slices))
+    assert hasher.whole() == plain.whole() == xxhash.xxh3_64_intdigest(whole)
+    assert plain.pieces() is None
+    assert not fault(found, len(whole))
+    assert all(is_right(found, number, one) for number, one in enumerate(slices))
+
+
+def test_a_piece_is_right_only_where_it_belongs_and_as_long_as_it_was() -> None:
+    hasher = Hasher(4)
+    hasher.update(b"abcdefghij")
+    found = hasher.pieces()
+    assert found is not None
+    assert is_right(found, 2, b"ij")
+    wrong = [(0, b"efgh"), (0, b"abc"), (2, b"ij\0"), (3, b""), (3, b"abcd")]
+    assert not any(is_right(found, number, data) for number, data in wrong)
+
+
+@given(st.lists(st.integers(0, 30)))
+def test_runs_are_the_same_pieces_in_order(numbers: list[int]) -> None:
+    found = runs(numbers)
+    assert [n for first, many in found for n in range(first, first + many)] == sorted(set(numbers))
+    assert all(first + many < after for (first, many), (after, _) in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        (Pieces(6, b"8bytes__" * 2), "no power of two"),
+        (Pieces(0, b""), "no power of two"),
+        (Pieces(-8, b"8bytes__"), "no power of two"),
+        (Pieces(8, b"8bytes__"), "8 bytes of digests for 2 pieces"),
+        (Pieces(8, b"8bytes__" * 2 + b"7bytes_"), "23 bytes of digests for 2 pieces"),
+        (Pieces(8, b"8bytes__" * 2, ((0, 3),)), "outside the file or are not in order"),
+        (Pieces(8, b"8bytes__" * 2, ((-1, 1),)), "outside the file or are not in order"),
+        (Pieces(8, b"8bytes__" * 2, ((1, 1), (0, 1))), "outside the file or are not in order"),
+        (Pieces(8, b"8bytes__" * 2, ((0, 0),)), "outside the file or are not in order"),
+    ],
+)
+def test_pieces_that_cannot_be_meant_are_told(pieces: Pieces, says: str) -> None:
+    assert says in fault(pieces, 12)
+
+
+def test_pieces_with_a_head_are_sound() -> None:
+    assert not fault(Pieces(8, b"8bytes__" * 2, ((0, 1), (1, 1))), 12)
