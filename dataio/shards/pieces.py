@@ -74,6 +74,14 @@ def is_right(pieces: Pieces, number: int, view: bytes | memoryview) -> bool:
     return pieces.digests[number * _DIGEST : (number + 1) * _DIGEST] == _stored(xxhash.xxh3_64_intdigest(view))
 
 
+def first_difference(one: Pieces, other: Pieces) -> int | None:
+    """The first piece of which these have different digests; both are of one file and size."""
+    for at in range(0, len(one.digests), _DIGEST):
+        if one.digests[at : at + _DIGEST] != other.digests[at : at + _DIGEST]:
+            return at // _DIGEST
+    return None
+
+
 def runs(numbers: Iterable[int]) -> Runs:
     """These pieces as runs."""
     found = list[tuple[int, int]]()

@@ -5,7 +5,7 @@ and samples of parts that have no pages (`row_pages`) are looked up in row group
 Invariants: rows are those of the parts; which of them are samples, `kept` says. Row groups that are wanted at once are
 read together, up to `TOGETHER`, which takes less time and one round trip; they are kept together too, decoded, up to
 `CACHE_BYTES`, the least recently used go first; readers of parts up to `READERS`. Answers do not depend on what is kept.
-Whatever was read was checked (`part_reader`); `check` reads and checks everything, also what only the whole shows: the order
+Whatever was read was checked (`part_reader`); `checked` reads and checks everything, also what only the whole shows: the order
 of the samples across parts.
 Failure behaviour: `CorruptionError` naming the part, and the store's errors, whenever something has to be read.
 Safe to share between threads.
@@ -101,8 +101,9 @@ class Tables:
         table, rows = self._reader(part).read(columns), self._rows_kept(part)
         return table if rows is None else pc.rows(table, pa.array(rows))
 
-    def check(self) -> None:
-        """Read and check everything: row by row, the order, and that keys are unique; fills the cache as it goes."""
+    def checked(self) -> Iterator[tuple[int, int, Any]]:
+        """Every row group: its part, its first row there, and all its rows, samples or not. Read to its end it has checked
+        everything: row by row, the order, and that keys are unique; fills the cache as it goes."""
         last: tuple[int, int] | None = None
         places = {shard.key: place for place, shard in enumerate(self._document.shards)}
         for part in range(len(self._document.index)):
@@ -111,7 +112,9 @@ class Tables:
             for group in range(groups):
                 if group % TOGETHER == 0:
                     self._read(part, range(group, min(group + TOGETHER, groups)))
-                last = self._check_order(self.group(part, group), places, last)
+                table = self.group(part, group)
+                last = self._check_order(table, places, last)
+                yield part, int(self._reader(part).ends[group]) - table.num_rows, table
         if self._repeats_a_key():
             raise self._bad("two samples have the same key")
 

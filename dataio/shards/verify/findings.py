@@ -14,7 +14,8 @@ LISTED = 1000
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong. `code` is one of missing, size, structure, header, checksum, digest, order, decode."""
+    """One thing that is wrong. `code` is one of missing, size, structure, header, checksum, pieces, digest, order,
+    pages, decode."""
 
     code: str
     message: str

@@ -26,7 +26,6 @@ from typing import Any
 
 from dataio.core.errors import CorruptionError, DeadlineError, UsageError
 from dataio.shards.contract import Sample
-from dataio.shards.index import rows as index
 from dataio.shards.query.open_index import OpenIndex
 from dataio.shards.verify import repair as repairs
 from dataio.shards.verify import sampling
@@ -109,7 +108,7 @@ class _Run:
             stack.enter_context(mounted)
         self._store = mounted
         opened = OpenIndex(mounted, document)
-        parts, good = verify_top.index_parts(mounted, self._copy, document, opened)
+        parts, good, opened = verify_top.index_parts(mounted, self._copy, document, opened)
         objects += parts
         if all(good):
             chooser = sampling.chooser(decode, lambda: _keys(opened))
@@ -155,10 +154,10 @@ class _Run:
     def _shard(
         self, shard: Shard, samples: Sequence[Sample], chosen: Callable[[str], bool], complete: bool
     ) -> ObjectReport:
-        wanted = [Wanted(s.key, m.ext, m.offset, m.length, m.xxh3) for s in samples for m in s.members]
+        wanted = [Wanted(s.key, m.ext, m.offset, m.length, m.xxh3, m.pieces) for s in samples for m in s.members]
         check = check_shard(self._store, shard, wanted, self._step)
         repaired, refused = False, ""
-        if check.findings and self._copy is not None:
+        if (check.bad or not check.sound) and self._copy is not None:
             try:
                 if not complete:
                     raise repairs.Refused("the index is damaged, so what belongs into it is not known")
@@ -218,14 +217,13 @@ def _with_rows(shards: Sequence[Shard], rows: Iterator[Sample]) -> Iterator[tupl
 
 
 def _rows(opened: OpenIndex, good: Sequence[bool]) -> Iterator[Sample]:
-    """The samples of the parts that are good, in order, one part in memory."""
+    """The samples of the parts that are good, in order, some at a time."""
     for part, fine in enumerate(good):
         if not fine:
             continue
-        table = opened.part_table(part)
-        for start in range(0, table.num_rows, _ROWS_AT_ONCE):
-            for row in table.slice(start, _ROWS_AT_ONCE).to_pylist():
-                yield index.from_row(row, 0)
+        end = int(opened.ends[part])
+        for start in range(int(opened.ends[part - 1]) if part else 0, end, _ROWS_AT_ONCE):
+            yield from opened.samples(range(start, min(start + _ROWS_AT_ONCE, end)))
 
 
 def _keys(opened: OpenIndex) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """One shard read from end to end and compared with the index.
 
 Purpose: what `verify` and `repair` know of a shard: whether it is a sound tar whose headers say what the index says, and which
-members' bytes are right.
+members' bytes are right; and whether the index has the digests of their pieces.
 
 Invariants: memory is that of `ReadAhead` and the shard's rows. Every member that the index names is hashed, also behind a header
 that is damaged, so that damage names the samples it costs. Members that no row names (samples that were removed, names that are
@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import xxhash
-
 from dataio.core import limits
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from dataio.shards import tar
+from dataio.shards.contract import Pieces
+from dataio.shards.pieces import Hasher, first_difference
 from dataio.shards.readahead import ReadAhead
 from dataio.shards.verify.findings import Finding
 from dataio.shards.versions.documents import Shard
@@ -38,6 +38,7 @@ class Wanted:
     offset: int
     length: int
     xxh3: int
+    pieces: Pieces | None = None
 
 
 @dataclass(slots=True)
@@ -53,14 +54,15 @@ class ShardCheck:
     def unsound(self, code: str, message: str, wanted: Wanted | None = None) -> None:
         """Note something wrong with the tar itself."""
         self.sound = False
-        self._note(code, message, wanted)
+        self.note(code, message, wanted)
 
     def wrong(self, code: str, message: str, wanted: Wanted) -> None:
         """Note a member whose bytes are wrong."""
         self.bad.add(wanted.offset)
-        self._note(code, message, wanted)
+        self.note(code, message, wanted)
 
-    def _note(self, code: str, message: str, wanted: Wanted | None) -> None:
+    def note(self, code: str, message: str, wanted: Wanted | None) -> None:
+        """Note whatever is wrong, also with what the index says."""
         if wanted is None:
             self.findings.append(Finding(code=code, message=message))
         else:
@@ -149,9 +151,14 @@ def _check_bytes(ahead: ReadAhead, member: Wanted, result: ShardCheck) -> None:
     if member.offset + member.length > ahead.size:
         result.wrong("missing", f"its bytes end at {member.offset + member.length}, the shard at {ahead.size}", member)
         return
-    hasher = xxhash.xxh3_64()
+    hasher = Hasher(None if member.pieces is None else member.pieces.size)
     for part in ahead.parts(member.offset, member.length):
         hasher.update(part)
     result.members += 1
-    if hasher.intdigest() != member.xxh3:
+    if hasher.whole() != member.xxh3:
         result.wrong("checksum", "its bytes are not those that were packed: the checksum does not match", member)
+    elif (said := member.pieces) is not None and (found := hasher.pieces()) is not None:
+        number = first_difference(found, said)
+        if number is not None:
+            why = f"its checksum matches, but the index has another digest of its piece {number} of {said.size} bytes"
+            result.note("pieces", f"{why}, so what needs it cannot be read: pack or index again", member)

@@ -8,7 +8,7 @@ Failure behaviour: damage is a finding; passing trouble raises.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import blake3
 import msgspec
@@ -93,22 +93,32 @@ def _check_tag(data: bytes, name: str) -> None:
 
 def index_parts(
     store: Store, copy: Store | None, document: VersionDocument, opened: OpenIndex
-) -> tuple[list[ObjectReport], list[bool]]:
-    """A report of each part and of each object of bitmaps; and for each part whether its samples are known."""
+) -> tuple[list[ObjectReport], list[bool], OpenIndex]:
+    """A report of each part and of each object of bitmaps; for each part whether its samples are known; and what they are looked
+    up in: parts whose pages are wrong have tables still."""
     reports = [_part(store, copy, part, document) for part in document.index]
     maps = {key: _kept(store, copy, key, document) for key in repair.by_object(document.index)}
     good = [
         not found.found and (part.kept is None or not maps[part.kept.key].found)
         for part, found in zip(document.index, reports, strict=True)
     ]
+    more = list[ObjectReport]()
     if all(good) and reports:
         try:
-            opened.check()
-            opened.compare()
+            wrong = opened.compare()
         except CorruptionError as error:
-            wrong = report("index", "the index as a whole", [Finding(code="order", message=error.message)])
-            return [*reports, *maps.values(), wrong], good
-    return [*reports, *maps.values()], good
+            more.append(report("index", "the index as a whole", [Finding(code="order", message=error.message)]))
+        else:
+            for number, why in wrong.items():
+                found = report("index", reports[number].object, [Finding(code="pages", message=why)])
+                reports[number] = msgspec.structs.replace(reports[number], findings=found.findings, found=found.found)
+            opened = _without_pages(store, document, wrong) if wrong else opened
+    return [*reports, *maps.values(), *more], good, opened
+
+
+def _without_pages(store: Store, document: VersionDocument, which: Collection[int]) -> OpenIndex:
+    parts = [msgspec.structs.replace(p, pages=None) if n in which else p for n, p in enumerate(document.index)]
+    return OpenIndex(store, msgspec.structs.replace(document, index=tuple(parts)))
 
 
 def _part(store: Store, copy: Store | None, part: IndexPart, document: VersionDocument) -> ObjectReport:

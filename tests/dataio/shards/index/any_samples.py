@@ -7,8 +7,10 @@ from fractions import Fraction
 
 import msgspec
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.contract import AudioInfo, Color, KeyFrame, Member, Pieces, Sample, VideoInfo
+from dataio.shards.pieces import runs
 
 SHARD, SIZE = "shards/00000000-aa.tar", 1 << 40
 i31 = st.integers(1, 2**31 - 1)
@@ -56,6 +58,27 @@ samples = st.builds(
     text=st.none() | text,
     fields=fields.filter(lambda f: all(not isinstance(v, float) or math.isfinite(v) for v in f.values())),
 )
+
+
+@st.composite
+def long(draw: st.DrawFn, given: Sample) -> Sample:
+    """The sample with pieces of some of its members, and places of key frames."""
+    members = [replace(m, pieces=draw(st.none() | pieces(m.length))) for m in given.members]
+    video = given.video
+    if video is not None:
+        video = replace(video, key_frames=tuple(replace(k, at=draw(st.integers(-1, 2**40))) for k in video.key_frames))
+    return replace(given, members=tuple(members), video=video)
+
+
+@st.composite
+def pieces(draw: st.DrawFn, length: int) -> Pieces:
+    size = (
+        1 << max(0, length - 1).bit_length() - draw(st.integers(0, 4)) if length > 64 else 1 << draw(st.integers(3, 9))
+    )
+    count = -(-length // size)
+    digests = draw(st.binary(min_size=8, max_size=8)) * count
+    head = draw(st.lists(st.integers(0, count - 1), max_size=4)) if count else []
+    return Pieces(size, digests, runs(head))
 
 
 def apart(written: list[Sample]) -> list[Sample]:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Sample
+from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Pieces, Sample
 from dataio.shards.index import lookup
 from dataio.shards.index.digests import short
 from dataio.store.mounts import PREFIX
-from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, samples
+from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, long, samples
 from tests.dataio.shards.making import sample, video
 
 OFFSET = 4096
@@ -48,12 +48,13 @@ def all_of(written: list[Sample]) -> list[Sample]:
     return [rows().sample(raw, at, at) for at, raw in enumerate(raws)]
 
 
-@given(st.lists(samples, max_size=4).map(apart))
+@given(st.lists(samples.flatmap(long), max_size=4).map(apart))
 def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
     assert all_of(written) == [replace(one, id=number) for number, one in enumerate(written)]
     assert lookup.write(written) == lookup.write(iter(written))
     for one in written:
-        assert rows().files(msgspec.Raw(lookup.row(one)), 0) == Files(one.shard, list(one.members))
+        plain = lookup.without_parts(one)
+        assert rows().files(msgspec.Raw(lookup.row(one)), 0) == Files(one.shard, list(plain.members))
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
@@ -91,7 +92,22 @@ def with_members(*members: tuple[int, int]) -> Sample:
     return replace(GOOD, members=tuple(Member("mp4", offset, length, 1) for offset, length in members))
 
 
+def with_pieces(size: int, digests: bytes, *head: tuple[int, int]) -> Sample:
+    """`GOOD` of a longer file."""
+    return replace(GOOD, members=(Member("mp4", 512, 100, 1, Pieces(size, digests, head)),))
+
+
+EIGHT = b"8bytes__"
+LONG = replace(with_pieces(64, EIGHT * 2, (0, 1)), video=replace(VIDEO, key_frames=(KeyFrame(0, 0, 40),)))
+
+
 LIES = {
+    "pieces of no size": (with_pieces(0, b""), "Expected `int` >= 1"),
+    "pieces of an odd size": (with_pieces(96, EIGHT * 2), "pieces of member 'mp4': pieces of 96 bytes"),
+    "too few pieces": (with_pieces(64, EIGHT), "pieces of member 'mp4': 8 bytes of digests for 2 pieces"),
+    "a head behind the end": (with_pieces(64, EIGHT * 2, (1, 2)), "pieces of member 'mp4': runs of pieces"),
+    "a head of nothing": (with_pieces(64, EIGHT * 2, (1, 0)), "Expected `int` >= 1"),
+    "a key frame in front of the file": (with_video(key_frames=(KeyFrame(0, 0, -2), KeyFrame(9, 9, 5))), ">= -1"),
     "foreign shard": (replace(GOOD, shard="../../etc/passwd"), "shard is not a shard of this dataset version"),
     "no members": (replace(GOOD, members=()), "members is empty"),
     "behind the end": (with_members((SIZE + 1, 0)), "outside its shard"),
@@ -121,6 +137,49 @@ def test_a_row_that_lies_is_refused_by_its_number(lie: str) -> None:
     with pytest.raises(CorruptionError, match=rf"index/x: row 1: .*({words})"):
         rows().sample(raws[1], 1, 1)
     assert len(directory) == 1
+
+
+def test_a_row_says_of_which_member_its_pieces_are_and_where_every_key_frame_lies() -> None:
+    for change, words in (
+        (lambda row: row[-1][0].__setitem__(0, 1), "pieces are those of no member"),
+        (lambda row: row[4][-1].append(7), "key_frames is empty or incomplete"),
+    ):
+        stored = msgspec.msgpack.decode(lookup.row(LONG))
+        assert rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 7, LONG.id) == LONG
+        change(stored)
+        with pytest.raises(CorruptionError, match=f"index/x: row 7: .*{words}"):
+            rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 7, 0)
+
+
+OLD = bytes.fromhex(
+    "98b67368617264732f30303030303030302d61612e7461729194a36d7034cd12006501a66b3030303031cb3ff0000000000000dc0011a3"
+    "6d703400a468323634cd0500cd02d0cd7530cd03e95a01cd753000ce00015f90a77975763432307000c09100910096a377617600a97063"
+    "6d5f7331366c65cd3e8001cd3e80a761206361742031d93d7b224f6464204e616d65223a20747275652c20226c6162656c223a20226f64"
+    "64222c20226e756d626572223a20312c202273636f7265223a20302e317d"
+)
+"""The row of `GOOD` as Millrace wrote it before there were pieces."""
+
+
+def test_rows_without_pieces_are_as_they_were_before_there_were_any() -> None:
+    assert lookup.row(GOOD) == OLD
+    assert rows().sample(msgspec.Raw(OLD), 0, GOOD.id) == GOOD
+    assert rows().files(msgspec.Raw(OLD), 0).each == list(GOOD.members)
+
+
+class OldRow(lookup._Files, array_like=True):
+    """A row as Millrace read it before there were pieces."""
+
+    key: str
+    duration: float
+    video: lookup._Video | None
+    audio: lookup._Audio | None
+    text: str | None
+    fields: str | None
+
+
+def test_an_older_millrace_reads_rows_with_pieces_and_places_as_if_they_had_none() -> None:
+    read = msgspec.msgpack.decode(lookup.row(LONG), type=OldRow)
+    assert msgspec.msgpack.encode(read) == lookup.row(lookup.without_parts(LONG)) != lookup.row(LONG)
 
 
 @pytest.mark.parametrize("fields", ["{", "[1]", '{"a": NaN}', '{"a":' * 100_000])

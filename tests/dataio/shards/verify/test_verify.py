@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,9 +21,12 @@ from dataio import Dataset, cli, index, open_store, pack
 from dataio.core.errors import CorruptionError, DeadlineError, NotFoundError, TransientError, UsageError
 from dataio.shards import tar
 from dataio.shards.contract import Sample
+from dataio.shards.query import parts
+from dataio.shards.query.part_reader import PartReader
 from dataio.shards.verify import run, sampling
 from dataio.shards.verify.findings import VerifyProgress, VerifyReport
 from dataio.shards.verify.run import verify
+from dataio.shards.versions import documents as versions
 from dataio.shards.workers import media_jobs
 from dataio.shards.workers.decoding import decode_sample
 from dataio.shards.workers.process import WorkerPool
@@ -42,14 +47,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "ds"
 
 
-def make_tone(path: Path, number: int) -> None:
+def make_tone(path: Path, number: int, seconds: float = 0.125) -> None:
     import wave
 
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(8000)
-        file.writeframes(bytes((j * (number + 3)) % 251 for j in range(2000)))
+        file.writeframes(bytes((j * (number + 3)) % 251 for j in range(int(seconds * 16000))))
 
 
 @pytest.fixture
@@ -194,6 +199,75 @@ def test_every_kind_of_object_is_checked_and_repaired(ds: Path, tmp_path: Path, 
     assert not report.damaged
     assert [o.object for o in report.repaired] == [str(path.relative_to(ds))]
     assert path.read_bytes() == whole
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of one file that has pieces."""
+    root = tmp_path_factory.mktemp("film")
+    make_tone(root / "long.wav", 1, seconds=80)
+    pack(root / "long.wav", root / "ds", workers=1).close()
+    return root / "ds"
+
+
+def rewritten(root: Path, change: Callable[[Sample], Sample]) -> str:
+    """As a writer would have made the index that gets its rows wrong, and all digests of the index right; the new part."""
+    with Dataset(root) as dataset:
+        (part,) = parts.store_parts(dataset.store, [change(one) for one in dataset], 0)
+        document = msgspec.structs.replace(dataset.document, index=(part,))
+        dataset.store.put(versions.version_key(1), versions.encode(document))
+    return part.key
+
+
+def with_pieces(one: Sample, **changes: object) -> Sample:
+    (member,) = one.members
+    assert member.pieces is not None
+    changed = msgspec.structs.replace(member.pieces, **changes)
+    return msgspec.structs.replace(one, members=(msgspec.structs.replace(member, pieces=changed),))
+
+
+def test_a_digest_of_a_piece_that_is_not_of_its_bytes_is_the_indexs_fault_and_no_reason_to_repair(
+    film: Path, tmp_path: Path
+) -> None:
+    assert not verify(film, decode="100%", workers=1).damaged
+    shutil.copytree(film, tmp_path / "ds")
+    with Dataset(film) as dataset:
+        pieces = dataset.sample(0).members[0].pieces
+    assert pieces is not None
+    digests = bytearray(pieces.digests)
+    digests[8 * 3] ^= 1
+    rewritten(tmp_path / "ds", lambda one: with_pieces(one, digests=bytes(digests)))
+    report = verify(tmp_path / "ds", repair=film, decode="100%", workers=1)
+    (shard,) = report.damaged
+    assert [(one.code, one.key, one.ext) for one in shard.findings] == [("pieces", "long", "wav")]
+    assert "its checksum matches, but the index has another digest of its piece 3 of" in shard.findings[0].message
+    assert not report.repaired
+    assert shard.decoded == 1  # the whole is right
+
+
+def test_rows_that_no_page_gives_are_taken_from_the_tables(film: Path, tmp_path: Path) -> None:
+    shutil.copytree(film, tmp_path / "ds")
+    part = rewritten(tmp_path / "ds", lambda one: with_pieces(one, size=96))
+    shard = shards(tmp_path / "ds")[0]
+    flip(shard, 5000)
+    report = verify(tmp_path / "ds", workers=1)
+    assert {one.object: [found.code for found in one.findings] for one in report.damaged} == {
+        part: ["pages"],
+        f"shards/{shard.name}": ["checksum"],
+    }
+
+
+def test_each_row_of_the_tables_is_read_once(ds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = list[int](), PartReader.read
+
+    def counted(self: PartReader, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None) -> Any:
+        found = original(self, columns, groups)
+        read.append(0 if columns is not None else found.num_rows)
+        return found
+
+    monkeypatch.setattr(PartReader, "read", counted)
+    verify(ds, workers=1)
+    assert sum(read) == 8
 
 
 @given(place=st.integers(0, 10**9), bit=st.integers(0, 7))
