@@ -4,7 +4,8 @@
 
 It prints its port. `GET /-/sent` answers with the bytes of all bodies so far. One process, one thread, loopback only.
 Invariant: the bandwidth is that of all connections together; the delay is that of a round trip, of which a new connection costs
-one more. What is not there is 404, what is not understood 400. A listing (version 2) is one page.
+one more. Of an answer that a client broke off counts what had arrived at its machine, read or not, once the connection has ended.
+What is not there is 404, a range beyond the end 416, what is not understood 400. A listing (version 2) is one page.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
+import struct
 import sys
 import urllib.parse
 from datetime import UTC, datetime
@@ -21,6 +24,28 @@ from xml.sax.saxutils import escape
 
 CHUNK = 256 << 10
 HEAD_BYTES = 64 << 10
+_ARRIVED = 120
+"""Where Linux's `tcp_info` has the bytes that the other side has acknowledged."""
+
+
+class Connection:
+    """A connection, and how many bytes were written to it."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer, self._written = writer, 0
+        self._socket = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+
+    async def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self._writer.write(data)
+        await self._writer.drain()
+
+    def end(self) -> int:
+        """Close it; the bytes that never arrived."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ARRIVED + 8)
+        self._socket.close()
+        self._writer.close()
+        return max(0, self._written - int(struct.unpack_from("Q", info, _ARRIVED)[0]))
 
 
 class RangeServer:
@@ -31,33 +56,36 @@ class RangeServer:
         self._free_at = 0.0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            delay = 2 * self._delay
+        connection, delay = Connection(writer), 2 * self._delay
+        try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 if delay:
                     await asyncio.sleep(delay)
-                await self._answer(head, writer)
+                await self._answer(head, connection)
                 delay = self._delay
-        writer.close()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            self.sent -= connection.end()
 
-    async def _answer(self, head: list[str], writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, head: list[str], connection: Connection) -> None:
         method, target, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
         path, _, query = target.partition("?")
         path = urllib.parse.unquote(path).lstrip("/")
         asked = dict(urllib.parse.parse_qsl(query))
         if method == "GET" and asked.get("list-type") == "2":
-            await self._small(writer, 200, self._listing(path.strip("/"), asked))
+            await self._small(connection, 200, self._listing(path.strip("/"), asked))
             return
         if path == "-/sent":
-            await self._small(writer, 200, str(self.sent))
+            await self._small(connection, 200, str(self.sent))
             return
         file = self._root / path
         if method not in ("GET", "HEAD") or not file.is_file() or ".." in path.split("/"):
-            await self._small(writer, 404 if method in ("GET", "HEAD") else 400, "")
+            await self._small(connection, 404 if method in ("GET", "HEAD") else 400, "")
             return
-        await self._file(writer, file, headers.get("range", ""), body=method == "GET")
+        await self._file(connection, file, headers.get("range", ""), body=method == "GET")
 
     def _listing(self, bucket: str, asked: dict[str, str]) -> str:
         """One page, whole."""
@@ -87,15 +115,18 @@ class RangeServer:
             f"</ETag><Size>{found.st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
         )
 
-    async def _file(self, writer: asyncio.StreamWriter, file: Path, wanted: str, *, body: bool) -> None:
+    async def _file(self, connection: Connection, file: Path, wanted: str, *, body: bool) -> None:
         found = file.stat()
         first, end = 0, found.st_size
         if wanted.startswith("bytes="):
             a, _, b = wanted[6:].partition("-")
             first, end = int(a), min(end, int(b) + 1 if b else end)
+            if first >= end:
+                await self._small(connection, 416, "")
+                return
         status = "206 Partial Content" if wanted else "200 OK"
         span = f"Content-Range: bytes {first}-{end - 1}/{found.st_size}\r\n" if wanted else ""
-        writer.write(
+        await connection.write(
             f"HTTP/1.1 {status}\r\nContent-Length: {end - first}\r\n{span}Accept-Ranges: bytes\r\n"
             f'ETag: "{found.st_mtime_ns:x}"\r\nLast-Modified: {formatdate(found.st_mtime, usegmt=True)}\r\n\r\n'.encode()
         )
@@ -104,9 +135,8 @@ class RangeServer:
             while body and first < end:
                 data = os.pread(fd, min(CHUNK, end - first), first)
                 await self._wait(len(data))
-                writer.write(data)
-                await writer.drain()
                 self.sent += len(data)
+                await connection.write(data)
                 first += len(data)
         finally:
             os.close(fd)
@@ -119,9 +149,8 @@ class RangeServer:
         if self._free_at > now:
             await asyncio.sleep(self._free_at - now)
 
-    async def _small(self, writer: asyncio.StreamWriter, status: int, text: str) -> None:
-        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
-        await writer.drain()
+    async def _small(self, connection: Connection, status: int, text: str) -> None:
+        await connection.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
 
 
 async def main() -> None:

@@ -74,7 +74,7 @@ def measure(candidate: str, place: Place, kind: data.Kind) -> dict[str, float]:
         last = time.perf_counter() - begun
     read = meter.read()
     peak = memory.stop()
-    expected = len(place.clips())
+    expected = len(place.clips()) * kind.per_file
     if samples != expected:
         raise AssertionError(f"{candidate} delivered {samples} of {expected} clips")
     found = {

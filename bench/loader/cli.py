@@ -1,4 +1,4 @@
-"""What `millrace bench loader` compares: short and long clips, from files or from an S3 server on this machine.
+"""What `millrace bench loader` compares: short clips, long ones and clips of films, from files or from an S3 server here.
 
 Invariant: candidates alternate, each in its own process, over the same clips; peers that are not installed are
 left out and named. Nothing heavy is imported before the options were understood.
@@ -40,9 +40,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clips", type=count, default=600, help="clips of the dataset (default: %(default)s)")
+    parser.add_argument("--clips", type=count, help="clips of the epoch (default: 600, and 192 of films)")
     parser.add_argument(
-        "--kind", choices=list(data.KINDS), default="short", help="4 s clips, or 10 s with few key frames"
+        "--kind",
+        choices=list(data.KINDS),
+        default="short",
+        help="4 s clips, 10 s with few key frames, or films of 10 minutes of which an epoch takes 8 clips each",
     )
     parser.add_argument("--s3", action="store_true", help="read from an S3 server on this machine, not from files")
     parser.add_argument("--delay", type=float, default=0, metavar="MS", help="milliseconds by which it answers late")
@@ -61,24 +64,27 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def fill(job: command.Job, part: Part) -> None:
     """Every candidate reads the same clips."""
     from bench.loader.by_hand import FRAMES, STRIDE
-    from bench.loader.candidates import BATCH, FLOOR, PEERS, THREADS
+    from bench.loader.candidates import FLOOR, PEERS, THREADS
 
     kind = data.KINDS[job.args.kind]
+    files = _files(job.args.clips or (600 if kind.parts == 1 else 192), kind)
     pythons = _pythons(job.args.peer_python)
     missing = sorted(
         {package for package in PEERS.values() if not pythons.get(_short(package)) and not _is_here(package)}
     )
     names = _names(job.args.only, missing)
-    folder = _prepared(job, kind, names, pythons)
-    described = f"{kind.seconds} s, {kind.width}x{kind.height}, a key frame every {kind.gop}"
+    folder = _prepared(job, kind, files, names, pythons)
+    clips = files * kind.per_file
+    described = f"{kind.length} s, {kind.width}x{kind.height}, a key frame every {kind.gop}"
+    described = f"clips of {described}" if kind.parts == 1 else f"clips of {files} films of {described}"
     part.title = (
-        f"Loader: {job.args.clips} H.264 clips of {described}; {FRAMES} frames, every {STRIDE}nd, to {kind.size}²"
+        f"Loader: {clips} H.264 {described}; {FRAMES} frames, every {STRIDE}nd, to {kind.size}²"
         f"{', from S3' if job.args.s3 else ''}"
     )
     part.settings = {
-        "clips": job.args.clips,
+        "clips": clips,
         "kind": kind.name,
-        "batch": BATCH,
+        "batch": data.BATCH,
         "threads": THREADS,
         "s3": job.args.s3,
         "delay_ms": job.args.delay,
@@ -86,6 +92,11 @@ def fill(job: command.Job, part: Part) -> None:
         "missing": missing,
     }
     part.metrics, part.against = METRICS | (FROM_S3 if job.args.s3 else {}), FLOOR if FLOOR in names else names[0]
+    if kind.per_file > 1:
+        part.notes.append(
+            f"Peers take the {kind.per_file} clips of a film at once, from one open file, and give them in one batch, which is "
+            "the least work; webdataset, litdata, Energon and mosaicml-streaming read films whole. Batches of Millrace mix films."
+        )
     if job.args.s3:
         part.notes.append("The floors read files. The server shares the cores with its clients.")
         limit = f", all together at {job.args.rate:g} MB/s at most" if job.args.rate else ""
@@ -102,6 +113,12 @@ def fill(job: command.Job, part: Part) -> None:
             for name in names
         ]
         alternate(wanted, job.rounds, job.tell, part.candidates)
+
+
+def _files(clips: int, kind: data.Kind) -> int:
+    if clips % kind.per_file:
+        raise UsageError(f"--clips {clips}: of each film come {kind.per_file}", hint=f"a multiple of {kind.per_file}")
+    return clips // kind.per_file
 
 
 def _pythons(given: Sequence[str]) -> dict[str, str]:
@@ -140,15 +157,16 @@ def _names(only: Sequence[str] | None, missing: Sequence[str]) -> list[str]:
     return [name for name in names if not only or name in only]
 
 
-def _prepared(job: command.Job, kind: data.Kind, names: Sequence[str], pythons: Mapping[str, str]) -> Path:
-    """The folder with the clips in every form that is needed."""
+def _prepared(job: command.Job, kind: data.Kind, files: int, names: Sequence[str], pythons: Mapping[str, str]) -> Path:
+    """The folder with the files in every form that is needed."""
     folder: Path = (job.args.data or job.scratch) / kind.name
     if not (folder / "dataset").is_dir():
-        data.make(kind, folder, job.args.clips, job.tell)
-    if (there := len(list((folder / "clips").iterdir()))) != job.args.clips:
-        raise UsageError(f"{folder} has {there} clips", hint=f"--clips {there}, or another --data")
+        data.make(kind, folder, files, job.tell)
+    if (there := len(list((folder / "clips").iterdir()))) != files:
+        there *= kind.per_file
+        raise UsageError(f"{folder} is for {there} clips", hint=f"--clips {there}, or another --data")
     if any(name.startswith("litdata") for name in names) and not (folder / "litdata").is_dir():
-        data.to_litdata(folder)
+        data.to_litdata(kind, folder)
     if any(name.startswith("energon") for name in names) and not (folder / "energon").is_dir():
         from bench.loader import in_energon
 
@@ -156,7 +174,7 @@ def _prepared(job: command.Job, kind: data.Kind, names: Sequence[str], pythons: 
     if any(name.startswith("mosaicml") for name in names) and not (folder / "mosaic").is_dir():
         from bench.loader import in_mosaic
 
-        in_mosaic.write(folder, pythons.get("streaming", sys.executable))
+        in_mosaic.write(kind, folder, pythons.get("streaming", sys.executable))
     return folder
 
 

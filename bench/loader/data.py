@@ -1,6 +1,8 @@
-"""The clips that every loader reads: short ones, and long ones with few key frames, in tars and in litdata's own form.
+"""What every loader reads: short clips, long ones with few key frames, and films of which an epoch takes some clips each.
 
-Invariants: clips are a pure function of their number; all candidates of a run read the same bytes. Whatever form of them is
+They lie there as files, in tars, and in litdata's own form.
+
+Invariants: files are a pure function of their number; all candidates of a run read the same bytes. Whatever form of them is
 there is whole: each is made beside its place, and gets its name at the end.
 Failure behaviour: none of its own.
 """
@@ -21,15 +23,20 @@ from typing import Any
 import numpy as np
 
 from bench.core import litdata
+from bench.loader import films
 
 FPS = 25
 DISTINCT = 12
-"""So many clips are encoded; a dataset repeats them under other names."""
+"""So many clips are encoded; a dataset repeats them under other names, and each film is made of them in an order of its own."""
+BATCH = 8
 
 
 @dataclass(frozen=True)
 class Kind:
-    """H.264 clips of `seconds`, a key frame every `gop` frames; what a candidate delivers of them is `size` x `size`."""
+    """H.264 files of `seconds`, a key frame every `gop` frames; what a candidate delivers of them is `size` x `size`.
+
+    A film is `parts` of such files one after the other, with sound; an epoch has `per_file` clips of each, which divide `BATCH`.
+    """
 
     name: str
     seconds: int
@@ -37,27 +44,46 @@ class Kind:
     height: int
     gop: int
     size: int
+    parts: int = 1
+    per_file: int = 1
+    shard_bytes: int = 16 << 20
+
+    @property
+    def length(self) -> int:
+        """Seconds of a file."""
+        return self.seconds * self.parts
+
+    @property
+    def batch(self) -> int:
+        """Files that make a batch of clips, for who decodes all clips of a file together."""
+        return BATCH // self.per_file
+
+    @property
+    def buffer(self) -> int:
+        """Files among which who shuffles in a buffer does so: nobody holds many films."""
+        return 64 if self.parts == 1 else 1
 
 
-KINDS = {kind.name: kind for kind in (Kind("short", 4, 320, 240, 12, 112), Kind("long", 10, 640, 360, 60, 224))}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("short", 4, 320, 240, 12, 112),
+        Kind("long", 10, 640, 360, 60, 224),
+        Kind("films", 10, 640, 360, 60, 224, parts=60, per_file=8, shard_bytes=128 << 20),
+    )
+}
 
 
 def make(kind: Kind, folder: Path, count: int, tell: Any) -> None:
-    """Write `count` clips to `folder`/clips, unless they are there, and a dataset of them to `folder`/dataset."""
+    """Write `count` files to `folder`/clips, unless they are there, and a dataset of them to `folder`/dataset."""
     from dataio import pack
 
     if not (folder / "clips").is_dir():
         with whole(folder / "clips") as clips:
             clips.mkdir()
-            for number in range(count):
-                path = clips / f"{number:05}.mp4"
-                if number < DISTINCT:
-                    tell(f"making {kind.name} clips", number / DISTINCT)
-                    encode(path, kind, number)
-                else:
-                    os.link(clips / f"{number % DISTINCT:05}.mp4", path)
+            (_clips if kind.parts == 1 else _films)(kind, clips, count, tell)
     with whole(folder / "dataset") as dataset:
-        pack([str(folder / "clips")], str(dataset), shard_bytes=16 << 20).close()
+        pack([str(folder / "clips")], str(dataset), shard_bytes=kind.shard_bytes).close()
 
 
 @contextlib.contextmanager
@@ -71,6 +97,31 @@ def whole(target: Path) -> Iterator[Path]:
         made.rename(target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _clips(kind: Kind, folder: Path, count: int, tell: Any) -> None:
+    """Clips, of which the first are encoded."""
+    for number in range(count):
+        path = folder / f"{number:05}.mp4"
+        if number < DISTINCT:
+            tell(f"making {kind.name} clips", number / DISTINCT)
+            encode(path, kind, number)
+        else:
+            os.link(folder / f"{number % DISTINCT:05}.mp4", path)
+
+
+def _films(kind: Kind, folder: Path, count: int, tell: Any) -> None:
+    """Films, each of the same clips in another order."""
+    parts = folder / "parts"
+    parts.mkdir()
+    _clips(kind, parts, DISTINCT, tell)
+    there = sorted(parts.iterdir())
+    films.sing(tune := parts / "tune.mp4")
+    for number in range(count):
+        tell("making films of them", number / count)
+        order = np.random.default_rng(number).integers(0, len(there), kind.parts)
+        films.join(folder / f"{number:05}.mp4", [there[one] for one in order], kind.seconds, tune)
+    shutil.rmtree(parts)
 
 
 def encode(path: Path, kind: Kind, number: int, codec: str = "libx264") -> None:
@@ -101,11 +152,11 @@ def _picture(kind: Kind, number: int, index: int) -> np.ndarray:
     return np.clip(127 + 60 * np.stack(planes, axis=-1) + noise, 0, 255).astype(np.uint8)
 
 
-def to_litdata(folder: Path) -> None:
-    """The clips' bytes in litdata's chunks."""
+def to_litdata(kind: Kind, folder: Path) -> None:
+    """The files' bytes in litdata's chunks."""
     paths = sorted(str(path) for path in (folder / "clips").iterdir())
     with whole(folder / "litdata") as made:
-        litdata.optimize(_read, paths, made, "16MB")
+        litdata.optimize(_read, paths, made, f"{kind.shard_bytes >> 20}MB")
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import whole
+from bench.loader.data import Kind, whole
 from bench.loader.place import Place, part_at_fork
-
-BATCH = 8
 
 
 def index(folder: Path, python: str) -> None:
@@ -35,7 +33,7 @@ def index(folder: Path, python: str) -> None:
             raise RuntimeError(f"energon prepare: {done.stderr[-500:]}")
 
 
-def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[torch.Tensor]:
+def batches(decode: Callable[[bytes], torch.Tensor], place: Place, kind: Kind) -> Iterator[torch.Tensor]:
     """Shuffled within a buffer, by two workers."""
     energon: Any = importlib.import_module("megatron.energon")
 
@@ -50,15 +48,15 @@ def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[t
     )
     dataset = energon.get_train_dataset(
         _from_s3(place) if place.port else str(place.folder / "energon"),
-        batch_size=BATCH,
-        shuffle_buffer_size=64,
+        batch_size=kind.batch,
+        shuffle_buffer_size=kind.buffer,
         max_samples_per_sequence=None,
         worker_config=energon.WorkerConfig(rank=0, world_size=1, num_workers=2),
         task_encoder=encoder(),
         repeat=False,
     )
     for batch in energon.get_savable_loader(dataset):
-        yield batch["video"]
+        yield batch["video"].flatten(0, 1)
 
 
 def _from_s3(place: Place) -> str:

@@ -1,7 +1,7 @@
 """MosaicML Streaming's way to deliver the clips: its own shards (MDS), two workers that decode by hand.
 
 It wants an older numpy than we do, so it may run in an interpreter of its own (`--peer-python streaming=…`), which also
-writes the shards: `python -m bench.loader.in_mosaic CLIPS TARGET`. Invariant: as `bench.loader.candidates`.
+writes the shards: `python -m bench.loader.in_mosaic CLIPS TARGET BYTES`. Invariant: as `bench.loader.candidates`.
 Failure behaviour: exceptions of its libraries; `RuntimeError` when it cannot write its shards.
 """
 
@@ -19,29 +19,27 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import whole
+from bench.loader.data import Kind, whole
 from bench.loader.place import Place, part_at_fork
 
-BATCH = 8
 
-
-def write(folder: Path, python: str) -> None:
+def write(kind: Kind, folder: Path, python: str) -> None:
     """The clips' bytes in its shards, written by an interpreter that has it."""
     with whole(folder / "mosaic") as made:
-        command = [python, "-m", "bench.loader.in_mosaic", str(folder / "clips"), str(made)]
+        command = [python, "-m", "bench.loader.in_mosaic", str(folder / "clips"), str(made), str(kind.shard_bytes)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"MDSWriter: {done.stderr[-500:]}")
 
 
-def _write(clips: Path, target: Path) -> None:
+def _write(clips: Path, target: Path, shard_bytes: int) -> None:
     streaming: Any = importlib.import_module("streaming")
-    with streaming.MDSWriter(out=str(target), columns={"mp4": "bytes"}, size_limit=16_000_000) as out:
+    with streaming.MDSWriter(out=str(target), columns={"mp4": "bytes"}, size_limit=shard_bytes) as out:
         for path in sorted(clips.iterdir()):
             out.write({"mp4": path.read_bytes()})
 
 
-def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[torch.Tensor]:
+def batches(decode: Callable[[bytes], torch.Tensor], place: Place, kind: Kind) -> Iterator[torch.Tensor]:
     """Its default shuffle, of one node."""
     streaming: Any = importlib.import_module("streaming")
     with tempfile.TemporaryDirectory(prefix="mosaic-", dir=place.folder) as cache:
@@ -50,9 +48,10 @@ def batches(decode: Callable[[bytes], torch.Tensor], place: Place) -> Iterator[t
             part_at_fork()
             os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]
             where = {"remote": place.url("mosaic"), "local": cache}
-        dataset = streaming.StreamingDataset(**where, shuffle=True, batch_size=BATCH, num_canonical_nodes=1)
+        dataset = streaming.StreamingDataset(**where, shuffle=True, batch_size=kind.batch, num_canonical_nodes=1)
         collate = functools.partial(_collate, decode)
-        yield from streaming.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=2, collate_fn=collate)
+        for batch in streaming.StreamingDataLoader(dataset, batch_size=kind.batch, num_workers=2, collate_fn=collate):
+            yield batch.flatten(0, 1)
 
 
 def _collate(decode: Callable[[bytes], torch.Tensor], samples: list[Mapping[str, Any]]) -> torch.Tensor:
@@ -61,4 +60,4 @@ def _collate(decode: Callable[[bytes], torch.Tensor], samples: list[Mapping[str,
 
 
 if __name__ == "__main__":
-    _write(Path(sys.argv[1]), Path(sys.argv[2]))
+    _write(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

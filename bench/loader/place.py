@@ -1,7 +1,8 @@
 """Where the clips are read from: files on this machine, or a server that speaks S3's GET and counts what it sends.
 
-Invariant: the same bytes in both. Candidates whose library reads S3 itself use that; those written by hand get objects
-whole, over connections that stay open, one a thread. Workers have connections of their own (`part_at_fork`).
+Invariant: the same bytes in both. Candidates whose library reads S3 itself use that; those written by hand get clips
+whole, over connections that stay open, one a thread, and of films something that reads itself. Workers have connections of
+their own (`part_at_fork`).
 Failure behaviour: `RuntimeError` for an answer other than 200.
 """
 
@@ -14,8 +15,10 @@ import socket
 import stat
 import threading
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _mine = threading.local()
 
@@ -57,7 +60,7 @@ class Place:
         return [f"{base}/{name}" for name in names]
 
     def clips(self) -> list[str]:
-        """Names for `read`; nobody is charged for knowing them."""
+        """Names of the files; nobody is charged for knowing them."""
         return sorted(path.name for path in (self.folder / "clips").iterdir())
 
     def read(self, clip: str) -> bytes:
@@ -73,6 +76,21 @@ class Place:
         if answer.status != 200:
             raise RuntimeError(f"GET {clip}: {answer.status}")
         return data
+
+    @contextlib.contextmanager
+    def opened(self, clip: str) -> Iterator[Any]:
+        """A path, or from S3 what s3fs opens, whose blocks of 50 MiB, left as they are, would be whole films."""
+        if not self.port:
+            yield str(self.folder / "clips" / clip)
+            return
+        import s3fs
+
+        with s3fs.S3FileSystem().open(f"{self.folder.name}/clips/{clip}", "rb", block_size=1 << 20) as file:
+            yield file
+
+    def link(self, clip: str) -> str:
+        """A path, or a URL as S3's signed ones are."""
+        return f"{self.http}/clips/{clip}" if self.port else str(self.folder / "clips" / clip)
 
     def sent(self) -> int:
         """Bytes that the server has sent so far; 0 without one."""
