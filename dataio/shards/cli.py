@@ -233,6 +233,10 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(sample, enc_hook=str)  # fractions are what it does not know
     if sample.video:
         found["video"]["key_frames"] = len(sample.video.key_frames)
+    for shown, member in zip(found["members"], sample.members, strict=True):
+        pieces = shown.pop("pieces")
+        if member.pieces is not None:  # the digests themselves are nothing to look at
+            shown["pieces"] = {**pieces, "digests": len(member.pieces.digests) // 8}
     return found
 
 

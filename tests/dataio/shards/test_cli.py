@@ -190,6 +190,16 @@ def test_ls_lists_samples_in_order_up_to_a_limit(dataset: Path) -> None:
     assert objects[0]["video"]["fps"] == "30"
 
 
+def test_ls_json_says_how_many_pieces_a_long_file_has_and_not_their_digests(tmp_path: Path, make_wav) -> None:
+    make_wav(tmp_path / "in" / "a.wav", seconds=100)
+    (tmp_path / "in" / "a.txt").write_text("caption")
+    pack(tmp_path / "in", tmp_path / "ds", workers=1).close()
+    text, sound = json.loads(millrace("ls", tmp_path / "ds", "--json").stdout)["members"]
+    assert sound["pieces"] == {"size": 256 << 10, "digests": 7, "head": sound["pieces"]["head"]}
+    assert all(first >= 0 and count >= 1 for first, count in sound["pieces"]["head"])
+    assert list(text) == ["ext", "offset", "length", "xxh3"]
+
+
 def test_cat_gives_the_bytes_of_a_member(dataset: Path, clips: Path) -> None:
     assert millrace("cat", dataset, "a").stdout == (clips / "a.mp4").read_bytes()
     assert millrace("cat", dataset, "a", "--ext", "txt").stdout == b"caption"
