@@ -24,9 +24,7 @@ _READ_ON = 64 * limits.KIB
 """A demuxer reads so many bytes at a time, also of what it does not need."""
 _AROUND = Fraction(1, 2)
 """Seconds by which sound may lie before or behind the pictures of its time, and codecs need some before."""
-_SEEKABLE = frozenset(
-    ["mp4", "m4v", "mov", "m4a", "m4b", "mkv", "mka", "webm", "wav", "flac", "mp3", "ogg", "oga", "opus"]
-)
+_WITHOUT_STAMPS = frozenset(["avi"])
 _FROM_KEY_FRAMES = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 
 Runs = tuple[tuple[int, int], ...]
@@ -85,7 +83,7 @@ def ranges(member: Member, some: Runs) -> list[tuple[int, int]]:
 
 def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, sound: bool) -> bool:
     """Whether clips, maybe with their sound, are read without the rest of their file."""
-    known = video.codec in _FROM_KEY_FRAMES and video.ext in _SEEKABLE and video.key_frames[-1].at >= 0
+    known = video.codec in _FROM_KEY_FRAMES and video.ext not in _WITHOUT_STAMPS and video.key_frames[-1].at >= 0
     if not known or member.length <= 0:
         return False
     frames = clip.frames * clip.stride
@@ -131,7 +129,7 @@ def _between(video: VideoInfo, first: int, after: int, length: int) -> Span:
 def reads_part_of_sound(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:
     """Whether windows of so many seconds are read without the rest of their file."""
     whole, among = audio.samples / audio.sample_rate, _pictures_of(sample, audio)
-    if audio.ext not in _SEEKABLE or whole <= 0 or (among is not None and among.key_frames[-1].at < 0):
+    if audio.ext in _WITHOUT_STAMPS or whole <= 0 or (among is not None and among.key_frames[-1].at < 0):
         return False
     group = 0.0 if among is None else float(among.frames / among.fps) / len(among.key_frames)
     head = size(member, member.pieces.head if member.pieces else ())

@@ -12,7 +12,7 @@ Failure behaviour: `CorruptionError` for what cannot be demultiplexed or decoded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from fractions import Fraction
 
 import av
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
+from av.video.stream import VideoStream
 
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo
@@ -101,14 +102,46 @@ def _frames(
     container: av.container.InputContainer, stream: AudioStream, start: Fraction, end: Fraction
 ) -> Iterator[AudioFrame]:
     """Decoded frames that end after `start` and begin before `end`."""
+    if start <= 0:
+        yield from _decoded(container, stream, start, end)
+        return
+    for guide in _guides(container, stream):
+        assert guide.time_base is not None
+        assert stream.time_base is not None
+        container.seek(int(start / guide.time_base), stream=guide, backward=True)
+        frames = _decoded(container, stream, start, end)
+        first = next(frames, None)
+        if first is not None and (guide is stream or _pts(first) * stream.time_base <= start):
+            yield first
+            yield from frames
+            return
+        frames.close()
+
+
+def _guides(container: av.container.InputContainer, stream: AudioStream) -> Iterator[AudioStream | VideoStream]:
+    """By which streams to look for an instant, one after the other. Matroska knows where pictures are; looking for sound, libav
+    would read all that lies before it."""
+    if "matroska" in container.format.name:
+        yield from container.streams.video[:1]
+    yield stream
+
+
+def _decoded(
+    container: av.container.InputContainer, stream: AudioStream, start: Fraction, end: Fraction
+) -> Generator[AudioFrame]:
     assert stream.time_base is not None
-    if start > 0:
-        container.seek(int(start / stream.time_base), stream=stream, backward=True)
     with demuxed(container, stream) as packets:
-        for frame in (frame for packet in packets for frame in packet.decode()):
-            if _pts(frame) * stream.time_base >= end:
-                return
-            yield frame
+        for packet in packets:
+            if (
+                packet.pts is not None
+                and packet.duration
+                and (packet.pts + packet.duration) * stream.time_base <= start
+            ):
+                continue
+            for frame in packet.decode():
+                if _pts(frame) * stream.time_base >= end:
+                    return
+                yield frame
 
 
 def _lay_out(frames: list[AudioFrame], start: Fraction, seconds: Fraction, head: _Head | None) -> tuple[F32, Fraction]:
