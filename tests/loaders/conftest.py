@@ -17,7 +17,7 @@ from dataio import pack
 from dataio.shards.contract import VideoInfo
 from dataio.shards.dataset import Dataset
 from dataio.shards.media.probe import probe
-from tests.loaders import made, plain
+from tests.loaders import long, made, plain
 
 Reencode = Callable[..., bytes]
 FAST_VPX = {"deadline": "realtime", "cpu-used": "8"}
@@ -144,3 +144,27 @@ def made_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
         (folder / f"clip{number}.{'mkv' if number % 2 else 'mp4'}").write_bytes(made.make(clip))
     with pack([folder], tmp_path_factory.mktemp("made-dataset") / "ds", shard_bytes=1 << 16, workers=1) as packed:
         yield packed
+
+
+@pytest.fixture(scope="session")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dataset of films, `ds`."""
+    folder = tmp_path_factory.mktemp("films")
+    (folder / "clips").mkdir()
+    data = long.film()
+    for name, options in long.FILMS.items():
+        long.copied(data, name, options, folder / "clips")
+        (folder / "clips" / name).rename(folder / "clips" / f"{name.replace('.', '-')}.{name.rpartition('.')[2]}")
+    pack([folder / "clips"], folder / "ds", workers=1).close()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dataset of long recordings, `ds`."""
+    folder = tmp_path_factory.mktemp("sounds")
+    (folder / "clips").mkdir()
+    for name, codec in long.SOUNDS.items():
+        long.recorded(folder / "clips" / f"{codec}-{name}", codec)
+    pack([folder / "clips"], folder / "ds", workers=1).close()
+    return folder

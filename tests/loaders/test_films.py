@@ -3,110 +3,29 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 import torch
-from av.audio.frame import AudioFrame
 from msgspec.structs import replace
 
-from dataio import pack
+from dataio import open_store
 from dataio.core import metrics
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
-from loaders import AudioSpec, Clip, VideoLoader
+from loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window
 from loaders.decode import isolated
 from loaders.partial import needed
 from loaders.partial.file import PartialFile
-from tests.loaders import plain
+from loaders.refusals import Refusal
+from tests.loaders import long, plain
 
-FRAMES, GROUP, RATE = 900, 12, 48_000
-CLIP = Clip(4, 2, per_video=5)
-FILMS: dict[str, dict[str, str]] = {
-    "front.mp4": {"movflags": "faststart"},
-    "back.mp4": {},
-    "film.mkv": {},
-    "fragments.mp4": {"movflags": "frag_keyframe+empty_moov+default_base_moof"},
-}
-SOUNDS = {"long.wav": "pcm_s16le", "long.flac": "flac", "long.mp3": "libmp3lame", "long.m4a": "aac"}
-
-
-def film() -> bytes:
-    """36 s of noise with sound, some megabytes: every frame and every moment differ."""
-    target, noise = io.BytesIO(), np.random.default_rng(1)
-    with av.open(target, "w", format="matroska") as output:
-        video: Any = output.add_stream(
-            "libx264", rate=25, options={"g": str(GROUP), "bf": "2", "preset": "ultrafast", "qp": "20"}
-        )
-        video.width, video.height, video.pix_fmt = 96, 80, "yuv420p"
-        sound: Any = output.add_stream("aac", rate=RATE, layout="mono")
-        for number in range(FRAMES):
-            frame = av.VideoFrame.from_ndarray(noise.integers(0, 256, (80, 96, 3), np.uint8), format="rgb24")
-            frame.pts = number
-            output.mux(video.encode(frame))
-            samples = noise.integers(-9999, 9999, (1, RATE // 25)).astype(np.int16)
-            heard = AudioFrame.from_ndarray(samples, format="s16", layout="mono")
-            heard.sample_rate, heard.pts = RATE, number * (RATE // 25)
-            output.mux(sound.encode(heard))
-        output.mux(video.encode(None))
-        output.mux(sound.encode(None))
-    return target.getvalue()
-
-
-def copied(data: bytes, name: str, options: dict[str, str], folder: Path) -> None:
-    """The same packets in another container."""
-    with av.open(io.BytesIO(data)) as source, av.open(str(folder / name), "w", options=options) as output:
-        streams = {stream.index: output.add_stream_from_template(stream) for stream in source.streams}
-        for packet in source.demux():
-            if packet.size:
-                packet.stream = streams[packet.stream.index]
-                output.mux(packet)
-
-
-def recorded(path: Path, codec: str) -> None:
-    """40 s of noise and a tone that rises."""
-    time = np.arange(40 * RATE) / RATE
-    samples = 0.3 * np.sin(2 * np.pi * (200 + 40 * time) * time) + 0.3 * np.random.default_rng(2).uniform(
-        -1, 1, len(time)
-    )
-    with av.open(str(path), "w") as output:
-        stream: Any = output.add_stream(codec, rate=RATE, layout="mono")
-        stream.bit_rate = 320_000
-        for at in range(0, len(samples), 4800):
-            frame = AudioFrame.from_ndarray(
-                (samples[None, at : at + 4800] * 32767).astype(np.int16), format="s16", layout="mono"
-            )
-            frame.sample_rate, frame.pts = RATE, at
-            output.mux(stream.encode(frame))
-        output.mux(stream.encode(None))
-
-
-@pytest.fixture(scope="session")
-def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a dataset of films, `ds`."""
-    folder = tmp_path_factory.mktemp("films")
-    (folder / "clips").mkdir()
-    data = film()
-    for name, options in FILMS.items():
-        copied(data, name, options, folder / "clips")
-        (folder / "clips" / name).rename(folder / "clips" / f"{name.replace('.', '-')}.{name.rpartition('.')[2]}")
-    pack([folder / "clips"], folder / "ds", workers=1).close()
-    return folder
-
-
-@pytest.fixture(scope="session")
-def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a dataset of long recordings, `ds`."""
-    folder = tmp_path_factory.mktemp("sounds")
-    (folder / "clips").mkdir()
-    for name, codec in SOUNDS.items():
-        recorded(folder / "clips" / f"{codec}-{name}", codec)
-    pack([folder / "clips"], folder / "ds", workers=1).close()
-    return folder
+CLIP, PARTS = Clip(4, 2, per_video=5), Clip(4, 2, per_video=12)
 
 
 def read() -> float:
@@ -142,11 +61,11 @@ def alike(some: Any, others: Any) -> bool:
 
 
 @pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files are read whole, as those of datasets without pieces are."""
+def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Until this is undone, files are read whole, as those of datasets without pieces are."""
     with monkeypatch.context() as context:
         context.setattr(needed, "member_of", lambda sample, ext: None)
-        yield
+        yield context
 
 
 @pytest.fixture(scope="session")
@@ -178,7 +97,7 @@ def test_clips_are_those_of_plain_decoding(films: Path) -> None:
         loader = VideoLoader(alone, 1, clip=CLIP, size=None, sidecar=None, threads=2)
         for batch in loader:
             for start, video in zip(batch["clip"].tolist(), batch["video"], strict=True):
-                first = min(range(FRAMES), key=lambda n: abs(float(times[n]) - start))
+                first = min(range(long.FRAMES), key=lambda n: abs(float(times[n]) - start))
                 wanted = np.stack(images[first : first + 8 : 2]).transpose(0, 3, 1, 2)
                 assert np.array_equal(video.numpy(), wanted)
         loader.close()
@@ -231,3 +150,107 @@ def test_processes_that_may_crash_get_what_they_ask_for(
     monkeypatch.setattr(PartialFile, "__getitem__", lambda self, where: (whole.append(1), get(self, where))[1])
     assert alike(clips(films / "ds", isolate=60.0), expected)
     assert whole  # of one file at least so much was missing that all of it was sent
+
+
+# --- sound alone
+
+
+def windows(url: Any) -> list[tuple[str, float, torch.Tensor]]:
+    """Key, time and sound of an epoch's windows."""
+    options: dict[str, Any] = {"sidecar": None, "threads": 2, "seed": 5, "drop_last": False}
+    with AudioLoader(url, 1, window=Window(1.5, per_sample=4), sample_rate=16_000, **options) as loader:
+        return [(batch["key"][0], float(batch["start"][0]), batch["audio"][0].clone()) for batch in loader]
+
+
+def test_windows_of_long_recordings_are_those_of_whole_files(sounds: Path, whole: pytest.MonkeyPatch) -> None:
+    expected = windows(sounds / "ds")
+    whole.undo()
+    assert len(expected) == 4 * len(long.SOUNDS)
+    assert alike(windows(sounds / "ds"), expected)
+
+
+@pytest.mark.parametrize("name", ["pcm_s16le-long", "flac-long"])
+def test_a_window_costs_a_small_part_of_its_file(sounds: Path, name: str) -> None:
+    with Dataset(str(sounds / "ds")) as dataset:
+        size, before = dataset.find(name).members[0].length, read()
+        seen = len(windows(dataset.where(f"key = '{name}'")))
+    assert read() - before < (seen + 4) * size / 2
+
+
+# --- damage
+
+
+@pytest.fixture
+def damaged(films: Path, tmp_path: Path) -> tuple[Path, int]:
+    """The films, one of which has a wrong byte in its middle, and the frame there."""
+    shutil.copytree(films / "ds", tmp_path / "ds")
+    with Dataset(str(tmp_path / "ds")) as dataset:
+        sample = dataset.find("front-mp4")
+    assert sample.video is not None
+    key = sample.video.key_frames[len(sample.video.key_frames) // 2]
+    with (tmp_path / "ds" / sample.shard).open("r+b") as shard:
+        shard.seek(sample.members[0].offset + key.at + 5000)
+        wrong = bytes([shard.read(1)[0] ^ 1])
+        shard.seek(-1, io.SEEK_CUR)
+        shard.write(wrong)
+    return tmp_path / "ds", key.index
+
+
+def test_damage_costs_the_clips_that_need_it_and_no_others(films: Path, damaged: tuple[Path, int]) -> None:
+    def epoch(url: Path) -> tuple[list[tuple[str, float]], tuple[Refusal, ...]]:
+        options: dict[str, Any] = {
+            "size": (16, 16),
+            "sidecar": None,
+            "seed": 3,
+            "on_bad": "shorter",
+            "drop_last": False,
+        }
+        with VideoLoader(url, 2, clip=PARTS, threads=2, quarantine_limit=20, **options) as loader:
+            seen = [one for batch in loader for one in zip(batch["key"], batch["clip"].tolist(), strict=True)]
+            return seen, loader.quarantine
+
+    (sound, none), (seen, refused) = epoch(films / "ds"), epoch(damaged[0])
+    missing = [one for one in sound if one not in seen]
+    assert not none
+    assert 1 <= len(missing) <= 6
+    assert seen == [one for one in sound if one not in missing]
+    assert all(key == "front-mp4" and abs(clip * 25 - damaged[1]) < 80 for key, clip in missing)
+    assert [(one.key, one.code, one.for_good) for one in refused] == [("front-mp4", "corruption", False)]
+    assert "are not those that were packed" in refused[0].reason
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_stands_in_for_damage_is_the_same_on_any_number_of_ranks(damaged: tuple[Path, int], ranks: int) -> None:
+    def epoch(rank: int, of: int, batch: int) -> list[list[tuple[str, float]]]:
+        options: dict[str, Any] = {"size": (16, 16), "sidecar": None, "threads": 2, "seed": 3, "quarantine_limit": 20}
+        with VideoLoader(damaged[0], batch, clip=PARTS, rank=rank, world_size=of, **options) as loader:
+            return [list(zip(one["key"], one["clip"].tolist(), strict=True)) for one in loader]
+
+    alone = epoch(0, 1, 6)
+    shares = [epoch(rank, ranks, 6 // ranks) for rank in range(ranks)]
+    assert [[one for part in parts for one in part] for parts in zip(*shares, strict=True)] == alone
+
+
+def test_a_shard_that_was_cut_off_costs_the_clips_behind_the_cut(films: Path, tmp_path: Path) -> None:
+    shutil.copytree(films / "ds", tmp_path / "ds")
+    with Dataset(str(tmp_path / "ds")) as dataset:
+        last = max(dataset.samples(range(len(dataset))), key=lambda sample: (sample.shard, sample.members[0].offset))
+    member = last.members[0]
+    os.truncate(tmp_path / "ds" / last.shard, member.offset + member.length * 3 // 4)
+    options: dict[str, Any] = {"size": (16, 16), "sidecar": None, "threads": 2, "on_bad": "shorter", "drop_last": False}
+    with VideoLoader(tmp_path / "ds", 2, clip=PARTS, quarantine_limit=20, **options) as loader:
+        seen = [key for batch in loader for key in batch["key"]]
+        assert [one.key for one in loader.quarantine] == [last.key]
+    assert seen.count(last.key) < 12
+    assert len(seen) - seen.count(last.key) == 36
+
+
+# --- elsewhere
+
+
+@pytest.mark.s3
+def test_clips_from_s3_are_the_same_from_few_bytes(films: Path, expected: Any, s3_url: str) -> None:
+    with open_store(s3_url) as target:
+        for path in [films / "ds" / "dataset.json", *(films / "ds").glob("[a-z]*/*.*")]:
+            target.put(str(path.relative_to(films / "ds")), path.read_bytes())
+    assert alike(clips(s3_url), expected)

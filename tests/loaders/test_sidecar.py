@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dataio.core import metrics
 from dataio.shards.dataset import Dataset
 from dataio.sidecar.client import Sidecar
 from loaders import Clip, VideoLoader
@@ -63,3 +64,20 @@ def test_batches_through_the_daemon_are_the_same_and_go_on_when_it_is_killed(
                 assert process.wait(30) == -signal.SIGKILL
         assert number == 7
         assert not served.quarantine
+
+
+def test_clips_of_films_through_the_daemon_are_the_same(
+    films: Path, daemon: tuple[subprocess.Popen[bytes], Path]
+) -> None:
+    def epoch(sidecar: Path | None) -> list[tuple[list[str], torch.Tensor]]:
+        clip = Clip(4, 2, per_video=5)
+        with VideoLoader(films / "ds", 4, clip=clip, size=(16, 16), threads=2, sidecar=sidecar) as loader:
+            return [(batch["key"], batch["video"].clone()) for batch in loader]
+
+    own = metrics.store_bytes.labels("posix", "read")
+    before = own._value.get()
+    served = epoch(daemon[1])
+    assert own._value.get() - before < 1_000_000  # all but the index was read by the daemon
+    for one, other in zip(served, epoch(None), strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1])
