@@ -43,7 +43,8 @@ PAGE_ROWS = 64
 PAGE_BYTES = 64 * limits.KIB
 """A page is full with so many rows, or with so many bytes before they are packed."""
 UNPACKED = 128 * limits.MIB
-"""The most that a page may say to hold unpacked: as much as a full one and a row as long as any, of 2,000,000 key frames."""
+"""The most that a page may say to hold unpacked: as much as a full one and a row as long as any, of 2,000,000 key frames.
+Pieces of a file take 16 KiB at most."""
 ENTRY = np.dtype([("rows", "<u4"), ("stored", "<u4"), ("unpacked", "<u4"), ("digest", f"V{SHORT}")])
 I64 = npt.NDArray[np.int64]
 
@@ -130,10 +131,8 @@ class _Pieces(msgspec.Struct, array_like=True, gc=False):
 class _LongRow(_Row, array_like=True, gc=False):
     """A row with files that have pieces. A row without is written as before there were any."""
 
-    pieces: list[_Pieces] = []
+    pieces: list[_Pieces] | None = None
 
-
-_NOWHERE = [-1]
 
 _encode = msgspec.msgpack.Encoder().encode
 _as_page = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
@@ -276,8 +275,8 @@ class Rows:
         """Row `at` of the part as sample `number`."""
         found = self._decoded(_as_row, data, at)
         shard, members = self._where(found, at)
-        for one in found.pieces:
-            self._add_pieces(members, one, at)
+        if found.pieces:
+            self._add_pieces(members, found.pieces, at)
         if not math.isfinite(found.duration):
             raise self._bad(at, "duration is not finite")
         video = None if found.video is None else self._video(found.video, at)
@@ -286,15 +285,16 @@ class Rows:
         fields = parsed(found.fields, found.key)
         return Sample(number, found.key, shard, tuple(members), found.duration, video, audio, found.text, fields)
 
-    def _add_pieces(self, members: list[Member], found: _Pieces, at: int) -> None:
-        if found.member >= len(members):
-            raise self._bad(at, "pieces are those of no member")
-        whole = members[found.member]
-        pieces = Pieces(found.size, found.digests, tuple(found.head))
-        fault = cut.fault(pieces, whole.length)
-        if fault:
-            raise self._bad(at, f"pieces of member {whole.ext!r}: {fault}")
-        members[found.member] = Member(whole.ext, whole.offset, whole.length, whole.xxh3, pieces)
+    def _add_pieces(self, members: list[Member], found: list[_Pieces], at: int) -> None:
+        for one in found:
+            if one.member >= len(members):
+                raise self._bad(at, "pieces are those of no member")
+            whole = members[one.member]
+            pieces = Pieces(one.size, one.digests, tuple(one.head))
+            fault = cut.fault(pieces, whole.length)
+            if fault:
+                raise self._bad(at, f"pieces of member {whole.ext!r}: {fault}")
+            members[one.member] = Member(whole.ext, whole.offset, whole.length, whole.xxh3, pieces)
 
     def files(self, data: msgspec.Raw, at: int) -> Files:
         """Where the files of row `at` lie."""
@@ -324,16 +324,21 @@ class Rows:
         return shard, members
 
     def _video(self, v: _PlacedVideo, at: int) -> VideoInfo:
-        places = v.key_at or _NOWHERE * len(v.key_pts)
-        if not v.key_pts or not len(v.key_pts) == len(v.key_index) == len(places):
+        if not v.key_pts or len(v.key_pts) != len(v.key_index):
             raise self._bad(at, "key_frames is empty or incomplete")
         if max(v.key_index) > v.frames:
             raise self._bad(at, "key_frames lies outside the video")
+        if v.key_at is None:
+            key_frames = map(KeyFrame, v.key_pts, v.key_index)
+        elif len(v.key_at) == len(v.key_pts):
+            key_frames = map(KeyFrame, v.key_pts, v.key_index, v.key_at)
+        else:
+            raise self._bad(at, "key_frames does not lie at as many places")
         return VideoInfo(
             *(v.ext, v.stream, v.codec, v.width, v.height, _fraction(v.fps_numerator, v.fps_denominator), v.frames),
             *(_fraction(v.time_base_numerator, v.time_base_denominator), v.start_pts, v.duration_pts, v.pixel_format),
             v.rotation,
-            tuple(map(KeyFrame, v.key_pts, v.key_index, places)),
+            tuple(key_frames),
             None if v.color is None else Color(*v.color),
         )
 

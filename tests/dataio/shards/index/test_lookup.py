@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from dataio.core import limits
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Pieces, Sample
 from dataio.shards.index import lookup
 from dataio.shards.index.digests import short
+from dataio.shards.pieces import size_for
 from dataio.store.mounts import PREFIX
 from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, long, samples
 from tests.dataio.shards.making import sample, video
@@ -142,7 +144,7 @@ def test_a_row_that_lies_is_refused_by_its_number(lie: str) -> None:
 def test_a_row_says_of_which_member_its_pieces_are_and_where_every_key_frame_lies() -> None:
     for change, words in (
         (lambda row: row[-1][0].__setitem__(0, 1), "pieces are those of no member"),
-        (lambda row: row[4][-1].append(7), "key_frames is empty or incomplete"),
+        (lambda row: row[4][-1].append(7), "key_frames does not lie at as many places"),
     ):
         stored = msgspec.msgpack.decode(lookup.row(LONG))
         assert rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 7, LONG.id) == LONG
@@ -180,6 +182,17 @@ class OldRow(lookup._Files, array_like=True):
 def test_an_older_millrace_reads_rows_with_pieces_and_places_as_if_they_had_none() -> None:
     read = msgspec.msgpack.decode(lookup.row(LONG), type=OldRow)
     assert msgspec.msgpack.encode(read) == lookup.row(lookup.without_parts(LONG)) != lookup.row(LONG)
+
+
+@pytest.mark.parametrize("length", [limits.MIB, 128 * limits.MIB, 4 * limits.GIB])
+def test_pieces_and_places_take_less_than_a_ten_thousandth_of_a_long_files_bytes(length: int) -> None:
+    """With a key frame every 150 KiB, which is one a second at 1.2 Mbit/s."""
+    keys = tuple(KeyFrame(512 * n, 12 * n, 150 * limits.KIB * n + 99) for n in range(length // (150 * limits.KIB)))
+    size = size_for(length)
+    assert size is not None
+    member = Member("mp4", 512, length, 1, Pieces(size, b"8bytes__" * -(-length // size), ((0, 2),)))
+    film = replace(GOOD, members=(member,), video=replace(VIDEO, frames=2**30, key_frames=keys))
+    assert len(lookup.row(film)) - len(lookup.row(lookup.without_parts(film))) < length / 10_000
 
 
 @pytest.mark.parametrize("fields", ["{", "[1]", '{"a": NaN}', '{"a":' * 100_000])
