@@ -4,7 +4,8 @@ Purpose: a cache fetches blocks, which pays off over an epoch; whoever waits for
 blocks that hold mostly other samples.
 Invariants: the bytes are the same. Only what the first announcement names is fetched so, side by side, in `PARALLEL` requests
 and `MOST_BYTES` at most, and only where that is less than half of what blocks would be; from the second announcement on
-everything goes through the `other` reader, which is made then, or when anything else is read.
+everything goes through the `other` reader, which is made then, or when anything else is read. What came by itself and is large
+enough for a request more is not read once more with its block: that reader's store has it.
 Failure behaviour: what could not be fetched so is asked of the other reader, whose errors pass through.
 """
 
@@ -21,10 +22,13 @@ from dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
 from dataio.core import limits
 from dataio.core.errors import MillraceError
 from dataio.store.contract import Store
+from dataio.store.wrapper import Wrapper
 
 PARALLEL = 8
 MOST_BYTES = 4 * limits.CACHE_BLOCK_BYTES
-"""These bytes are in memory until the next batch is looked up, and read once more with their blocks."""
+"""These bytes are in memory until their blocks are read, or the reader is closed."""
+LEAST_BYTES = 128 << 10
+"""To leave out less than this in the middle of a block costs more than it saves: one request more."""
 WAIT_SECONDS = 300.0
 
 Range = tuple[str, int, int]
@@ -44,11 +48,69 @@ def is_worth_it(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYTES
     return size <= MOST_BYTES and 2 * size <= len(blocks) * block and len(upcoming) <= PARALLEL + 2 * len(blocks)
 
 
+class Begun(Wrapper):
+    """`inner`, where some bytes are in memory already: reading a block by pieces asks for the others, and then forgets them."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._lock, self._parts = threading.Lock(), dict[str, list[tuple[int, memoryview]]]()
+
+    def add(self, key: str, offset: int, part: memoryview) -> None:
+        """The object has this there."""
+        if len(part) >= LEAST_BYTES:
+            with self._lock:
+                self._parts.setdefault(key, []).append((offset, part))
+
+    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
+        at, end = offset, offset + len(buffer)
+
+        def pass_on(first: int, piece: memoryview) -> None:
+            nonlocal at
+            if first != at:
+                raise _AgainError
+            take(first, piece)
+            at += len(piece)
+
+        if parts := self._take(key, offset, end):
+            with contextlib.suppress(_AgainError):
+                for first, part in parts:
+                    if at < first:
+                        self.inner.get_pieces(key, at, buffer[: first - at], pass_on)
+                    pass_on(first, part)
+                if at < end:
+                    self.inner.get_pieces(key, at, buffer[: end - at], pass_on)
+                return
+        self.inner.get_pieces(key, offset, buffer, take)
+
+    def _take(self, key: str, first: int, end: int) -> list[tuple[int, memoryview]]:
+        """What is there of [first, end): sorted and disjoint. Of what lies over an edge the rest stays for the next block."""
+        if key not in self._parts:
+            return []
+        found, left, at = list[tuple[int, memoryview]](), list[tuple[int, memoryview]](), first
+        with self._lock:
+            for offset, part in sorted(self._parts.pop(key, []), key=lambda one: one[0]):
+                a, b = max(0, at - offset), min(len(part), end - offset)
+                if b - a < LEAST_BYTES:
+                    left.append((offset, part))
+                    continue
+                found.append((offset + a, part[a:b]))
+                at = offset + b
+                rests = ((offset, part[:a]), (at, part[b:]))
+                left += [(where, rest) for where, rest in rests if len(rest) >= LEAST_BYTES]
+            if left:
+                self._parts[key] = left
+        return found
+
+
+class _AgainError(Exception):
+    """A store began a read anew: whoever takes pieces is then given all of them from the first one."""
+
+
 class HeadStart:
     """A `ShardReader` of `store`, which is the one that `make` gives but for the beginning. Closing it closes that one."""
 
-    def __init__(self, store: Store, make: Callable[[], ShardReader]) -> None:
-        self._store, self._make = store, make
+    def __init__(self, store: Store, make: Callable[[Store], ShardReader]) -> None:
+        self._store, self._make = Begun(store), make
         self._making, self._begun = threading.Lock(), False
         self._other: ShardReader | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -110,13 +172,18 @@ class HeadStart:
         return None
 
     def _let_go(self) -> None:
-        """What nobody read by now is not waited for."""
-        pool, self._pool, self._coming = self._pool, None, {}
+        """What is not there by now is not waited for; what is, its blocks are put together of."""
+        pool, self._pool = self._pool, None
+        coming, self._coming = self._coming, {}
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
+        for key, ranges in coming.items():
+            for offset, _, future in ranges:
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    self._store.add(key, offset, future.result())
 
     def _elsewhere(self) -> ShardReader:
         with self._making:
             if self._other is None:
-                self._other = self._make()
+                self._other = self._make(self._store)
             return self._other

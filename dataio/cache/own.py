@@ -17,7 +17,7 @@ def own_reader(store: Store) -> ShardReader:
     if not _has_files(store):
         from dataio.cache.headstart import HeadStart
 
-        return HeadStart(store, lambda: _cached(store))
+        return HeadStart(store, _cached)
     from dataio.cache.local import DirectReader
 
     return DirectReader(store, lambda: _cached(store))

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataio.cache.contract import ShardReader
-from dataio.cache.headstart import MOST_BYTES, HeadStart, is_worth_it
+from dataio.cache.headstart import LEAST_BYTES, MOST_BYTES, Begun, HeadStart, is_worth_it
 from dataio.core import limits
 from dataio.core.errors import TransientError
+from dataio.store.contract import Store
 from loaders.samples.source import StoreReader
 
 from .memory_store import MemoryStore
@@ -32,7 +33,7 @@ def store() -> MemoryStore:
 class Behind(StoreReader):
     """In the cache's place; what it was told, and what it was asked for."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.announced: list[Any] = []
         self.read_keys: list[str] = []
@@ -60,8 +61,8 @@ def made() -> list[Behind]:
 
 @pytest.fixture
 def reader(store: MemoryStore, made: list[Behind]) -> Iterator[HeadStart]:
-    def make() -> ShardReader:
-        made.append(Behind(store))
+    def make(behind: Store) -> ShardReader:
+        made.append(Behind(behind))
         return made[-1]
 
     with contextlib.closing(HeadStart(store, make)) as opened:
@@ -168,3 +169,68 @@ def test_what_is_worth_it_is_bounded(upcoming: list[tuple[str, int, int]]) -> No
         )
         assert sum(n for _, _, n in upcoming) <= min(MOST_BYTES, blocks * limits.CACHE_BLOCK_BYTES // 2)
         assert len(upcoming) <= 8 + 2 * blocks
+
+
+def test_what_came_first_is_asked_for_no_more_when_its_block_is(store: MemoryStore) -> None:
+    large, small = ("a", 70_000, LEAST_BYTES + 5), ("a", 3 * MIB, LEAST_BYTES - 1)
+    behind = list[Store]()
+
+    def make(given: Store) -> ShardReader:
+        behind.append(given)
+        return Behind(given)
+
+    with contextlib.closing(HeadStart(store, make)) as reader:
+        reader.announce([large, small])
+        reader.read("a", [large[1:], small[1:]])
+        reader.announce([("a", 0, 10)])
+    store.reads.clear()
+    assert in_pieces(behind[0], "a", 0, 4 * MIB) == store.objects["a"]
+    assert store.bytes_read == 4 * MIB - large[2]
+    assert in_pieces(behind[0], "a", 0, 4 * MIB) == store.objects["a"]
+    assert store.bytes_read == 2 * 4 * MIB - large[2]  # it was forgotten
+
+
+def test_a_read_that_a_store_begins_anew_is_given_whole(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, original = Begun(store), store.get_pieces
+    begun.add("a", LEAST_BYTES, memoryview(store.objects["a"])[LEAST_BYTES : 2 * LEAST_BYTES])
+    times = list[int]()
+
+    def twice(key: str, offset: int, buffer: memoryview, take: Any) -> None:
+        times.append(offset)
+        original(key, offset, buffer[:10], take)
+        original(key, offset, buffer, take)
+
+    monkeypatch.setattr(store, "get_pieces", twice)
+    assert in_pieces(begun, "a", 0, MIB) == store.objects["a"][:MIB]
+    assert times == [0, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 12)), max_size=4),
+    st.lists(st.tuples(st.integers(0, 15), st.integers(1, 16)), min_size=1, max_size=5),
+)
+def test_blocks_are_put_together_of_whatever_is_there(
+    there: list[tuple[int, int]], reads: list[tuple[int, int]]
+) -> None:
+    unit = LEAST_BYTES // 2
+    whole = random.Random(3).randbytes(32 * unit)
+    begun = Begun(store := MemoryStore(a=whole))
+    for first, length in there:
+        begun.add("a", first * unit, memoryview(whole)[first * unit : (first + length) * unit])
+    for first, length in reads:
+        assert in_pieces(begun, "a", first * unit, length * unit) == whole[first * unit : (first + length) * unit]
+    assert store.bytes_read <= sum(length for _, length in reads) * unit
+
+
+def in_pieces(store: Store, key: str, offset: int, length: int) -> bytes:
+    """What a cache would write; every piece goes on where the last one ended, or begins anew."""
+    found = bytearray()
+
+    def take(at: int, piece: memoryview) -> None:
+        if at == offset:
+            found.clear()
+        assert at == offset + len(found)
+        found.extend(piece)
+
+    store.get_pieces(key, offset, memoryview(bytearray(length)), take)
+    return bytes(found)
