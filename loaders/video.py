@@ -29,6 +29,7 @@ from loaders.engine import Loader
 from loaders.kinds import plain
 from loaders.mixture import Mixture
 from loaders.order.permutation import I64
+from loaders.partial import needed
 from loaders.plan import column, having
 from loaders.works.clips import ClipWork, Look, together
 from loaders.works.cut import Cut
@@ -144,10 +145,14 @@ class VideoLoader(Loader):
         super().__init__(made, work, delivery, asked.refusing, owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
-        """What happens to a sample, and by which rules: its stream, its decoder, its colours, its size."""
+        """What happens to a sample, and by which rules: its stream, its decoder, its colours, its size, what is read of it."""
         arguments.of_kind("sample", sample, (int, Sample), "its number, or a Sample")
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
-        return explain(one, self._look.color, self._delivery.output.device.type, self._decoder)
+        told = explain(one, self._look.color, self._delivery.output.device.type, self._decoder)
+        if one.video is None:
+            return told
+        inside = self._look.audio is not None and one.audio is not None and one.audio.ext == one.video.ext
+        return f"{told}\n{needed.explain(one, self._look.clip, sound=inside)}"
 
 
 def _sound(audio: bool | AudioSpec) -> AudioSpec | None:

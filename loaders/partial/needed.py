@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from dataio.core import limits
 from dataio.shards.contract import AudioInfo, Member, Sample, VideoInfo
-from loaders.clip import Clip, Wanted
+from loaders.clip import Clip, Wanted, choose
 
 MOST = 0.5
 """Files of which a clip needs a larger share are read whole."""
@@ -114,6 +114,17 @@ def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Sp
 
 
 _pts, _index = attrgetter("pts"), attrgetter("index")
+
+
+def explain(sample: Sample, clip: Clip, *, sound: bool) -> str:
+    """How much of its file a clip of this sample reads, in plain words."""
+    video = sample.video
+    member = None if video is None else member_of(sample, video.ext)
+    if video is None or member is None or not reads_part_of_video(member, video, clip, sound=sound):
+        return "reading: its whole file"
+    span = of_clip(video, choose(video, clip, 0, 0, sample.id, 0), member.length)
+    part, whole = (limits.format_bytes(count) for count in (size(member, runs(member, [span])), member.length))
+    return f"reading: about {part} of its {whole} for a clip"
 
 
 def _between(video: VideoInfo, first: int, after: int, length: int) -> Span:

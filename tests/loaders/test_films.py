@@ -115,6 +115,13 @@ def test_what_a_clip_reads_was_foreseen(films: Path, name: str, monkeypatch: pyt
     assert not missed
 
 
+def test_a_loader_says_how_much_of_a_film_a_clip_reads(films: Path) -> None:
+    with VideoLoader(films / "ds", 1, clip=CLIP, sidecar=None) as loader:
+        told = {sample.key: loader.explain(sample) for sample in loader.dataset.samples(range(4))}
+    assert "reading: about 512 KiB of its 6.5 MiB for a clip" in told["front-mp4"]
+    assert "reading: its whole file" in told["fragments-mp4"]
+
+
 @pytest.mark.parametrize("at", [-1, 0, 10**9])
 @pytest.mark.parametrize("head", [(), ((0, 1),), ((3, 2), (7, 1))])
 def test_wrong_hints_change_nothing(

@@ -323,6 +323,7 @@ def test_explain_names_stream_decoder_and_rule(make: Any) -> None:
     assert "stream 0 of its .mp4, h264" in told
     assert "decoder: pyav" in told
     assert "the largest" in told
+    assert "reading: its whole file" in told
 
 
 @pytest.mark.parametrize(
