@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError
 from dataio.shards import dataset as dataset_module
-from dataio.shards.contract import KeyFrame, Sample
+from dataio.shards.contract import KeyFrame, Pieces, Sample
 from dataio.shards.dataset import Dataset
 from dataio.shards.index import rows as index
 from dataio.shards.index.digests import digest
@@ -97,11 +97,15 @@ def test_films_make_smaller_parts_than_clips(tmp_path: Path, monkeypatch: pytest
     film = tuple(KeyFrame(1000 * n, 24 * n) for n in range(3000))
     clips = [sample(n, "shards/a.tar", n) for n in range(2000)]
     films = [replace(one, video=replace(video(1), frames=72_001, key_frames=film)) for one in clips[:70]]
+    (member,) = clips[0].members
+    pieces = Pieces(1 << 20, bytes(8 * 2048))
+    long = [replace(one, members=(replace(member, length=1 << 31, pieces=pieces),)) for one in clips[:70]]
+    texts = [replace(clips[0], text="x" * (1 << 19))] * 5
     sizes = {
         name: [part.rows for part in parts.store_parts(store, rows, 0)]
-        for name, rows in (("clips", clips), ("films", films), ("texts", [replace(clips[0], text="x" * (1 << 19))] * 5))
+        for name, rows in (("clips", clips), ("films", films), ("long", long), ("texts", texts))
     }
-    assert sizes == {"clips": [2000], "films": [22, 22, 22, 4], "texts": [2, 2, 1]}
+    assert sizes == {"clips": [2000], "films": [15, 15, 15, 15, 10], "long": [63, 7], "texts": [2, 2, 1]}
 
 
 def test_a_bad_row_is_named_by_its_number_in_the_part_whatever_was_read_with_it(tmp_path: Path) -> None:
