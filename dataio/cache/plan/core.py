@@ -1,7 +1,8 @@
 """The plan: bytes of immutable objects under the budgets of one or more tiers.
 
 Purpose: reads of announced stores are kept in whole blocks where there is room (`pinned`), and pass through files of their own
-where there is none (`ring`). A block that nobody announced is evicted when it is the least recently used.
+where there is none, or where blocks are not worth it (`ring`, `apart`). A block that nobody announced is evicted when it is the
+least recently used.
 
 A file is only ever *dropped* (forgotten and unlinked), never punched: whoever still holds a descriptor or mapping of it
 keeps every byte it had. Such a file stays on the books until its last holder lets go. Everything in the cache has a copy in
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dataio.cache.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
+from dataio.cache.plan.apart import Apart
 from dataio.cache.plan.files import CacheFile, blocks_of
 from dataio.cache.plan.flights import Flights, Ticket
 from dataio.cache.plan.pinned import Pinned
@@ -51,6 +53,7 @@ class CachePlan:
         self._ring = Ring(self._tiers, self._streams)
         self._pinned = Pinned(self._tiers, self._ring, self._streams)
         self._flights = Flights(self._tiers, self._streams)
+        self._apart = Apart(block_bytes)
 
     # events
 
@@ -58,6 +61,7 @@ class CachePlan:
         """`ticket` (never used before) wants these ranges of `obj` in one file; `stream` is who asks, if it announces."""
         out: list[Instruction] = []
         self._streams.read(stream, obj, ranges)
+        self._apart.read(obj, ranges)
         self._request(ticket, obj, ranges, stream, out)
         return out
 
@@ -289,7 +293,7 @@ class CachePlan:
         room. So a block is in one tier, and a read over an edge is copied together instead of being kept twice."""
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()
-        if not parts:
+        if not parts or (lacking and self._apart.takes(obj, ranges)):
             return {}
         if lacking:
             more = tuple((part * self.block_bytes, 1) for part in sorted(lacking))
@@ -313,12 +317,25 @@ class CachePlan:
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
     ) -> CacheFile | None:
         """A file that gets `ranges`, or has them already; None when there is no room in any tier."""
-        file = self._find(obj, ranges) or self._pinned.admit(obj, ranges, out)
-        if file is None and self._streams.uses(obj.source):
+        uses = self._streams.uses(obj.source)
+        file, apart = self._find(obj, ranges), uses and self._apart.takes(obj, ranges)
+        if file is None and not apart:
+            file = self._pinned.admit(obj, ranges, out)
+        if file is None and uses:
             file = self._through_ring(obj, ranges, out, stream, due=due, asked=asked)
+            for block in self._apart.took(obj, ranges) if apart and file is not None else ():
+                self._keep(obj, block, out, stream)
         elif file is not None and not file.ring:
             self._tiers.used_lately(file)
         return file
+
+    def _keep(self, obj: ObjectId, block: int, out: list[Instruction], stream: int) -> None:
+        """Fetch all of a block for later, if there is room."""
+        ranges = ((block * self.block_bytes, 1),)
+        file = None if self._pinned.find(obj, ranges) else self._pinned.admit(obj, ranges, out)
+        if file is not None and block not in file.flying:
+            self._flights.launch(file, [block], out, stream)
+            self._flights.ahead(file, block, stream)
 
     def _through_ring(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
