@@ -20,6 +20,7 @@ import av.error
 from msgspec.structs import replace
 
 from dataio.core import limits
+from dataio.core.errors import CorruptionError
 from dataio.shards.media.container import DEMUXERS, check_complete
 from dataio.shards.media.facts import FileFact
 from dataio.shards.media.probe import Probe
@@ -41,7 +42,7 @@ def with_head(fact: FileFact, probe: Probe) -> FileFact:
     try:
         middle, end = _places(fact.path, probe)
         found = _touched(fact, middle) & _touched(fact, end)
-    except (av.error.FFmpegError, OSError, EOFError, ValueError):
+    except (CorruptionError, av.error.FFmpegError, OSError, EOFError, LookupError, ValueError):
         return fact
     return replace(fact, pieces=replace(fact.pieces, head=runs(found)))
 
@@ -52,7 +53,7 @@ def _places(path: str, probe: Probe) -> tuple[_Place, _Place]:
         stream = probe.video.stream
         return (stream, keys[(len(keys) - 1) // 2].pts), (stream, keys[-1].pts)
     assert probe.audio is not None
-    with av.open(path, options=_OPTIONS | {"protocol_whitelist": "file"}) as container:
+    with av.open(f"file:{path}", options=_OPTIONS | {"protocol_whitelist": "file"}) as container:
         sound: Any = container.streams[probe.audio.stream]
         base, start = sound.time_base, sound.start_time or 0
     length = int(probe.duration / base)

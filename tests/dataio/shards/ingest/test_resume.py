@@ -12,10 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import blake3
+import msgspec
 import pytest
 
 from dataio import Dataset, Recipe, append, pack
 from dataio.core.errors import ConflictError
+from dataio.shards.contract import Member
 from dataio.shards.ingest import plan
 from dataio.shards.ingest.journal import Journal, Packed
 from dataio.shards.ingest.sources import gather
@@ -191,6 +194,18 @@ def test_a_journal_gives_back_what_was_sealed(tmp_path: Path) -> None:
         assert (journal.read(4), journal.read(5)) == (packed, None)
         journal.delete()
         assert not list(store.list())
+
+
+def test_a_record_from_before_files_had_pieces_is_read(tmp_path: Path) -> None:
+    member = {"ext": "mp4", "offset": 512, "length": 2 << 20, "xxh3": 7}
+    sample = {"id": 0, "key": "a", "shard": "shards/a.tar", "members": [member], "duration": 1.0}
+    lists = {"shards": [], "samples": [sample], "skipped": [], "notes": []}
+    body = msgspec.msgpack.encode(lists | {"files": 1, "groups": 1, "bytes": 2 << 20})
+    with open_store(tmp_path) as store:
+        store.put("packing/p/00000000.unit", blake3.blake3(body).digest() + body)
+        found = Journal(store, "p").read(0)
+    assert found is not None
+    assert found.samples[0].members == (Member("mp4", 512, 2 << 20, 7),)
 
 
 def test_appending_a_key_that_is_there_is_refused_before_anything_is_stored(make_wav, tmp_path: Path) -> None:
