@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
-import xxhash
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError, NotFoundError, RangeError
 from dataio.shards.contract import Member, Pieces
+from dataio.shards.pieces import is_right
 from loaders.partial import needed
 from loaders.partial.needed import Runs
 
@@ -75,7 +75,7 @@ class PartialFile:
     def given(self) -> Given:
         """What is there, and right, to be sent elsewhere."""
         for number, view in list(self._there.items()):
-            if self._is_right(number, view):
+            if is_right(self._pieces, number, view):
                 self._right[number] = self._there.pop(number)
         return Given(len(self), self._pieces.size, {number: bytes(view) for number, view in self._right.items()})
 
@@ -94,11 +94,11 @@ class PartialFile:
             if number not in self._there:
                 self._fetch_on(number)
             view = self._there.pop(number)
-            if not self._is_right(number, view):
+            if not is_right(self._pieces, number, view):
                 view = self._again(needed.ranges(self._member, ((number, 1),)))[0]
         except (NotFoundError, RangeError) as error:
             raise CorruptionError(f"{self._name}: {error.message}", hint=error.hint) from error
-        if not self._is_right(number, view):
+        if not is_right(self._pieces, number, view):
             where = self._member.offset + number * self._pieces.size
             raise CorruptionError(
                 f"{self._name}: the {len(view)} bytes at {where} are not those that were packed",
@@ -135,10 +135,6 @@ class PartialFile:
         for (first, _), view in zip(runs, views, strict=True):
             for at in range(0, len(view), size):
                 self._there[first + at // size] = view[at : at + size]
-
-    def _is_right(self, number: int, view: memoryview) -> bool:
-        digest = self._pieces.digests[8 * number : 8 * number + 8]
-        return xxhash.xxh3_64_intdigest(view) == int.from_bytes(digest, "little")
 
 
 # --- the same in another process, which cannot fetch
