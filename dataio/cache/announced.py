@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dataio.cache.events import ObjectId, Ranges, Want
 from dataio.core.errors import MillraceError, RangeError
 from dataio.core.log import get_logger
 
 SHIFT = 0.25
+T = TypeVar("T")
 Upcoming = Sequence[tuple[str, int, int]]
 
 _log = get_logger(__name__)
@@ -72,7 +74,7 @@ class Announced:
 
     def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
         """Keep the groups that `new` goes on with. The last of them is returned instead: it may have got more neighbours."""
-        gone = self._gone(new)
+        gone = gone_from(self._list, new)
         if gone is not None:
             self._first += gone
             while self._groups and self._groups[0].at < self._first:
@@ -83,14 +85,19 @@ class Announced:
         self._groups.clear()
         return None
 
-    def _gone(self, new: Sequence[tuple[str, int, int]]) -> int | None:
-        """How many of the first ranges `new` names no more; None when it is another list."""
-        old = self._list
+
+def gone_from(old: Sequence[T], new: Sequence[T]) -> int | None:
+    """How many of the first of `old` are missing in `new`, which goes on with the others; None when it is another list. A film's
+    head is named with each of its clips, so what is named first may be there several times."""
+    gone = -1
+    while new:
         try:
-            gone = old.index(new[0])
-        except (IndexError, ValueError):
+            gone = old.index(new[0], gone + 1)
+        except ValueError:
             return None
-        return gone if old[gone:] == new[: len(old) - gone] else None
+        if old[gone:] == new[: len(old) - gone]:
+            return gone
+    return None
 
 
 def _shifted(groups: Sequence[_Group], due: Sequence[float], now: float) -> bool:

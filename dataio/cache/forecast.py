@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dataio.cache.announced import gone_from
+
 KEPT = 1024
 FIRST_GUESS = 0.05
 """Seconds per read of a stream that has announced only once."""
@@ -41,8 +43,8 @@ class Forecast:
         """When each of `reads` ((key, offset), soonest first) is due."""
         old = self._streams.get(stream)
         new = _Stream(now, list(reads), [])
-        if old is not None and reads and reads[0] in old.reads:
-            gone = old.reads.index(reads[0])
+        gone = gone_from(old.reads, new.reads) if old is not None else None
+        if old is not None and gone is not None:
             self._judge(old, gone, now)
             new.pace, new.judged = old.pace, old.judged
             if gone:

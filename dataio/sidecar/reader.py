@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from dataio.cache.announced import gone_from
 from dataio.cache.blocks import MappedFile, map_file
 from dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
 from dataio.cache.own import own_reader
@@ -217,7 +218,8 @@ class SidecarReader:
         """What is new in it, where the daemon knows the rest."""
         last = self._announced if self._told is connection and connection.goes_on else []
         self._told = connection
-        gone = _gone(last, upcoming)
+        gone = gone_from(last, list(upcoming))
+        gone = len(last) if gone is None else gone
         known = len(last) - gone
         more = _fitting(upcoming[known : m.RANGES])
         self._announced = [*last[gone:], *more]
@@ -337,15 +339,6 @@ class SidecarReader:
             if self._private is None:
                 self._private = own_reader(self._store)
             return self._private
-
-
-def _gone(last: list[tuple[str, int, int]], upcoming: Sequence[tuple[str, int, int]]) -> int:
-    """How many of the first of `last` are not in `upcoming`, which goes on with the others; all of them where it does not."""
-    try:
-        gone = last.index(upcoming[0])
-    except (IndexError, ValueError):
-        return len(last)
-    return gone if last[gone:] == list(upcoming[: len(last) - gone]) else len(last)
 
 
 def _fitting(upcoming: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

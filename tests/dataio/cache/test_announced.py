@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.cache.announced import Announced, Upcoming
+from dataio.cache.announced import Announced, Upcoming, gone_from
 from dataio.cache.events import ObjectId, Want
+from dataio.cache.forecast import Forecast
 from dataio.cache.plan.streams import Stream, continued
 from dataio.core.errors import NotFoundError
 
@@ -56,6 +57,24 @@ def test_what_is_named_again_is_the_same_want_until_it_is_foreseen_differently()
     hurried = renewed(announced, samples[2:], now=2.0, pace=0.1)
     assert continued(after, hurried) is None
     assert hurried[0].due == 2.1
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=8), st.lists(st.sampled_from("abc"), max_size=8), st.integers(0, 8))
+def test_a_list_goes_on_wherever_it_may(old: list[str], more: list[str], first: int) -> None:
+    for new in (more, [*old[first:], *more]):
+        fits = [n for n in range(len(old)) if new and old[n:] == new[: len(old) - n]]
+        assert gone_from(old, new) == (fits[0] if fits else None)
+
+
+def test_films_whose_heads_are_named_again_and_again_are_known_and_foreseen_as_others_are() -> None:
+    clips = [(film, offset, 40) for film, place in zip("abacab", range(6), strict=True) for offset in (0, 200 + place)]
+    announced, forecast = Announced(), Forecast()
+    before = renewed(announced, clips[:10])
+    forecast.announced(1, [(want.object.key, want.ranges[0][0]) for want in before], 0.0)
+    after = renewed(announced, clips[4:], now=2.0)
+    assert continued(before, after) == 2, "the third clip is of the first one's film"
+    due = forecast.announced(1, [(want.object.key, want.ranges[0][0]) for want in after], 2.0)
+    assert due == [3.0, 4.0, 5.0, 6.0], "one a second"
 
 
 def test_a_sample_whose_first_member_was_at_the_end_of_the_list_is_one_read_when_the_others_follow() -> None:

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dataio.cache.local import DirectReader
 from dataio.core.errors import NotFoundError
@@ -29,7 +27,7 @@ from dataio.sidecar import messages as m
 from dataio.sidecar import reader as reader_module
 from dataio.sidecar.client import Sidecar, open_reader
 from dataio.sidecar.machine import Prefetch, Session
-from dataio.sidecar.reader import SidecarReader, _gone
+from dataio.sidecar.reader import SidecarReader
 from dataio.store.contract import Store
 
 from .conftest import RunningDaemon, wait_for
@@ -288,23 +286,6 @@ def test_of_an_announcement_that_goes_on_what_is_new_is_told_when_it_is_a_quarte
     assert told[-1].gone is None, "it goes on with something else"
     assert followed == [coming[:16], coming[4:20], coming[40:56], [*coming[44:50], *coming[60:64]]]
     reader.close()
-
-
-@given(st.data())
-def test_however_a_list_goes_on_the_daemon_has_what_was_told(data: st.DataObject) -> None:
-    last = data.draw(st.lists(st.sampled_from("abc"), max_size=6).map(as_ranges))
-    now = data.draw(
-        st.one_of(
-            st.lists(st.sampled_from("abc"), max_size=6).map(as_ranges),
-            st.integers(0, len(last)).map(lambda gone: [*last[gone:], ("d", 0, 1)]),
-        )
-    )
-    gone = _gone(last, now)
-    assert [*last[gone:], *now[len(last) - gone :]] == now
-
-
-def as_ranges(keys: list[str]) -> list[tuple[str, int, int]]:
-    return [(key, 0, 1) for key in keys]
 
 
 def test_the_mapping_that_was_not_used_goes_first(
