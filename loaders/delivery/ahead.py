@@ -27,7 +27,7 @@ from loaders.contract import Coming, Place, Work
 from loaders.delivery.batch import Batch
 from loaders.delivery.memory import Closed, Memory
 from loaders.delivery.prefetch import Prefetcher
-from loaders.samples.source import Range, Source, ranges, spans
+from loaders.samples.source import Range, Source, spans
 
 ANNOUNCED_BATCHES = 8
 AT_ONCE, AT_ONCE_PLACES = 8, 128
@@ -192,7 +192,8 @@ class Ahead:
         for number, place in enumerate(places):
             sample = place.sample
             if files is None:
-                read = ranges(sample, self._work.members(sample), self._work.partial(place))
+                source = self._sources[place.source]
+                read = source.ranges(sample, self._work.members(sample), self._work.partial(place))
             else:
                 read = spans(files[number])
             reads.setdefault(place.source, []).extend(read)

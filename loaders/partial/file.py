@@ -24,6 +24,7 @@ from dataio.core.errors import CorruptionError, NotFoundError, RangeError
 from dataio.shards.contract import Member, Pieces
 from dataio.shards.pieces import is_right
 from loaders.partial import needed
+from loaders.partial.heads import Heads
 from loaders.partial.needed import Runs
 
 AHEAD_BYTES = 8 * limits.MIB
@@ -41,11 +42,12 @@ class Media(Protocol):
 
 
 class PartialFile:
-    """`member` of the object `name`. `read` may go through a cache, `again` goes straight to the store."""
+    """`member` of the object `name`. `read` may go through a cache, `again` goes straight to the store; its head may be among
+    `heads`, and is put there."""
 
-    def __init__(self, name: str, member: Member, read: Read, again: Read) -> None:
+    def __init__(self, name: str, member: Member, read: Read, again: Read, heads: Heads) -> None:
         assert member.pieces is not None
-        self._name, self._member, self._read, self._again = name, member, read, again
+        self._name, self._member, self._read, self._again, self._heads = name, member, read, again, heads
         self._pieces: Pieces = member.pieces
         self._there = dict[int, memoryview]()  # not compared yet
         self._right = dict[int, memoryview]()
@@ -70,10 +72,15 @@ class PartialFile:
     def foresee(self, runs: Runs) -> None:
         """Fetch these pieces, all at once. What the store has not is missed when it is looked at."""
         with contextlib.suppress(NotFoundError, RangeError):
-            self._fetch(runs)
+            self._fetch(self._heads.others(self._name, self._member, runs))
 
     def given(self) -> Given:
         """What is there, and right, to be sent elsewhere."""
+        for first, count in self._pieces.head:
+            for number in range(first, first + count):
+                view = self._heads.get(self._name, self._member, number)
+                if view is not None:
+                    self._right.setdefault(number, view)
         for number, view in list(self._there.items()):
             if is_right(self._pieces, number, view):
                 self._right[number] = self._there.pop(number)
@@ -84,9 +91,11 @@ class PartialFile:
         self._piece(number)
 
     def _piece(self, number: int) -> memoryview:
-        view = self._right.get(number)
+        view = self._right.get(number) or self._heads.get(self._name, self._member, number)
         if view is None:
-            view = self._right[number] = self._compared(number)
+            view = self._compared(number)
+            self._heads.put(self._name, self._member, number, view)
+        self._right[number] = view
         return view
 
     def _compared(self, number: int) -> memoryview:
@@ -127,9 +136,12 @@ class PartialFile:
             self._there.pop(gone, None)
 
     def _has(self, number: int) -> bool:
-        return number in self._there or number in self._right
+        there = number in self._there or number in self._right
+        return there or self._heads.get(self._name, self._member, number) is not None
 
     def _fetch(self, runs: Runs) -> None:
+        if not runs:
+            return
         views = self._read(needed.ranges(self._member, runs))
         size = self._pieces.size
         for (first, _), view in zip(runs, views, strict=True):

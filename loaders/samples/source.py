@@ -24,6 +24,7 @@ from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
 from loaders.partial import needed
 from loaders.partial.file import Media, PartialFile
+from loaders.partial.heads import Heads
 from loaders.partial.needed import Runs
 
 _log = get_logger(__name__)
@@ -35,7 +36,7 @@ Range = tuple[str, int, int]
 
 
 def ranges(sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> list[Range]:
-    """What `Source.fetch` reads of a sample, as far as the index lists it and it is foreseen."""
+    """What is read of a sample, as far as the index lists it and it is foreseen."""
     if not partial:
         return [(sample.shard, member.offset, member.length) for member in sample.members if member.ext in exts]
     return [
@@ -100,7 +101,7 @@ class Source:
     """Reads samples of one dataset. Safe to share between threads, as its reader is."""
 
     def __init__(self, reader: ShardReader, store: Store) -> None:
-        self._reader, self._direct = reader, StoreReader(store)
+        self._reader, self._direct, self._heads = reader, StoreReader(store), Heads()
 
     def fetch(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> dict[str, Media]:
         """The members of these extensions, read-only; each extension once. Of those that are `partial`, the pieces that are
@@ -118,7 +119,7 @@ class Source:
             if member.ext in partial:
                 read = functools.partial(self._reader.read, sample.shard)
                 again = functools.partial(self._direct.read, sample.shard)
-                file = found[member.ext] = PartialFile(sample.shard, member, read, again)
+                file = found[member.ext] = PartialFile(sample.shard, member, read, again, self._heads)
                 file.foresee(partial[member.ext])
         return found
 
@@ -148,6 +149,17 @@ class Source:
         except MillraceError:
             pass
         return done
+
+    def ranges(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> list[Range]:
+        """What `fetch` reads of a sample, as far as it is foreseen and not held."""
+        if partial:
+            by_ext = {member.ext: member for member in reversed(sample.members)}
+            partial = {
+                ext: self._heads.others(sample.shard, by_ext[ext], runs)
+                for ext, runs in partial.items()
+                if ext in by_ext
+            }
+        return ranges(sample, exts, partial)
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Say which ranges are read next, soonest first."""

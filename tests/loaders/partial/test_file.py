@@ -13,6 +13,8 @@ from dataio.core.errors import CorruptionError, RangeError, TransientError
 from dataio.shards.contract import Member, Pieces
 from loaders.partial import file as partial
 from loaders.partial.file import GivenFile, MissingError, PartialFile
+from loaders.partial.heads import Heads
+from loaders.partial.needed import Runs
 
 OFFSET = 1000
 SIZE = 64
@@ -39,9 +41,11 @@ class Shard:
         return [memoryview(self.bytes)[offset : offset + length] for offset, length in ranges]
 
 
-def opened(data: bytes, shard: Shard, again: Shard | None = None) -> PartialFile:
-    member = Member("mp4", OFFSET, len(data), xxhash.xxh3_64_intdigest(data), pieces_of(data))
-    return PartialFile("shards/a.tar", member, shard.read, (again or Shard(data)).read)
+def opened(
+    data: bytes, shard: Shard, again: Shard | None = None, heads: Heads | None = None, head: Runs = ()
+) -> PartialFile:
+    member = Member("mp4", OFFSET, len(data), xxhash.xxh3_64_intdigest(data), pieces_of(data, SIZE, head))
+    return PartialFile("shards/a.tar", member, shard.read, (again or Shard(data)).read, heads or Heads())
 
 
 def some(length: int) -> bytes:
@@ -145,7 +149,7 @@ def test_trouble_of_the_store_is_no_damage() -> None:
         raise TransientError("the store does not answer")
 
     member = Member("mp4", OFFSET, 640, 0, pieces_of(some(640)))
-    file = PartialFile("shards/a.tar", member, fail, fail)
+    file = PartialFile("shards/a.tar", member, fail, fail, Heads())
     with pytest.raises(TransientError):
         file.foresee(((0, 1),))
     with pytest.raises(TransientError):
@@ -166,3 +170,41 @@ def test_another_process_gets_what_is_there_and_right_and_says_what_it_lacks() -
     assert missing.value.number == 1
     file.look_at(1)
     assert bytes(GivenFile(file.given())[:256]) == some(640)[:256]
+
+
+def test_the_head_of_a_file_is_read_once_for_all_its_clips() -> None:
+    shard, heads = Shard(some(640)), Heads()
+    first = opened(some(640), shard, None, heads, ((0, 2), (9, 1)))
+    first.foresee(((0, 2), (5, 1), (9, 1)))
+    assert bytes(first[0:384]) == some(640)[0:384]
+    assert [at // SIZE for at, _ in shard.reads] == [0, 5, 9, 2, 3]
+    shard.reads.clear()
+    other = opened(some(640), shard, None, heads, ((0, 2), (9, 1)))
+    other.foresee(((0, 2), (6, 1), (9, 1)))
+    assert bytes(other[0:128]) == some(640)[0:128]
+    assert shard.reads == [(384, 64), (576, 64)]  # the last piece of the head was fetched and never looked at
+    assert sorted(other.given().pieces) == [0, 1, 6, 9]
+
+
+def test_a_wrong_head_is_not_kept() -> None:
+    wrong, heads = bytearray(some(640)), Heads()
+    wrong[3] ^= 1
+    file = opened(some(640), Shard(bytes(wrong)), Shard(bytes(wrong)), heads, ((0, 1),))
+    with pytest.raises(CorruptionError):
+        file[0:10]
+    assert bytes(opened(some(640), Shard(some(640)), None, heads, ((0, 1),))[0:10]) == some(640)[0:10]
+
+
+def test_heads_are_held_up_to_a_limit_and_the_least_used_go_first() -> None:
+    data, heads = some(640), Heads(3 * SIZE)
+    members = [Member("mp4", offset, 640, 0, pieces_of(data, SIZE, ((0, 1),))) for offset in (0, 1000, 2000, 3000)]
+    for member in members[:3]:
+        heads.put("a.tar", member, 0, memoryview(data)[:SIZE])
+        heads.put("a.tar", member, 1, memoryview(data)[SIZE : 2 * SIZE])  # of no head
+    assert heads.get("a.tar", members[0], 0) == data[:SIZE]
+    heads.put("a.tar", members[3], 0, memoryview(data)[:SIZE])
+    assert [heads.get("a.tar", member, 0) is not None for member in members] == [True, False, True, True]
+    assert heads.get("b.tar", members[0], 0) is None
+    assert heads.get("a.tar", members[0], 1) is None
+    assert heads.others("a.tar", members[0], ((0, 3), (7, 1))) == ((1, 2), (7, 1))
+    assert heads.others("a.tar", members[1], ((0, 3),)) == ((0, 3),)
