@@ -2,11 +2,11 @@
 
 Purpose: of a film of an hour a clip reads its head and some hundred kilobytes far behind it, and what lies around them may not be
 read for many epochs; of a shard of small samples everything is. Nobody says which it is, but one read of a film shows it: it
-leaves out blocks between its ranges, and one sample of a shard does not.
-Invariants: a read goes by itself while some reads of its store leave out `HOLE` blocks and more, and it is less than half of its
+leaves out blocks between its ranges, and one sample of a shard does not. (Not every read does: loaders hold heads.)
+Invariants: a read goes by itself once a read of its store has left out `HOLE` blocks and more, and if it is less than half of its
 blocks. Once as many bytes of a block were read so as it has, it is worth keeping: so a store sends at most about twice what it
 would if it were known how often each block will be read, and what all clips of a film read, such as its head, is kept at last.
-At most `KNOWN` blocks are counted, and what was counted first is forgotten first. Sans-I/O.
+At most `KNOWN` blocks and `STORES` stores are counted, and what was counted first is forgotten first. Sans-I/O.
 Failure behaviour: none.
 """
 
@@ -19,11 +19,7 @@ from dataio.cache.events import ObjectId, Ranges
 from dataio.cache.plan.files import blocks_of
 
 HOLE = 2
-WEIGHT = 1 / 8
-"""Of the newest read, in the share of those with holes."""
-SOME = 0.1
-"""That share: beside each film's clip, small files of its sample may be read."""
-KNOWN = 1 << 14
+KNOWN, STORES = 1 << 14, 1 << 10
 
 
 class Apart:
@@ -31,19 +27,19 @@ class Apart:
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._shares: dict[str, float] = {}
+        self._with_holes: OrderedDict[str, None] = OrderedDict()
         self._counted: OrderedDict[tuple[ObjectId, int], int] = OrderedDict()
 
     def read(self, obj: ObjectId, ranges: Ranges) -> None:
         """Somebody reads this now: all of it belongs to one sample."""
-        seen = float(self._has_hole(ranges))
-        share = self._shares.get(obj.source, seen)
-        if share or seen:
-            self._shares[obj.source] = share + WEIGHT * (seen - share)
+        if obj.source not in self._with_holes and self._has_hole(ranges):
+            self._with_holes[obj.source] = None
+            if len(self._with_holes) > STORES:
+                self._with_holes.popitem(last=False)
 
     def takes(self, obj: ObjectId, ranges: Ranges) -> bool:
         """Whether these ranges had better come without the rest of their blocks."""
-        if self._shares.get(obj.source, 0.0) <= SOME:
+        if obj.source not in self._with_holes:
             return False
         size = len(blocks_of(ranges, self._block_bytes)) * self._block_bytes
         return 2 * sum(length for _, length in ranges) <= size
