@@ -226,6 +226,9 @@ class _Bytes:
     def members(self, sample: Any) -> list[str]:
         return ["avi"]
 
+    def partial(self, place: Any) -> dict[str, Any]:
+        return {}
+
     def cost(self, sample: Any) -> int:
         return 0
 
