@@ -41,6 +41,7 @@ from loaders.delivery.buffers import Buffers
 from loaders.delivery.memory import Memory
 from loaders.delivery.prefetch import Grouped, Prefetcher
 from loaders.order.lanes import Order
+from loaders.partial.heads import HELD_BYTES
 from loaders.plan import OrderPlan
 from loaders.refusals import Refusal
 from loaders.samples.maker import Maker, OnBad
@@ -302,7 +303,8 @@ class Loader(IterableDataset[dict[str, Any]]):
         sources = list[Source]()
         for dataset in plan.datasets:
             sized = Sized(dataset.store, dataset.document.shard_sizes)
-            sources.append(Source(open_reader(sized, how.sidecar, self._meter), dataset.store))
+            reader = open_reader(sized, how.sidecar, self._meter)
+            sources.append(Source(reader, dataset.store, HELD_BYTES // len(plan.datasets)))
             undo.callback(sources[-1].close)
         work = self._start_work()
         undo.callback(work.close)

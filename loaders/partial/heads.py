@@ -16,6 +16,7 @@ from dataio.shards.contract import Member
 from loaders.partial.needed import Runs, merged
 
 HELD_BYTES = 64 * limits.MIB
+"""Of one loader, whose sources share it out evenly."""
 Which = tuple[str, int, int]
 """A piece: the object, where its file begins there, its number."""
 

@@ -6,7 +6,8 @@ Invariants: what is refused is a pure function of the stored bytes and the order
 resumed run refuses and substitutes the same; a list that is shared (`listed`) enters by its
 version. Wrong *bytes* (a checksum that does not match, a missing shard) condemn
 the sample wherever it comes up again: its number is part of the loader's state, so a later repair does not change a run that goes
-on. A *clip* that does not decode is refused in that one place; other clips of the same video may be whole.
+on. A *clip* that does not decode, or that needs a wrong piece of a file that is read in part, is refused in that one place; other
+clips of the same video may be whole, and what other ranks read of it nobody knows.
 Failure behaviour: `CorruptionError` when more than `limit` samples were refused: then something larger is wrong. Each sample is
 logged once.
 """

@@ -24,7 +24,7 @@ from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
 from loaders.partial import needed
 from loaders.partial.file import Media, PartialFile
-from loaders.partial.heads import Heads
+from loaders.partial.heads import HELD_BYTES, Heads
 from loaders.partial.needed import Runs
 
 _log = get_logger(__name__)
@@ -98,10 +98,11 @@ class StoreReader:
 
 
 class Source:
-    """Reads samples of one dataset. Safe to share between threads, as its reader is."""
+    """Reads samples of one dataset, and holds so many bytes of the heads of long files. Safe to share between threads, as its
+    reader is."""
 
-    def __init__(self, reader: ShardReader, store: Store) -> None:
-        self._reader, self._direct, self._heads = reader, StoreReader(store), Heads()
+    def __init__(self, reader: ShardReader, store: Store, held: int = HELD_BYTES) -> None:
+        self._reader, self._direct, self._heads = reader, StoreReader(store), Heads(held)
 
     def fetch(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> dict[str, Media]:
         """The members of these extensions, read-only; each extension once. Of those that are `partial`, the pieces that are

@@ -18,10 +18,11 @@ from dataio import open_store
 from dataio.core import metrics
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window
+from loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window, engine
 from loaders.decode import isolated
 from loaders.partial import needed
 from loaders.partial.file import PartialFile
+from loaders.partial.heads import HELD_BYTES
 from loaders.refusals import Refusal
 from tests.loaders import long, plain
 
@@ -252,11 +253,20 @@ def test_a_shard_that_was_cut_off_costs_the_clips_behind_the_cut(films: Path, tm
     assert len(seen) - seen.count(last.key) == 36
 
 
+def test_the_sources_of_a_mixture_share_what_is_held_of_heads(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, real = list[int](), engine.Source
+    monkeypatch.setattr(engine, "Source", lambda reader, store, most: (held.append(most), real(reader, store, most))[1])
+    mixture = Mixture({"one": str(films / "ds"), "other": str(films / "ds")})
+    with VideoLoader(mixture, 2, clip=CLIP, size=(16, 16), sidecar=None, threads=2) as loader:
+        assert len(next(iter(loader))["key"]) == 2
+    assert held == [HELD_BYTES // 2] * 2
+
+
 # --- elsewhere
 
 
 @pytest.mark.s3
-def test_clips_from_s3_are_the_same_from_few_bytes(films: Path, expected: Any, s3_url: str) -> None:
+def test_clips_from_s3_are_the_same(films: Path, expected: Any, s3_url: str) -> None:
     with open_store(s3_url) as target:
         for path in [films / "ds" / "dataset.json", *(films / "ds").glob("[a-z]*/*.*")]:
             target.put(str(path.relative_to(films / "ds")), path.read_bytes())
