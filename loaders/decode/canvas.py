@@ -2,8 +2,8 @@
 
 Purpose: each frame is converted, scaled and cropped while it is still in the processor's cache, and a clip of whole frames is
 never there unless it was asked for.
-Invariants: `draw` gets the frames of the numbers 0, 1, … in turn; `again` repeats the picture before. When all were drawn,
-`clip` is the clip.
+Invariants: `draw` gets the frames of the numbers 0, 1, … in turn, or `paint` the pixels of what is decoded to pixels at once;
+`again` repeats the picture before. When all were drawn, `clip` is the clip.
 Failure behaviour: libav's errors.
 """
 
@@ -28,6 +28,12 @@ class Canvas(Protocol):
     def again(self, number: int) -> None: ...
 
 
+class Paintable(Canvas, Protocol):
+    """Also for pixels: uint8 (H, W, 3)."""
+
+    def paint(self, number: int, pixels: U8) -> None: ...
+
+
 def sheet(request: Request, fit: Fit) -> U8:
     """Memory for the fitted clip: the request's room where it has one."""
     shape = (len(request.wanted.values), 3, *fit.size)
@@ -45,6 +51,9 @@ class Whole:
     def draw(self, number: int, frame: VideoFrame) -> None:
         picture = self._convert(frame, convert.rgb(frame, self._color))
         self.clip[number] = convert.planes(picture, samples=3)[0].reshape(frame.height, frame.width, 3)
+
+    def paint(self, number: int, pixels: U8) -> None:
+        self.clip[number] = pixels
 
     def again(self, number: int) -> None:
         self.clip[number] = self.clip[number - 1]

@@ -19,6 +19,7 @@ from dataio.shards.contract import Sample, VideoInfo
 from dataio.shards.media.container import IMAGE_EXTENSIONS
 from loaders.decode.contract import Color, Decoded, Decoder, Request
 from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
+from loaders.decode.jpeg import is_jpeg
 from loaders.decode.pyav import PyAVDecoder
 
 Kind = Literal["pyav", "dali_cpu", "dali_gpu"]
@@ -34,7 +35,8 @@ RULE = (
     + "/".join(sorted(GPU_CODECS))
     + "; with decoder='dali' DALI on the CPU for 8-bit "
     + "/".join(sorted(CPU_CODECS))
-    + "; else, with decoder='pyav', for color other than bt601, for pictures, and for whatever DALI refuses, PyAV"
+    + "; JPEG pictures libjpeg-turbo; else, with decoder='pyav', for color other than bt601, for other pictures, and for "
+    + "whatever DALI refuses, PyAV"
 )
 
 _log = get_logger(__name__)
@@ -66,7 +68,7 @@ def explain(sample: Sample, color: Color, device: str, asked: Backend = "auto") 
             f"sample {sample.key!r}: stream {info.stream} of its .{info.ext}, {info.codec} {info.width}x{info.height} "
             f"{info.pixel_format}{ends}",
             "stream: the largest; of equal ones the one flagged as default, then the first",
-            f"decoder: {kind}",
+            f"decoder: {'libjpeg-turbo' if is_jpeg(info) else kind}",
             f"by the rule: {RULE}",
             f"colour: {color}; rotation in the file: {info.rotation} degrees",
         ]

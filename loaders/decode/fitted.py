@@ -19,7 +19,7 @@ from av.video.frame import VideoFrame
 from loaders.decode import convert, resize
 from loaders.decode.canvas import sheet
 from loaders.decode.contract import Request
-from loaders.decode.convert import Chain, Converter, Part
+from loaders.decode.convert import U8, Chain, Converter, Part
 from loaders.decode.geometry import Axis, Fit, axes
 
 _WORTH = 0.95  # of the pixels; leaving away less gains nothing
@@ -35,11 +35,13 @@ class Fitted:
         self._rows, self._columns = self._down.needed(fit.antialias), self._across.needed(fit.antialias)
         height, width, self._scale = _scaling(self._down, self._across, self._rows[1], self._columns[1], fit.antialias)
         self._ways: dict[str, tuple[Part, Chain]] = {}
-        self._page = np.empty((height, width, 3), np.uint8)
-        self._seen = torch.from_numpy(self._page)[None].permute(0, 3, 1, 2)
+        self._page: U8 | None = None
+        self._sides = height, width
         self.clip = sheet(request, fit)
 
     def draw(self, number: int, frame: VideoFrame) -> None:
+        if self._page is None:
+            self._page = np.empty((*self._sides, 3), np.uint8)
         page = self._page
         if frame.format.name not in self._ways:
             part = convert.with_margin(self._rows, self._columns, frame)
@@ -49,8 +51,13 @@ class Fitted:
         bottom, right = min(part.bottom, len(page)), min(part.right, page.shape[1])
         kept = picture[: bottom - part.top, : 3 * (right - part.left)]
         page[part.top : bottom, part.left : right] = kept.reshape(bottom - part.top, right - part.left, 3)
+        self.paint(number, page)
+
+    def paint(self, number: int, pixels: U8) -> None:
         down, across = self._down, self._across
-        scaled = self._scale(self._seen).numpy()
+        height, width = self._sides
+        seen = torch.from_numpy(pixels[:height, :width])[None].permute(0, 3, 1, 2)
+        scaled = self._scale(seen).numpy()
         fitted = scaled[0, :, down.first : down.first + down.kept, across.first : across.first + across.kept]
         self.clip[number] = fitted[:, :, ::-1] if self._fit.mirror else fitted
 

@@ -1,6 +1,6 @@
 """Decoding with FFmpeg through PyAV: every codec, on the CPU, with DALI's pixels.
 
-Purpose: the back-end that is always there.
+Purpose: the back-end that is always there. JPEGs it leaves to libjpeg-turbo.
 Invariants: a decoded frame is told by its time stamp, or by counting where stamps say nothing; each wanted frame must come
 out, undamaged and in order. Nothing is decoded that neither is wanted nor has others referring to it, as far as packets tell.
 Failure behaviour: as the contract says. One codec context a clip and one thread each: clips are what runs in parallel.
@@ -12,7 +12,7 @@ import contextlib
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from av.packet import Packet
 from av.video.frame import VideoFrame
@@ -22,7 +22,8 @@ from msgspec.structs import replace
 from dataio.core.errors import CorruptionError, MillraceError
 from dataio.shards.media import images
 from dataio.shards.media.container import IMAGE_EXTENSIONS
-from loaders.decode.canvas import Canvas, Quick, Whole
+from loaders.decode import jpeg
+from loaders.decode.canvas import Canvas, Paintable, Quick, Whole
 from loaders.decode.contract import Decoded, Request
 from loaders.decode.convert import U8, Converter
 from loaders.decode.giving_up import check
@@ -110,7 +111,8 @@ def _made(canvas: Any, pts: tuple[int, ...]) -> Decoded:
 
 def is_quick(request: Request) -> bool:
     """Whether scaling and converting are one."""
-    return request.fit is not None and request.fit.antialias and request.color == "fast"
+    fit = request.fit
+    return fit is not None and fit.antialias and request.color == "fast" and not jpeg.is_jpeg(request.info)
 
 
 def clip_of(request: Request, converter: Converter | None = None) -> Clip:
@@ -131,10 +133,14 @@ def _drawn(request: Request, begin: Callable[[], Surface]) -> tuple[Surface, tup
 
 def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
     """A picture, as often as the clip has frames."""
-    frame = images.decode(request.data[:])
-    _check(frame, request)
+    pixels = jpeg.decode(request) if jpeg.is_jpeg(request.info) else None
+    if pixels is None:
+        frame = images.decode(request.data[:])
+        _check(frame, request)
+        canvas.draw(0, frame)
+    else:
+        cast("Paintable", canvas).paint(0, pixels)  # those of JPEGs are
     times = len(request.wanted.values)
-    canvas.draw(0, frame)
     for number in range(1, times):
         canvas.again(number)
     return canvas, (0,) * times

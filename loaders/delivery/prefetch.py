@@ -11,10 +11,9 @@ state, after the picture that each has in hand, or the sample where that is not 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -110,11 +109,13 @@ class Prefetcher:
     def next(self) -> Batch:
         """The oldest batch that was started, whole."""
         batch, futures = self._batches[0]
-        for future in futures:
-            with contextlib.suppress(TimeoutError):
-                future.exception(STALL_SECONDS)
-            if not future.done():
+        left = len(futures)
+        while left:  # waiting for one after the other would take the interpreter from the threads as often
+            _, unfinished = wait(futures, STALL_SECONDS)
+            if len(unfinished) == left:
                 raise DeadlineError(f"no clip was finished for {STALL_SECONDS:.0f} s", hint="is the store reachable?")
+            left = len(unfinished)
+        for future in futures:
             future.result()
         del self._batches[0]
         return batch

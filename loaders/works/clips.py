@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # what few loaders need is imported where they need it
     from loaders.sound.spec import AudioSpec
 
 _WHOLE = Cut()
-LIGHT = 1 << 17
-"""Pixels that one thread decodes in a go where clips have fewer: about a millisecond's. Of less the most is Python's, and threads
+LIGHT = 1 << 20
+"""Pixels that one thread decodes in a go where clips have fewer: some milliseconds'. Of less much is Python's, and threads
 that share it out get into each other's way, since every call of a library gives the interpreter away."""
 _DECODING = 8
 """Pictures that a decoder and a converter hold of a clip that is cut one picture at a time."""

@@ -12,6 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dataio import pack
 from dataio.core.errors import UsageError
@@ -184,8 +185,11 @@ def test_pictures_are_clips_of_one_frame_beside_videos(kind: str, tmp_path: Path
             assert batch["clip"][0] == 0
             with av.open(io.BytesIO(picture(kind))) as container:
                 expected = plain.bt601(next(container.decode(video=0)))
+            if kind == "jpg":
+                expected = np.array(Image.open(io.BytesIO(picture(kind))))
             assert torch.equal(batch["video"][0, 0], torch.from_numpy(expected.transpose(2, 0, 1)))
             assert "a picture" in loader.explain(0)
+            assert f"decoder: {'libjpeg-turbo' if kind == 'jpg' else 'pyav'}" in loader.explain(0)
         with VideoLoader(packed, 1, clip=Clip(2), **options) as loader:
             assert [batch["key"] for batch in loader] == [["b"]]  # a still is no clip of several frames
         with pytest.raises(UsageError, match="no video") as caught:

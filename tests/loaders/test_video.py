@@ -530,7 +530,7 @@ def test_ctrl_c_while_waiting_ends_the_threads_and_keeps_the_position(
     loader = make()
     (first,) = take(loader, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("loaders.delivery.prefetch.Future.exception", _interrupted)
+        patch.setattr("loaders.delivery.prefetch.wait", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             take(loader, 1)
     assert not _loader_threads()

@@ -120,6 +120,7 @@ def test_light_clips_of_a_batch_are_decoded_in_a_go_up_to_a_bound_unless_more_is
 ) -> None:
     (tmp_path / "clips").mkdir()
     sides = {"heavy": 256, "light": 160}
+    monkeypatch.setattr(clips, "LIGHT", 1 << 17)
     assert 2 * 256**2 > clips.LIGHT // 2 >= 2 * 160**2 > clips.LIGHT // 3
     for name, side in sides.items():
         data = made.make(made.Made(f"{name}.mkv", "libx264", "matroska", frames=4, width=side, height=side))
