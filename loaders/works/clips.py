@@ -125,27 +125,29 @@ class ClipWork:
         return list(dict.fromkeys(info.ext for info in infos if info is not None))
 
     def partial(self, place: Place) -> Mapping[str, Runs]:
-        sample, clip = place.sample, self._look.clip
-        video, audio = sample.video, sample.audio if self._look.audio else None
-        found = dict[str, Runs]()
-        member = needed.member_of(sample, video.ext) if video is not None else None
-        if video is None or member is None:  # most files are short
-            return found
-        inside = audio is not None and audio.ext == video.ext
-        if not needed.reads_part_of_video(member, video, clip, sound=inside):
-            return found
+        sample, look = place.sample, self._look
+        video, audio = sample.video, sample.audio if look.audio else None
+        apart = audio is not None and video is not None and audio.ext != video.ext
+        pictures = None if video is None else needed.member_of(sample, video.ext)
+        beside = needed.member_of(sample, audio.ext) if audio is not None and apart else None
+        if video is None or (pictures is None and beside is None):  # most files are short
+            return {}
         try:
-            wanted = wanted_by(place, video, clip)
+            wanted = wanted_by(place, video, look.clip)
         except CorruptionError:
-            return found
-        spans = [needed.of_clip(video, wanted, member.length)]
-        if inside and self._look.audio is not None:
-            start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
-            samples = self._look.audio.samples(clip)
-            spans.append(
-                needed.of_time(video, start, start + Fraction(samples, self._look.audio.sample_rate), member.length)
-            )
-        found[video.ext] = needed.runs(member, spans)
+            return {}
+        start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
+        seconds = Fraction(look.audio.samples(look.clip), look.audio.sample_rate) if look.audio else Fraction(0)
+        found = dict[str, Runs]()
+        inside = audio is not None and not apart
+        if pictures is not None and needed.reads_part_of_video(pictures, video, look.clip, sound=inside):
+            spans = [needed.of_clip(video, wanted, pictures.length)]
+            if inside:
+                spans.append(needed.of_time(video, start, start + seconds, pictures.length))
+            found[video.ext] = needed.runs(pictures, spans)
+        if beside and audio and needed.reads_part_of_sound(sample, beside, audio, float(seconds)):
+            start -= video.start_pts * video.time_base
+            found[audio.ext] = needed.runs(beside, [needed.of_window(sample, audio, start, seconds, beside.length)])
         return found
 
     def cost(self, sample: Sample) -> int:

@@ -42,12 +42,15 @@ def film() -> bytes:
     return target.getvalue()
 
 
-def copied(data: bytes, name: str, options: dict[str, str], folder: Path) -> None:
-    """The same packets in another container."""
+def copied(data: bytes, name: str, options: dict[str, str], folder: Path, *, silent: bool = False) -> None:
+    """The same packets in another container, or those of the pictures."""
     with av.open(io.BytesIO(data)) as source, av.open(str(folder / name), "w", options=options) as output:
-        streams = {stream.index: output.add_stream_from_template(stream) for stream in source.streams}
+        streams = {
+            stream.index: output.add_stream_from_template(stream)
+            for stream in list(source.streams)[: 1 if silent else 2]
+        }
         for packet in source.demux():
-            if packet.size:
+            if packet.size and packet.stream.index in streams:
                 packet.stream = streams[packet.stream.index]
                 output.mux(packet)
 

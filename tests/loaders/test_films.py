@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from dataio import open_store
+from dataio import open_store, pack
 from dataio.core import metrics
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
@@ -24,7 +24,7 @@ from loaders.partial import needed
 from loaders.partial.file import PartialFile
 from loaders.partial.heads import HELD_BYTES
 from loaders.refusals import Refusal
-from tests.loaders import long, plain
+from tests.loaders import long, made, plain
 
 CLIP, PARTS = Clip(4, 2, per_video=5), Clip(4, 2, per_video=12)
 
@@ -183,6 +183,28 @@ def test_a_window_costs_a_small_part_of_its_file(sounds: Path, name: str) -> Non
         size, before = dataset.find(name).members[0].length, read()
         seen = len(windows(dataset.where(f"key = '{name}'")))
     assert read() - before < (seen + 4) * size / 2
+
+
+@pytest.mark.parametrize("pictures", ["long", "short"])
+def test_of_a_long_recording_beside_a_video_a_clip_reads_its_part(
+    pictures: str, films: Path, sounds: Path, tmp_path: Path, whole: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    if pictures == "long":
+        long.copied((films / "clips" / "front-mp4.mp4").read_bytes(), "a.mp4", {}, tmp_path / "in", silent=True)
+    else:
+        (tmp_path / "in" / "a.mp4").write_bytes(made.make(made.Made("a.mp4", "libx264", "mp4", frames=60)))
+    shutil.copy(sounds / "clips" / "pcm_s16le-long.wav", tmp_path / "in" / "a.wav")
+    with pack([tmp_path / "in"], tmp_path / "ds", workers=1) as dataset:
+        (sample,) = dataset
+        assert sample.audio is not None
+        assert sample.audio.ext == "wav"
+        assert (pictures == "long") == (sample.member("mp4").pieces is not None)
+    expected = clips(tmp_path / "ds")
+    whole.undo()
+    before = read()
+    assert alike(clips(tmp_path / "ds"), expected)
+    assert read() - before < CLIP.per_video * sum(member.length for member in sample.members) / 2
 
 
 # --- damage
