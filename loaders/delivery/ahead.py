@@ -108,7 +108,8 @@ class Ahead:
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """Bytes of samples in the making and of batches ahead, the most of the former so far, and how often one waited."""
+        """Bytes of samples in the making and of batches ahead, the most of the former so far, and how often one waited; and bytes
+        held of the heads of long files."""
         memory = self._memory
         return {
             "limit": memory.limit,
@@ -116,6 +117,7 @@ class Ahead:
             "samples_peak": memory.peak,
             "waits": memory.waits,
             "batches": self._prefetcher.nbytes,
+            "heads": sum(source.held for source in self._sources),
         }
 
     def _room(self) -> int:

@@ -29,6 +29,11 @@ class Heads:
         self._held = OrderedDict[Which, memoryview]()
         self._lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self._size
+
     def get(self, name: str, member: Member, number: int) -> memoryview | None:
         """A piece of a file in the object `name`, if it is held."""
         with self._lock:

@@ -166,6 +166,11 @@ class Source:
         """Say which ranges are read next, soonest first."""
         self._reader.announce(upcoming)
 
+    @property
+    def held(self) -> int:
+        """Bytes of heads of long files that it holds."""
+        return self._heads.nbytes
+
     def close(self) -> None:
         self._reader.close()
 

@@ -280,7 +280,9 @@ def test_the_sources_of_a_mixture_share_what_is_held_of_heads(films: Path, monke
     monkeypatch.setattr(engine, "Source", lambda reader, store, most: (held.append(most), real(reader, store, most))[1])
     mixture = Mixture({"one": str(films / "ds"), "other": str(films / "ds")})
     with VideoLoader(mixture, 2, clip=CLIP, size=(16, 16), sidecar=None, threads=2) as loader:
+        assert loader.memory["heads"] == 0
         assert len(next(iter(loader))["key"]) == 2
+        assert 0 < loader.memory["heads"] <= HELD_BYTES
     assert held == [HELD_BYTES // 2] * 2
 
 
