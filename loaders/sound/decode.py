@@ -3,24 +3,21 @@
 Purpose: (compressed bytes, what the index says, when the clip begins) -> float32 samples.
 
 Invariants: the result has exactly `AudioSpec.samples` samples a channel, the first of which is what sounds at the
-instant of the clip's first frame, by time stamps and rounded to the nearest sample of the source. Frames that follow each
-other as far as their stamps tell do so without gap or overlap, and where all are of one length they lie where counting from
-the file's first sample has them: Matroska, WebM and FLV stamp in milliseconds. What the file does not hold (before its first
-sound, after its last, a gap) is zero. Equal arguments give equal samples.
+instant of the clip's first frame, by time stamps (`loaders.sound.layout`) and rounded to the nearest sample of the source.
+What the file does not hold (before its first sound, after its last, a gap) is zero. Equal arguments give equal samples.
 Failure behaviour: `CorruptionError` for what cannot be demultiplexed or decoded inside the window.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from fractions import Fraction
 
 import av
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from av.audio.frame import AudioFrame
-from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.video.stream import VideoStream
 
@@ -28,9 +25,12 @@ from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo
 from loaders.decode.trim import demuxed, open_media
 from loaders.partial.file import Media
+from loaders.sound.flac import read_flac
+from loaders.sound.layout import F32 as F32
+from loaders.sound.layout import Head, heard, pts
+from loaders.sound.resample import resampled
 from loaders.sound.spec import LAYOUTS, AudioSpec
 
-F32 = npt.NDArray[np.float32]
 Hear = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
 """`decode_audio`, here or in another process."""
 
@@ -38,8 +38,17 @@ _ROLL = Fraction(1, 2)
 """Seconds decoded before the window: codecs need some sound before what they say is right (Opus and MP3 a few packets)."""
 _EDGE = Fraction(1, 20)
 """Seconds around the window that the resampler's filter looks at."""
-_ROUNDED = Fraction(1, 1000)
-"""Seconds in which Matroska, WebM and FLV count, and with them MP4 made of those."""
+_WITHOUT_MEMORY = frozenset(["flac", "alac", "pcm_u8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s32le", "pcm_f32le"])
+"""Codecs of which every frame says all by itself."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """float32 (channels, samples) at the source's rate, up to where there is sound, and what it is."""
+
+    source: F32
+    covered: Fraction
+    rate: int
+    layout: str
 
 
 def decode_audio(
@@ -51,33 +60,40 @@ def decode_audio(
     """
     seconds = Fraction(samples, spec.sample_rate)
     sound = np.zeros((spec.channels, samples), np.float32)
+    known = read_flac(data, info, start - _EDGE, seconds + 2 * _EDGE)
+    if known is None:
+        found = _found(data, info, start, seconds, from_first)
+    else:
+        found = Found(*known, info.sample_rate, LAYOUTS[info.channels])
+    if found is None:
+        return sound, 0
+    first, made = round(_EDGE * spec.sample_rate), resampled(found.source, found.rate, found.layout, spec)
+    part = made[:, first : first + samples]
+    sound[:, : part.shape[1]] = part
+    real = min(samples, max(0, round((found.covered - _EDGE) * spec.sample_rate)))
+    sound[:, real:] = 0.0
+    return sound, real
+
+
+def _found(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, from_first: bool) -> Found | None:
+    """What lies around the window, by libav."""
     with open_media(data) as container:
         stream = container.streams[info.stream] if info.stream < len(container.streams) else None
         if not isinstance(stream, AudioStream):
             raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
         if from_first and stream.start_time is not None and stream.time_base is not None:
             start += stream.start_time * stream.time_base
-        head = _head(container, stream) if _is_coarse(stream) and start > _ROLL else None
-        frames = list(_frames(container, stream, start - _ROLL, start + seconds + _EDGE))
-        if not frames:
-            return sound, 0
-        if start <= _ROLL:  # they begin with it
-            head = _Head(_pts(frames[0]), frames[0].samples)
-        source, covered = _lay_out(frames, start - _EDGE, seconds + 2 * _EDGE, head)
-        resampled = _resample(source, frames[0], spec)
-    first = round(_EDGE * spec.sample_rate)
-    part = resampled[:, first : first + samples]
-    sound[:, : part.shape[1]] = part
-    real = min(samples, max(0, round((covered - _EDGE) * spec.sample_rate)))
-    sound[:, real:] = 0.0
-    return sound, real
-
-
-class _Head(msgspec.Struct, frozen=True):
-    """The file's first frame, which may be shorter than the others."""
-
-    pts: int
-    samples: int
+        coarse = _is_coarse(stream)
+        before = _EDGE if info.codec in _WITHOUT_MEMORY and not coarse else _ROLL
+        head = _head(container, stream) if coarse and start > before else None
+        frames = _frames(container, stream, start - before, start + seconds + _EDGE)
+        sound = heard(frames, seconds + before + _EDGE)
+    if sound is None:
+        return None
+    if start <= before:  # it begins with the file's first
+        head = Head(sound.stamps[0], sound.lengths[0])
+    source, covered = sound.placed(start - _EDGE, seconds + 2 * _EDGE, head)
+    return Found(source, covered, sound.rate, sound.layout)
 
 
 def _is_coarse(stream: AudioStream) -> bool:
@@ -85,17 +101,11 @@ def _is_coarse(stream: AudioStream) -> bool:
     return stream.time_base is not None and stream.time_base * stream.sample_rate > 1
 
 
-def _head(container: av.container.InputContainer, stream: AudioStream) -> _Head | None:
+def _head(container: av.container.InputContainer, stream: AudioStream) -> Head | None:
     with demuxed(container, stream) as packets:
         for frame in (frame for packet in packets for frame in packet.decode()):
-            return _Head(_pts(frame), frame.samples)
+            return Head(pts(frame), frame.samples)
     return None
-
-
-def _pts(frame: AudioFrame) -> int:
-    if frame.pts is None:
-        raise CorruptionError("the sound carries no time stamps")
-    return frame.pts
 
 
 def _frames(
@@ -106,16 +116,29 @@ def _frames(
         yield from _decoded(container, stream, start, end)
         return
     for guide in _guides(container, stream):
-        assert guide.time_base is not None
         assert stream.time_base is not None
-        container.seek(int(start / guide.time_base), stream=guide, backward=True)
+        _seek(container, guide, start)
         frames = _decoded(container, stream, start, end)
         first = next(frames, None)
-        if first is not None and (guide is stream or _pts(first) * stream.time_base <= start):
+        if first is not None and (guide is stream or pts(first) * stream.time_base <= start):
             yield first
             yield from frames
             return
         frames.close()
+
+
+def _seek(container: av.container.InputContainer, guide: AudioStream | VideoStream, start: Fraction) -> None:
+    """To `start`, or before it: near the end of FLAC libav finds no place, and says that it is not permitted."""
+    assert guide.time_base is not None
+    back = Fraction(0)
+    while True:
+        at = max(Fraction(0), start - back)
+        try:
+            return container.seek(int(at / guide.time_base), stream=guide, backward=True)
+        except PermissionError:
+            if not at:
+                raise
+            back = 2 * back + 1
 
 
 def _guides(container: av.container.InputContainer, stream: AudioStream) -> Iterator[AudioStream | VideoStream]:
@@ -130,90 +153,12 @@ def _decoded(
     container: av.container.InputContainer, stream: AudioStream, start: Fraction, end: Fraction
 ) -> Generator[AudioFrame]:
     assert stream.time_base is not None
+    early, late = math.floor(start / stream.time_base), math.ceil(end / stream.time_base)  # whole numbers are quicker
     with demuxed(container, stream) as packets:
         for packet in packets:
-            if (
-                packet.pts is not None
-                and packet.duration
-                and (packet.pts + packet.duration) * stream.time_base <= start
-            ):
+            if packet.pts is not None and packet.duration and packet.pts + packet.duration <= early:
                 continue
             for frame in packet.decode():
-                if _pts(frame) * stream.time_base >= end:
+                if pts(frame) >= late:
                     return
                 yield frame
-
-
-def _lay_out(frames: list[AudioFrame], start: Fraction, seconds: Fraction, head: _Head | None) -> tuple[F32, Fraction]:
-    """Samples at the source's rate, placed by their stamps into `seconds` from `start`; and up to where there is sound."""
-    rate, layout = frames[0].sample_rate, frames[0].layout
-    planar = AudioResampler(format="fltp", layout=layout)
-    canvas = np.zeros((len(layout.channels), round(seconds * rate)), np.float32)
-    pieces = list[F32]()
-    for frame in frames:
-        if frame.sample_rate != rate or frame.layout.name != layout.name:
-            raise CorruptionError("the sound changes its rate or channels in the middle")
-        pieces.append(np.concatenate([piece.to_ndarray() for piece in planar.resample(frame)], axis=1))
-    tick = (frames[0].time_base or Fraction(1, rate)) * rate
-    end, lengths = 0, [piece.shape[1] for piece in pieces]
-    places = _places([_pts(frame) for frame in frames], lengths, rate, tick, start * rate, head)
-    for at, values in zip(places, pieces, strict=True):
-        low, high = max(0, -at), min(values.shape[1], canvas.shape[1] - at)
-        if low < high:
-            canvas[:, at + low : at + high] = values[:, low:high]
-            end = max(end, at + high)
-    return canvas, Fraction(end, rate)
-
-
-def _places(
-    stamps: list[int], lengths: list[int], rate: int, tick: Fraction, start: Fraction, head: _Head | None
-) -> list[int]:
-    """Where each frame begins, in samples from `start`; stamps are in ticks of so many samples. Where they are within a
-    millisecond, or a tick, of what the lengths of the frames before say, frames follow each other, from the instant that fits
-    all their stamps best; where not, there is a gap, or an overlap."""
-    one, near = tick.denominator, max(tick, _ROUNDED * rate + 1) * tick.denominator  # whole numbers are quicker
-    places, first = list[int](), 0
-    while first < len(stamps):
-        ends, away = [0], [0]
-        for stamp, length in zip(stamps[first + 1 :], lengths[first:], strict=False):
-            off = (stamp - stamps[first]) * tick.numerator - (ends[-1] + length) * one
-            if abs(off) >= near:
-                break
-            ends.append(ends[-1] + length)
-            away.append(off)
-        begin = stamps[first] * tick
-        if head is None or stamps[first] != head.pts:
-            begin += Fraction(max(away) + min(away), 2 * one)
-            if head is not None:
-                begin = _counted(head, begin, set(lengths[first : first + len(ends) - 1]), tick)
-        at = round(begin - start)
-        places += [at + end for end in ends]
-        first += len(ends)
-    return places
-
-
-def _counted(head: _Head, begin: Fraction, lengths: set[int], tick: Fraction) -> Fraction:
-    """What lies within a tick of `begin` and would begin a frame, if all since the first had this one length; else `begin`."""
-    if len(lengths) != 1:
-        return begin
-    (length,) = lengths
-    second = head.pts * tick + head.samples
-    exact = second + round((begin - second) / length) * length
-    return exact if abs(exact - begin) < tick else begin
-
-
-def _resample(source: F32, like: AudioFrame, spec: AudioSpec) -> F32:
-    """The whole stretch at once: (channels, about source length times the ratio of rates)."""
-    layout = like.layout.name
-    if spec.policy == "first":
-        source, layout = _first(source, spec.channels), LAYOUTS[spec.channels]
-    resampler = AudioResampler(format="fltp", layout=LAYOUTS[spec.channels], rate=spec.sample_rate)
-    frame = AudioFrame.from_ndarray(source, format="fltp", layout=layout)
-    frame.sample_rate = like.sample_rate
-    pieces = [piece.to_ndarray() for part in (frame, None) for piece in resampler.resample(part)]
-    return np.concatenate(pieces, axis=1) if pieces else np.zeros((spec.channels, 0), np.float32)
-
-
-def _first(source: F32, channels: int) -> F32:
-    """The first channels, and the last one again where there are too few."""
-    return np.ascontiguousarray(source[np.minimum(np.arange(channels), len(source) - 1)])
