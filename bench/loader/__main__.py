@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from bench.core.measure import Meter
-from bench.loader import by_hand, data
-from bench.loader.candidates import batches
+from bench.loader import data
+from bench.loader.entrants import batches
 from bench.loader.place import Place
 
 
@@ -59,18 +59,18 @@ def _pss(pid: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
 
 
-def measure(candidate: str, place: Place, kind: data.Kind) -> dict[str, float]:
+def measure(candidate: str, place: Place, kind: data.AnyKind) -> dict[str, float]:
     """Figures of one epoch of one candidate. `steady_per_s` leaves out everything up to the first batch."""
     torch.set_num_threads(1)
     memory, sent, meter = TreeMemory(), place.sent(), Meter()
     begun = time.perf_counter()
     samples, first, before = 0, 0.0, 0
-    for video in batches(candidate, place, kind):
-        samples += video.shape[0]
+    for made in batches(candidate, place, kind):
+        samples += made.shape[0]
         if not first:
             first, before = time.perf_counter() - begun, samples
-        if video.shape[1:] != (by_hand.FRAMES, 3, kind.size, kind.size) or video.dtype != torch.uint8:
-            raise AssertionError(f"{candidate} delivered {tuple(video.shape)} {video.dtype}")
+        if made.shape[1:] != kind.shape or made.dtype != kind.dtype:
+            raise AssertionError(f"{candidate} delivered {tuple(made.shape)} {made.dtype}")
         last = time.perf_counter() - begun
     read = meter.read()
     peak = memory.stop()

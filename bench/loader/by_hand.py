@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import FPS, Kind
-
-FRAMES, STRIDE = 16, 2
+from bench.loader.data import FPS, FRAMES, STRIDE, Kind
 
 
 def pyav(source: Any, kind: Kind) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What `millrace bench loader` compares: short clips, long ones and clips of films, from files or from an S3 server here.
+"""What `millrace bench loader` compares: clips of short and long videos and of films, windows of short and long recordings;
+from files or from an S3 server here.
 
 Invariant: candidates alternate, each in its own process, over the same clips; peers that are not installed are
 left out and named. Nothing heavy is imported before the options were understood.
@@ -40,12 +41,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clips", type=count, help="clips of the epoch (default: 600, and 192 of films)")
+    parser.add_argument(
+        "--clips",
+        type=count,
+        help="of the epoch (default: 600, of films and recordings 192, of sound and mels 2400)",
+    )
     parser.add_argument(
         "--kind",
         choices=list(data.KINDS),
         default="short",
-        help="4 s clips, 10 s with few key frames, or films of 10 minutes of which an epoch takes 8 clips each",
+        help="4 s clips, 10 s with few key frames, or films of 10 minutes of which an epoch takes 8 clips each; short "
+        "recordings as samples or as log-mel spectrograms, or long recordings of which it takes 8 windows each",
     )
     parser.add_argument("--s3", action="store_true", help="read from an S3 server on this machine, not from files")
     parser.add_argument("--delay", type=float, default=0, metavar="MS", help="milliseconds by which it answers late")
@@ -63,28 +69,22 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def fill(job: command.Job, part: Part) -> None:
     """Every candidate reads the same clips."""
-    from bench.loader.by_hand import FRAMES, STRIDE
-    from bench.loader.candidates import FLOOR, PEERS, THREADS
+    from bench.loader import entrants
+    from bench.loader.candidates import FLOOR
+    from bench.loader.ways import THREADS
 
     kind = data.KINDS[job.args.kind]
-    files = _files(job.args.clips or (600 if kind.parts == 1 else 192), kind)
-    pythons = _pythons(job.args.peer_python)
-    missing = sorted(
-        {package for package in PEERS.values() if not pythons.get(_short(package)) and not _is_here(package)}
-    )
-    names = _names(job.args.only, missing)
+    files = _files(job.args.clips or kind.default, kind)
+    pythons, peers = _pythons(job.args.peer_python), entrants.peers(kind)
+    needed = {package for packages in peers.values() for package in packages}
+    missing = sorted(package for package in needed if not pythons.get(_short(package)) and not _is_here(package))
+    names = _names(job.args.only, entrants.ours(kind), peers, missing)
     folder = _prepared(job, kind, files, names, pythons)
-    clips = files * kind.per_file
-    described = f"{kind.length} s, {kind.width}x{kind.height}, a key frame every {kind.gop}"
-    described = f"clips of {described}" if kind.parts == 1 else f"clips of {files} films of {described}"
-    part.title = (
-        f"Loader: {clips} H.264 {described}; {FRAMES} frames, every {STRIDE}nd, to {kind.size}²"
-        f"{', from S3' if job.args.s3 else ''}"
-    )
+    part.title = f"Loader: {kind.described(files)}{', from S3' if job.args.s3 else ''}"
     part.settings = {
-        "clips": clips,
+        "clips": files * kind.per_file,
         "kind": kind.name,
-        "batch": data.BATCH,
+        "batch": kind.batch * kind.per_file,
         "threads": THREADS,
         "s3": job.args.s3,
         "delay_ms": job.args.delay,
@@ -94,8 +94,8 @@ def fill(job: command.Job, part: Part) -> None:
     part.metrics, part.against = METRICS | (FROM_S3 if job.args.s3 else {}), FLOOR if FLOOR in names else names[0]
     if kind.per_file > 1:
         part.notes.append(
-            f"Peers take the {kind.per_file} clips of a film at once, from one open file, and give them in one batch, which is "
-            "the least work; webdataset, litdata, Energon and mosaicml-streaming read films whole. Batches of Millrace mix films."
+            f"Peers take the {kind.per_file} of a file at once, from one open file, and give them in one batch, which is the "
+            "least work; webdataset, litdata, Energon and mosaicml-streaming read files whole. Batches of Millrace mix files."
         )
     if job.args.s3:
         part.notes.append("The floors read files. The server shares the cores with its clients.")
@@ -108,16 +108,16 @@ def fill(job: command.Job, part: Part) -> None:
                 name,
                 "bench.loader",
                 (name, str(folder), kind.name, str(port)),
-                pythons.get(_short(PEERS.get(name, "")), ""),
+                next((pythons[at] for at in map(_short, peers.get(name, ())) if at in pythons), ""),
             )
             for name in names
         ]
         alternate(wanted, job.rounds, job.tell, part.candidates)
 
 
-def _files(clips: int, kind: data.Kind) -> int:
+def _files(clips: int, kind: data.AnyKind) -> int:
     if clips % kind.per_file:
-        raise UsageError(f"--clips {clips}: of each film come {kind.per_file}", hint=f"a multiple of {kind.per_file}")
+        raise UsageError(f"--clips {clips}: of each file come {kind.per_file}", hint=f"a multiple of {kind.per_file}")
     return clips // kind.per_file
 
 
@@ -145,21 +145,24 @@ def _is_here(package: str) -> bool:
         return False
 
 
-def _names(only: Sequence[str] | None, missing: Sequence[str]) -> list[str]:
-    from bench.loader.candidates import FAST, FAST_FLOOR, FLOOR, OURS, PEERS
-
-    names = [OURS, FAST, FLOOR, FAST_FLOOR, *(name for name, package in PEERS.items() if package not in missing)]
+def _names(
+    only: Sequence[str] | None, ours: Sequence[str], peers: Mapping[str, Sequence[str]], missing: Sequence[str]
+) -> list[str]:
+    names = [*ours, *(name for name, packages in peers.items() if not set(packages) & set(missing))]
     for name in only or ():
-        if name in PEERS and name not in names:
-            raise UsageError(f"{name!r} needs {PEERS[name]}", hint="pip install 'millrace[peers]', or --peer-python")
+        if name in peers and name not in names:
+            needed = " and ".join(peers[name])
+            raise UsageError(f"{name!r} needs {needed}", hint="pip install 'millrace[peers]', or --peer-python")
         if name not in names:
             raise UsageError(f"there is no candidate {name!r:.200}", hint=f"there are {', '.join(map(repr, names))}")
     return [name for name in names if not only or name in only]
 
 
-def _prepared(job: command.Job, kind: data.Kind, files: int, names: Sequence[str], pythons: Mapping[str, str]) -> Path:
+def _prepared(
+    job: command.Job, kind: data.AnyKind, files: int, names: Sequence[str], pythons: Mapping[str, str]
+) -> Path:
     """The folder with the files in every form that is needed."""
-    folder: Path = (job.args.data or job.scratch) / kind.name
+    folder: Path = (job.args.data or job.scratch) / kind.folder
     if not (folder / "dataset").is_dir():
         data.make(kind, folder, files, job.tell)
     if (there := len(list((folder / "clips").iterdir()))) != files:

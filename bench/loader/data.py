@@ -1,4 +1,4 @@
-"""What every loader reads: short clips, long ones with few key frames, and films of which an epoch takes some clips each.
+"""What every loader reads: short clips, long ones with few key frames, films of which an epoch takes some clips each, and sound.
 
 They lie there as files, in tars, and in litdata's own form.
 
@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.core import litdata
-from bench.loader import films
+from bench.loader import films, sounds
 
 FPS = 25
+FRAMES, STRIDE = 16, 2
 DISTINCT = 12
 """So many clips are encoded; a dataset repeats them under other names, and each film is made of them in an order of its own."""
 BATCH = 8
@@ -54,6 +56,35 @@ class Kind:
         return self.seconds * self.parts
 
     @property
+    def folder(self) -> str:
+        return self.name
+
+    @property
+    def sought(self) -> bool:
+        """Whether files are long, and sought in."""
+        return self.parts > 1
+
+    @property
+    def default(self) -> int:
+        """Clips of an epoch, if nobody says."""
+        return 192 if self.sought else 600
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what a candidate delivers of a clip."""
+        return FRAMES, 3, self.size, self.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def described(self, files: int) -> str:
+        """What an epoch is."""
+        clips = f"{self.length} s, {self.width}x{self.height}, a key frame every {self.gop}"
+        clips = f"clips of {files} films of {clips}" if self.sought else f"clips of {clips}"
+        return f"{files * self.per_file} H.264 {clips}; {FRAMES} frames, every {STRIDE}nd, to {self.size}²"
+
+    @property
     def batch(self) -> int:
         """Files that make a batch of clips, for who decodes all clips of a file together."""
         return BATCH // self.per_file
@@ -61,27 +92,30 @@ class Kind:
     @property
     def buffer(self) -> int:
         """Files among which who shuffles in a buffer does so: nobody holds many films."""
-        return 64 if self.parts == 1 else 1
+        return 1 if self.sought else 64
 
 
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("short", 4, 320, 240, 12, 112),
-        Kind("long", 10, 640, 360, 60, 224),
-        Kind("films", 10, 640, 360, 60, 224, parts=60, per_file=8, shard_bytes=128 << 20),
-    )
-}
+AnyKind = Kind | sounds.Sound
+_ALL: tuple[AnyKind, ...] = (
+    Kind("short", 4, 320, 240, 12, 112),
+    Kind("long", 10, 640, 360, 60, 224),
+    Kind("films", 10, 640, 360, 60, 224, parts=60, per_file=8, shard_bytes=128 << 20),
+    *sounds.KINDS.values(),
+)
+KINDS = {kind.name: kind for kind in _ALL}
 
 
-def make(kind: Kind, folder: Path, count: int, tell: Any) -> None:
+def make(kind: AnyKind, folder: Path, count: int, tell: Any) -> None:
     """Write `count` files to `folder`/clips, unless they are there, and a dataset of them to `folder`/dataset."""
     from dataio import pack
 
     if not (folder / "clips").is_dir():
         with whole(folder / "clips") as clips:
             clips.mkdir()
-            (_clips if kind.parts == 1 else _films)(kind, clips, count, tell)
+            if isinstance(kind, sounds.Sound):
+                sounds.write(kind, clips, count, tell)
+            else:
+                (_films if kind.sought else _clips)(kind, clips, count, tell)
     with whole(folder / "dataset") as dataset:
         pack([str(folder / "clips")], str(dataset), shard_bytes=kind.shard_bytes).close()
 
@@ -152,7 +186,7 @@ def _picture(kind: Kind, number: int, index: int) -> np.ndarray:
     return np.clip(127 + 60 * np.stack(planes, axis=-1) + noise, 0, 255).astype(np.uint8)
 
 
-def to_litdata(kind: Kind, folder: Path) -> None:
+def to_litdata(kind: AnyKind, folder: Path) -> None:
     """The files' bytes in litdata's chunks."""
     paths = sorted(str(path) for path in (folder / "clips").iterdir())
     with whole(folder / "litdata") as made:
@@ -160,7 +194,7 @@ def to_litdata(kind: Kind, folder: Path) -> None:
 
 
 def _read(path: str) -> dict[str, Any]:
-    return {"mp4": Path(path).read_bytes()}
+    return {"file": Path(path).read_bytes()}
 
 
 @functools.cache

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import Kind, whole
-from bench.loader.place import Place, part_at_fork
+from bench.loader.data import AnyKind, whole
+from bench.loader.place import Place, part_at_fork, the_file
 
 
 def index(folder: Path, python: str) -> None:
@@ -33,13 +33,13 @@ def index(folder: Path, python: str) -> None:
             raise RuntimeError(f"energon prepare: {done.stderr[-500:]}")
 
 
-def batches(decode: Callable[[bytes], torch.Tensor], place: Place, kind: Kind) -> Iterator[torch.Tensor]:
+def batches(decode: Callable[[bytes], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
     """Shuffled within a buffer, by two workers."""
     energon: Any = importlib.import_module("megatron.energon")
 
     def cook(sample: Any) -> Any:
         torch.set_num_threads(1)
-        return {**energon.basic_sample_keys(sample), "video": decode(sample["mp4"])}
+        return {**energon.basic_sample_keys(sample), "made": decode(the_file(sample))}
 
     encoder = type(
         "Encoder",
@@ -56,7 +56,7 @@ def batches(decode: Callable[[bytes], torch.Tensor], place: Place, kind: Kind) -
         repeat=False,
     )
     for batch in energon.get_savable_loader(dataset):
-        yield batch["video"].flatten(0, 1)
+        yield batch["made"].flatten(0, 1)
 
 
 def _from_s3(place: Place) -> str:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import Kind, whole
-from bench.loader.place import Place, part_at_fork
+from bench.loader.data import AnyKind, whole
+from bench.loader.place import Place, part_at_fork, the_file
 
 
-def write(kind: Kind, folder: Path, python: str) -> None:
+def write(kind: AnyKind, folder: Path, python: str) -> None:
     """The clips' bytes in its shards, written by an interpreter that has it."""
     with whole(folder / "mosaic") as made:
         command = [python, "-m", "bench.loader.in_mosaic", str(folder / "clips"), str(made), str(kind.shard_bytes)]
@@ -34,12 +34,12 @@ def write(kind: Kind, folder: Path, python: str) -> None:
 
 def _write(clips: Path, target: Path, shard_bytes: int) -> None:
     streaming: Any = importlib.import_module("streaming")
-    with streaming.MDSWriter(out=str(target), columns={"mp4": "bytes"}, size_limit=shard_bytes) as out:
+    with streaming.MDSWriter(out=str(target), columns={"file": "bytes"}, size_limit=shard_bytes) as out:
         for path in sorted(clips.iterdir()):
-            out.write({"mp4": path.read_bytes()})
+            out.write({"file": path.read_bytes()})
 
 
-def batches(decode: Callable[[bytes], torch.Tensor], place: Place, kind: Kind) -> Iterator[torch.Tensor]:
+def batches(decode: Callable[[bytes], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
     """Its default shuffle, of one node."""
     streaming: Any = importlib.import_module("streaming")
     with tempfile.TemporaryDirectory(prefix="mosaic-", dir=place.folder) as cache:
@@ -56,7 +56,7 @@ def batches(decode: Callable[[bytes], torch.Tensor], place: Place, kind: Kind) -
 
 def _collate(decode: Callable[[bytes], torch.Tensor], samples: list[Mapping[str, Any]]) -> torch.Tensor:
     torch.set_num_threads(1)
-    return torch.stack([decode(sample["mp4"]) for sample in samples])
+    return torch.stack([decode(the_file(sample)) for sample in samples])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import socket
 import stat
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,12 @@ def _hang_up() -> None:
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
                         connection.shutdown(socket.SHUT_RDWR)  # who goes on with one that has ended makes another
+
+
+def the_file(sample: Mapping[str, Any]) -> bytes:
+    """A file's bytes, of what a library gives of it."""
+    (found,) = (value for value in sample.values() if isinstance(value, bytes))
+    return found
 
 
 @dataclass(frozen=True)

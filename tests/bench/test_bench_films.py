@@ -13,7 +13,7 @@ from pathlib import Path
 import av
 import pytest
 
-from bench.loader import by_hand, candidates, data
+from bench.loader import by_hand, candidates, data, entrants
 from bench.loader.__main__ import measure
 from bench.loader.place import Place
 from bench.sidecar_node import server
@@ -47,7 +47,7 @@ def test_films_are_clips_without_a_seam_each_in_its_own_order_with_sound_as_long
 @pytest.mark.parametrize("name", [candidates.OURS, candidates.FLOOR])
 def test_an_epoch_has_some_clips_of_each_film(films: Path, name: str) -> None:
     assert measure(name, Place(films), TINY)["samples_per_s"] > 0
-    assert sum(batch.shape[0] for batch in candidates.batches(name, Place(films), TINY)) == 4
+    assert sum(batch.shape[0] for batch in entrants.batches(name, Place(films), TINY)) == 4
 
 
 def test_who_seeks_in_a_film_delivers_what_who_has_its_bytes_does(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +112,13 @@ import functools
 import sys
 from pathlib import Path
 
-from bench.loader import by_hand, candidates
+from bench.loader import by_hand, entrants, ways
 from bench.loader.place import Place
 from tests.bench.test_bench_films import TINY
 
 place = Place(Path(sys.argv[1]), int(sys.argv[2]))
 decode = functools.partial(by_hand.pyav, kind=TINY)
-for batches in (candidates._threads(decode, place, TINY), candidates.batches("webdataset + PyAV, 0 workers", place, TINY)):
+for batches in (ways.threads(decode, place, TINY), entrants.batches("webdataset + PyAV, 0 workers", place, TINY)):
     print(sum(batch.shape[0] for batch in batches))
 """
 
