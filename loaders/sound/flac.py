@@ -13,20 +13,22 @@ import contextlib
 import os
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from dataio.core import limits
 from dataio.shards.contract import AudioInfo
 from loaders.partial.file import Media
-from loaders.sound.layout import F32
+from loaders.sound.layout import F32, I16
 
 MOST_BYTES = 16 * limits.MIB
 """Of a file; what is larger is not copied for a window of it."""
 
 
-def read_flac(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction) -> tuple[F32, Fraction] | None:
-    """float32 (channels, samples) of `seconds` from `start`, at the source's rate, and up to where there is sound."""
+def read_flac(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction) -> tuple[F32 | I16, Fraction] | None:
+    """(channels, samples) of `seconds` from `start`, at the source's rate, and up to where there is sound: as they are stored where
+    that is in 16 bits."""
     if (info.ext, info.codec) != ("flac", "flac") or info.channels > 2:
         return None
     if not isinstance(data, memoryview) or len(data) > MOST_BYTES:
@@ -34,13 +36,13 @@ def read_flac(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction) 
     import soundfile
 
     first, count = -round(-start * info.sample_rate), round(seconds * info.sample_rate)
-    canvas = np.zeros((count, info.channels), np.float32)
     low, high = min(count, max(0, -first)), max(0, min(count, info.samples - first))
     try:
         with _descriptor(data) as descriptor, soundfile.SoundFile(descriptor, closefd=False) as file:
             said = file.format, file.samplerate, file.channels, file.frames
             if said != ("FLAC", info.sample_rate, info.channels, info.samples):
                 return None
+            canvas: Any = np.zeros((count, info.channels), np.int16 if file.subtype == "PCM_16" else np.float32)
             if low < high:
                 file.seek(first + low)
                 if len(file.read(out=canvas[low:high])) != high - low:

@@ -140,6 +140,15 @@ def test_resampling_does_not_depend_on_how_much_is_handed_over_at_once(monkeypat
     assert resample.resampled(source, 16_000, "stereo", AudioSpec(channels=2)) is source
 
 
+@pytest.mark.parametrize("spec", [AudioSpec(), AudioSpec(44_100, 2), AudioSpec(8000, 2), AudioSpec(policy="first")])
+def test_samples_of_16_bits_give_what_their_floats_would(spec: AudioSpec) -> None:
+    source = np.random.default_rng(3).integers(-32_768, 32_767, (2, 50_000), np.int16)
+    floats = source.astype(np.float32) / 32_768
+    found = resample.resampled(source, 44_100, "stereo", spec)
+    assert found.dtype == np.float32
+    assert np.array_equal(found, resample.resampled(floats, 44_100, "stereo", spec))
+
+
 @pytest.mark.parametrize("first", [11_025, 30_870, 32_965])
 def test_libav_finds_the_end_of_flac_too(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "read_flac", lambda *_: None)
