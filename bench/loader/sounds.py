@@ -103,7 +103,7 @@ class Sound:
 
     def seconds(self, number: int) -> int:
         """How long a recording is."""
-        return self.shortest + 7919 * number % (self.longest - self.shortest + 1)
+        return self.shortest + 7919 * (number % DISTINCT) % (self.longest - self.shortest + 1)
 
     def described(self, files: int) -> str:
         """What an epoch is."""

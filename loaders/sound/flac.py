@@ -27,7 +27,7 @@ MOST_BYTES = 16 * limits.MIB
 
 
 def read_flac(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction) -> tuple[F32 | I16, Fraction] | None:
-    """(channels, samples) of `seconds` from `start`, at the source's rate, and up to where there is sound: as they are stored where
+    """(channels, samples) of `seconds` from `start`, at the source's rate, and up to where there is sound: as stored where
     that is in 16 bits."""
     if (info.ext, info.codec) != ("flac", "flac") or info.channels > 2:
         return None
