@@ -27,7 +27,7 @@ from loaders.decode.trim import demuxed, open_media
 from loaders.partial.file import Media
 from loaders.sound.flac import read_flac
 from loaders.sound.layout import F32 as F32
-from loaders.sound.layout import Head, heard, pts
+from loaders.sound.layout import I16, Head, heard, pts
 from loaders.sound.resample import resampled
 from loaders.sound.spec import LAYOUTS, AudioSpec
 
@@ -43,9 +43,9 @@ _WITHOUT_MEMORY = frozenset(["flac", "alac", "pcm_u8", "pcm_s16le", "pcm_s16be",
 
 
 class Found(msgspec.Struct, frozen=True):
-    """float32 (channels, samples) at the source's rate, up to where there is sound, and what it is."""
+    """(channels, samples) at the source's rate, up to where there is sound, and what it is."""
 
-    source: F32
+    source: F32 | I16
     covered: Fraction
     rate: int
     layout: str
