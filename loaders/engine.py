@@ -182,7 +182,14 @@ class Loader(IterableDataset[dict[str, Any]]):
     def memory(self) -> dict[str, int]:
         """Bytes in flight now: `Ahead.in_flight`; zeros before the first batch."""
         if self._ahead is None:
-            return {"limit": self._delivery.memory, "samples": 0, "samples_peak": 0, "waits": 0, "batches": 0, "heads": 0}
+            return {
+                "limit": self._delivery.memory,
+                "samples": 0,
+                "samples_peak": 0,
+                "waits": 0,
+                "batches": 0,
+                "heads": 0,
+            }
         return self._ahead.in_flight
 
     def state_dict(self) -> dict[str, Any]:

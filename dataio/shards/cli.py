@@ -236,7 +236,8 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
     for shown, member in zip(found["members"], sample.members, strict=True):
         pieces = shown.pop("pieces")
         if member.pieces is not None:  # the digests themselves are nothing to look at
-            shown["pieces"] = {**pieces, "digests": len(member.pieces.digests) // 8}
+            counts = {"digests": len(member.pieces.digests) // 8, "marks": len(member.pieces.marks)}
+            shown["pieces"] = {**pieces, **counts}
     return found
 
 

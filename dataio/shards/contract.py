@@ -21,11 +21,13 @@ import msgspec
 class Pieces(msgspec.Struct, frozen=True, gc=False):
     """What a part of a long file is checked by, so that it can be read without the rest: XXH3-64 of each `size` bytes of the file
     (the last piece may be shorter), little-endian, 8 bytes each, in `digests`. `head` are runs (first piece, how many), in order,
-    of what opening the file and finding a key frame in it reads, wherever in it decoding begins; a hint."""
+    of what opening the file and finding a key frame in it reads, wherever in it decoding begins; a hint. Of MP3, which does not
+    say where in it an instant is, `marks` do: (at which byte a frame begins, the samples before it), about one a piece."""
 
     size: int
     digests: bytes
     head: tuple[tuple[int, int], ...] = ()
+    marks: tuple[tuple[int, int], ...] = ()
 
 
 class Member(msgspec.Struct, frozen=True, gc=False):

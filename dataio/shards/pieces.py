@@ -104,6 +104,10 @@ def fault(pieces: Pieces, length: int) -> str:
     ends = [0, *(number for first, many in pieces.head for number in (first, first + many)), count]
     if any(many < 1 for _, many in pieces.head) or any(one > other for one, other in pairwise(ends)):
         return "runs of pieces that lie outside the file or are not in order"
+    if pieces.marks and not (pieces.marks[-1][0] < length and len(pieces.marks) <= count):
+        return "marks that lie outside the file, or more than pieces"
+    if any(one[0] >= other[0] or one[1] >= other[1] for one, other in pairwise(pieces.marks)):
+        return "marks that are not in order"
     return ""
 
 

@@ -57,6 +57,11 @@ class PartialFile:
     def __len__(self) -> int:
         return self._member.length
 
+    @property
+    def marks(self) -> Sequence[tuple[int, int]]:
+        """`Pieces.marks`."""
+        return self._pieces.marks
+
     def __getitem__(self, where: slice) -> memoryview:
         start, end, _ = where.indices(len(self))
         if start >= end:
@@ -84,7 +89,12 @@ class PartialFile:
         for number, view in list(self._there.items()):
             if is_right(self._pieces, number, view):
                 self._right[number] = self._there.pop(number)
-        return Given(len(self), self._pieces.size, {number: bytes(view) for number, view in self._right.items()})
+        return Given(
+            len(self),
+            self._pieces.size,
+            {number: bytes(view) for number, view in self._right.items()},
+            self._pieces.marks,
+        )
 
     def look_at(self, number: int) -> None:
         """Have this piece, as if it was looked at."""
@@ -158,6 +168,7 @@ class Given(msgspec.Struct, frozen=True):
     length: int
     size: int
     pieces: dict[int, bytes]
+    marks: tuple[tuple[int, int], ...] = ()
 
 
 class MissingError(Exception):
@@ -176,6 +187,11 @@ class GivenFile:
 
     def __len__(self) -> int:
         return self._given.length
+
+    @property
+    def marks(self) -> Sequence[tuple[int, int]]:
+        """`Pieces.marks`."""
+        return self._given.marks
 
     def __getitem__(self, where: slice) -> memoryview:
         start, end, _ = where.indices(len(self))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from dataio.core import limits
 from dataio.shards.contract import AudioInfo, Member, Sample, VideoInfo
@@ -26,6 +26,9 @@ _AROUND = Fraction(1, 2)
 """Seconds by which sound may lie before or behind the pictures of its time, and codecs need some before."""
 _WITHOUT_STAMPS = frozenset(["avi"])
 _FROM_KEY_FRAMES = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
+
+_RESERVOIR = 64 * 1152
+"""Samples before those that are wanted of MP3: a frame may need the bytes of some twenty before it, and what they left behind."""
 
 Runs = tuple[tuple[int, int], ...]
 """Of a file's pieces: (first, how many), in order, disjoint."""
@@ -154,9 +157,23 @@ def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fracti
     if among is not None:
         start += among.start_pts * among.time_base
         return of_time(among, start, start + seconds, length)
+    pieces = next((member.pieces for member in sample.members if member.ext == audio.ext), None)
+    if pieces is not None and pieces.marks:
+        first, last = (int(t * audio.sample_rate) for t in (start - _AROUND, start + seconds + _AROUND))
+        after = bisect_right(pieces.marks, last, key=_samples)
+        end = pieces.marks[after][0] if after < len(pieces.marks) else length
+        return pieces.marks[mark_before(pieces.marks, first)][0], end
     whole = Fraction(audio.samples, audio.sample_rate)
     low, high = (int(t / whole * length) for t in (start - _AROUND, start + seconds + _AROUND))
     return max(0, low - _READ_ON), min(length, high + _READ_ON)
+
+
+def mark_before(marks: Sequence[tuple[int, int]], sample: int) -> int:
+    """The number of the mark from which decoding begins for this sample to be right."""
+    return max(0, bisect_right(marks, sample - _RESERVOIR, key=_samples) - 1)
+
+
+_samples = itemgetter(1)
 
 
 def _pictures_of(sample: Sample, audio: AudioInfo) -> VideoInfo | None:

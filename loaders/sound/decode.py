@@ -25,6 +25,7 @@ from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo
 from loaders.decode.trim import demuxed, open_media
 from loaders.partial.file import Media
+from loaders.sound import marked
 from loaders.sound.flac import read_flac
 from loaders.sound.layout import F32 as F32
 from loaders.sound.layout import I16, Head, heard, pts
@@ -86,7 +87,8 @@ def _found(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, fro
         coarse = _is_coarse(stream)
         before = _EDGE if info.codec in _WITHOUT_MEMORY and not coarse else _ROLL
         head = _head(container, stream) if coarse and start > before else None
-        frames = _frames(container, stream, start - before, start + seconds + _EDGE)
+        low, high = start - before, start + seconds + _EDGE
+        frames = marked.frames(data, info, stream, low, high) or _frames(container, stream, low, high)
         sound = heard(frames, seconds + before + _EDGE)
     if sound is None:
         return None

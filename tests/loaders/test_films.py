@@ -177,7 +177,7 @@ def test_windows_of_long_recordings_are_those_of_whole_files(sounds: Path, whole
     assert alike(windows(sounds / "ds"), expected)
 
 
-@pytest.mark.parametrize("name", ["pcm_s16le-long", "flac-long"])
+@pytest.mark.parametrize("name", ["pcm_s16le-long", "flac-long", "libmp3lame-long"])
 def test_a_window_costs_a_small_part_of_its_file(sounds: Path, name: str) -> None:
     with Dataset(str(sounds / "ds")) as dataset:
         size, before = dataset.find(name).members[0].length, read()

@@ -177,11 +177,11 @@ _PLAIN = Described(files=(), duration=0.0, video=None, audio=None, text=None, fi
 
 def _with_heads(members: list[Member], facts: Described) -> Iterator[Member]:
     """The members, with what the workers found that opening them reads; the digests are those of the bytes that passed by."""
-    heads = {file.ext: file.pieces.head for file in facts.files if file.pieces is not None}
+    found = {file.ext: file.pieces for file in facts.files if file.pieces is not None}
     for member in members:
-        pieces = member.pieces
-        if pieces is not None and heads.get(member.ext):
-            member = replace(member, pieces=replace(pieces, head=heads[member.ext]))
+        pieces, said = member.pieces, found.get(member.ext)
+        if pieces is not None and said is not None:
+            member = replace(member, pieces=replace(pieces, head=said.head, marks=said.marks))
         yield member
 
 

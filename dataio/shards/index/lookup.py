@@ -128,10 +128,14 @@ class _Pieces(msgspec.Struct, array_like=True, gc=False):
     head: list[tuple[_Natural, _Positive]]
 
 
+class _MarkedPieces(_Pieces, array_like=True, gc=False):
+    marks: list[tuple[_Natural, _Natural]] = []  # none in pages from before, and of files that say where things are
+
+
 class _LongRow(_Row, array_like=True, gc=False):
     """A row with files that have pieces. A row without is written as before there were any."""
 
-    pieces: list[_Pieces] | None = None
+    pieces: list[_MarkedPieces] | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -168,8 +172,10 @@ def row(sample: Sample) -> bytes:
     return _encode(_LongRow(*values, pieces) if pieces else _Row(*values))
 
 
-def _of_pieces(number: int, pieces: Pieces) -> _Pieces:
-    return _Pieces(number, pieces.size, pieces.digests, list(pieces.head))
+def _of_pieces(number: int, pieces: Pieces) -> Any:
+    """Pieces without marks are written as before there were any."""
+    values = (number, pieces.size, pieces.digests, list(pieces.head))
+    return _MarkedPieces(*values, list(pieces.marks)) if pieces.marks else _Pieces(*values)
 
 
 def _of_video(v: VideoInfo | None) -> _PlacedVideo | None:
@@ -285,12 +291,12 @@ class Rows:
         fields = parsed(found.fields, found.key)
         return Sample(number, found.key, shard, tuple(members), found.duration, video, audio, found.text, fields)
 
-    def _add_pieces(self, members: list[Member], found: list[_Pieces], at: int) -> None:
+    def _add_pieces(self, members: list[Member], found: list[_MarkedPieces], at: int) -> None:
         for one in found:
             if one.member >= len(members):
                 raise self._bad(at, "pieces are those of no member")
             whole = members[one.member]
-            pieces = Pieces(one.size, one.digests, tuple(one.head))
+            pieces = Pieces(one.size, one.digests, tuple(one.head), tuple(one.marks))
             fault = cut.fault(pieces, whole.length)
             if fault:
                 raise self._bad(at, f"pieces of member {whole.ext!r}: {fault}")

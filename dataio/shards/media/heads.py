@@ -2,7 +2,8 @@
 
 Purpose: what is read in any case can be fetched in one go with what a clip needs, before anything is opened. Found by doing it:
 the file is opened as loaders open it, believing what the container says of its streams and not, and a key frame, or an instant,
-is looked for, in the middle of the file, and at its end. The head is what both read.
+is looked for, in the middle of the file, and at its end. The head is what both read. MP3 says nowhere where an instant is, and
+libav would read all that lies before it: there frames are marked, and the head is what opening reads.
 Invariants: only for files with pieces. It is a hint: samples do not depend on it. Where finding a place means reading
 what lies before it, that is half of the file and more, from which loaders see that reading parts of it is not worth it.
 Failure behaviour: none; a file for which it cannot be found has no head. Trusts libav as `probe` does.
@@ -33,18 +34,47 @@ _TRUSTING = {**_OPTIONS, "codec_whitelist": "none"}
 
 _Place = tuple[int, int]
 """What is looked for: the stream, and a time stamp of it."""
+_Marks = tuple[tuple[int, int], ...]
+"""At which byte a frame begins, and how many samples are before it."""
 
 
 def with_head(fact: FileFact, probe: Probe) -> FileFact:
     """What is known of a file with what opening it reads, if it has pieces; `probe` says what it holds."""
     if fact.pieces is None:
         return fact
+    marks: _Marks = ()
     try:
-        middle, end = _places(fact.path, probe)
-        found = _touched(fact, middle) & _touched(fact, end)
+        if probe.container == "mp3" and probe.video is None:
+            marks = _marks(fact, probe)
+        if marks:
+            found = _touched(fact, None)
+        else:
+            middle, end = _places(fact.path, probe)
+            found = _touched(fact, middle) & _touched(fact, end)
     except (CorruptionError, av.error.FFmpegError, OSError, EOFError, LookupError, ValueError):
         return fact
-    return replace(fact, pieces=replace(fact.pieces, head=runs(found)))
+    return replace(fact, pieces=replace(fact.pieces, head=runs(found), marks=marks))
+
+
+def _marks(fact: FileFact, probe: Probe) -> _Marks:
+    """The first frame that begins in each piece, and the samples before it; none where frames are not all of one length."""
+    assert fact.pieces is not None
+    assert probe.audio is not None
+    found, piece, length = list[tuple[int, int]](), 0, 0
+    with av.open(f"file:{fact.path}", options=_OPTIONS | {"protocol_whitelist": "file"}) as container:
+        stream: Any = container.streams[probe.audio.stream]
+        tick = stream.time_base * probe.audio.sample_rate
+        for packet in container.demux(stream):
+            if not packet.size:
+                break
+            samples = (packet.pts or 0) * tick
+            length = length or packet.duration
+            if packet.pts is None or packet.pos is None or packet.duration != length or samples.denominator != 1:
+                return ()
+            if packet.pos >= piece * fact.pieces.size:
+                found.append((packet.pos, int(samples)))
+                piece = packet.pos // fact.pieces.size + 1
+    return tuple(found)
 
 
 def _places(path: str, probe: Probe) -> tuple[_Place, _Place]:
@@ -60,17 +90,18 @@ def _places(path: str, probe: Probe) -> tuple[_Place, _Place]:
     return (probe.audio.stream, start + length // 2), (probe.audio.stream, start + length * 9 // 10)
 
 
-def _touched(fact: FileFact, place: _Place) -> set[int]:
-    """The pieces that are read until the first packet from there on, in either way of opening."""
+def _touched(fact: FileFact, place: _Place | None) -> set[int]:
+    """The pieces that are read until the first packet from there on, in either way of opening; or until the file is open."""
     assert fact.pieces is not None
     found = set[int]()
     for trusting in (True, False):
         with _opened(fact, trusting) as (container, file):
-            stream = container.streams[place[0]]
-            container.seek(place[1], stream=stream, backward=True)
-            packets = container.demux(stream)
-            next(packets, None)
-            packets.close()
+            if place is not None:
+                stream = container.streams[place[0]]
+                container.seek(place[1], stream=stream, backward=True)
+                packets = container.demux(stream)
+                next(packets, None)
+                packets.close()
         found |= file.touched
     return found
 

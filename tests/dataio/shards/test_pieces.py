@@ -84,6 +84,10 @@ def test_runs_are_the_same_pieces_in_order(numbers: list[int]) -> None:
         (Pieces(8, b"8bytes__" * 2, ((-1, 1),)), "outside the file or are not in order"),
         (Pieces(8, b"8bytes__" * 2, ((1, 1), (0, 1))), "outside the file or are not in order"),
         (Pieces(8, b"8bytes__" * 2, ((0, 0),)), "outside the file or are not in order"),
+        (Pieces(8, b"8bytes__" * 2, (), ((0, 0), (12, 9))), "outside the file, or more"),
+        (Pieces(8, b"8bytes__" * 2, (), ((0, 0), (1, 1), (2, 2))), "outside the file, or more"),
+        (Pieces(8, b"8bytes__" * 2, (), ((0, 1), (8, 1))), "marks that are not in order"),
+        (Pieces(8, b"8bytes__" * 2, (), ((8, 0), (8, 1))), "marks that are not in order"),
     ],
 )
 def test_pieces_that_cannot_be_meant_are_told(pieces: Pieces, says: str) -> None:
@@ -92,3 +96,4 @@ def test_pieces_that_cannot_be_meant_are_told(pieces: Pieces, says: str) -> None
 
 def test_pieces_with_a_head_are_sound() -> None:
     assert not fault(Pieces(8, b"8bytes__" * 2, ((0, 1), (1, 1))), 12)
+    assert not fault(Pieces(8, b"8bytes__" * 2, (), ((3, 0), (11, 1152))), 12)

@@ -78,7 +78,8 @@ def pieces(draw: st.DrawFn, length: int) -> Pieces:
     count = -(-length // size)
     digests = draw(st.binary(min_size=8, max_size=8)) * count
     head = draw(st.lists(st.integers(0, count - 1), max_size=4)) if count else []
-    return Pieces(size, digests, runs(head))
+    marks = sorted(draw(st.sets(st.integers(0, length - 1), max_size=min(count, 5)))) if count else []
+    return Pieces(size, digests, runs(head), tuple((at, 1152 * number) for number, at in enumerate(marks)))
 
 
 def apart(written: list[Sample]) -> list[Sample]:

@@ -184,6 +184,21 @@ def test_an_older_millrace_reads_rows_with_pieces_and_places_as_if_they_had_none
     assert msgspec.msgpack.encode(read) == lookup.row(lookup.without_parts(LONG)) != lookup.row(LONG)
 
 
+class OldLongRow(lookup._Row, array_like=True):
+    """A row with pieces as Millrace read it before there were marks."""
+
+    pieces: list[lookup._Pieces] | None = None
+
+
+def test_an_older_millrace_reads_rows_with_marks_as_if_they_had_none() -> None:
+    (member,) = LONG.members
+    assert member.pieces is not None
+    marked = replace(LONG, members=(replace(member, pieces=replace(member.pieces, marks=((3, 0), (70, 1152)))),))
+    read = msgspec.msgpack.decode(lookup.row(marked), type=OldLongRow)
+    assert msgspec.msgpack.encode(read) == lookup.row(LONG) != lookup.row(marked)
+    assert rows().sample(msgspec.Raw(lookup.row(marked)), 0, LONG.id) == marked
+
+
 @pytest.mark.parametrize("length", [limits.MIB, 128 * limits.MIB, 4 * limits.GIB])
 def test_pieces_and_places_take_less_than_a_ten_thousandth_of_a_long_files_bytes(length: int) -> None:
     """With a key frame every 150 KiB, which is one a second at 1.2 Mbit/s."""

@@ -20,6 +20,7 @@ from dataio.shards.media.describe import describe
 from dataio.shards.media.facts import Described, FileFact
 from dataio.shards.media.probe import Probe
 from dataio.shards.pieces import Hasher, size_for
+from tests.loaders.long import recorded
 
 FRAMES = 200
 CONTAINERS: dict[str, tuple[str, dict[str, str]]] = {
@@ -166,6 +167,19 @@ def test_indexing_in_place_finds_what_packing_found(packets: bytes, tmp_path: Pa
     with index(str(tmp_path / "ds" / "shards" / "*.tar"), tmp_path / "other", workers=1) as indexed:
         again = indexed.samples(range(2))
     assert [replace(one, shard="") for one in again] == [replace(one, shard="") for one in samples]
+
+
+def test_frames_of_mp3_are_marked_also_when_indexed_in_place(tmp_path: Path) -> None:
+    recorded(tmp_path / "a.mp3", "libmp3lame")
+    with pack([tmp_path / "a.mp3"], tmp_path / "ds", workers=1) as packed:
+        (sample,) = packed
+    with index(str(tmp_path / "ds" / "shards" / "*.tar"), tmp_path / "other", workers=1) as indexed:
+        (again,) = indexed
+    (member,) = sample.members
+    assert member.pieces is not None
+    assert member.pieces.head == ((0, 1),)
+    assert [at // member.pieces.size for at, _ in member.pieces.marks] == list(range(len(member.pieces.marks)))
+    assert again.members == sample.members
 
 
 def test_views_and_versions_made_of_versions_keep_pieces_and_places(packets: bytes, tmp_path: Path, make_wav) -> None:
