@@ -44,14 +44,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clips",
         type=count,
-        help="of the epoch (default: 600, of films and recordings 192, of sound and mels 2400)",
+        help="of the epoch (default: 600, of films and recordings 192, of sound and mels 2400, of pictures 4800)",
     )
     parser.add_argument(
         "--kind",
         choices=list(data.KINDS),
         default="short",
         help="4 s clips, 10 s with few key frames, or films of 10 minutes of which an epoch takes 8 clips each; short "
-        "recordings as samples or as log-mel spectrograms, or long recordings of which it takes 8 windows each",
+        "recordings as samples or as log-mel spectrograms, or long recordings of which it takes 8 windows each; or JPEGs",
     )
     parser.add_argument("--s3", action="store_true", help="read from an S3 server on this machine, not from files")
     parser.add_argument("--delay", type=float, default=0, metavar="MS", help="milliseconds by which it answers late")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from bench.core import litdata
-from bench.loader import films, sounds
+from bench.loader import films, sounds, stills
 
 FPS = 25
 FRAMES, STRIDE = 16, 2
@@ -95,12 +95,13 @@ class Kind:
         return 1 if self.sought else 64
 
 
-AnyKind = Kind | sounds.Sound
+AnyKind = Kind | sounds.Sound | stills.Stills
 _ALL: tuple[AnyKind, ...] = (
     Kind("short", 4, 320, 240, 12, 112),
     Kind("long", 10, 640, 360, 60, 224),
     Kind("films", 10, 640, 360, 60, 224, parts=60, per_file=8, shard_bytes=128 << 20),
     *sounds.KINDS.values(),
+    *stills.KINDS.values(),
 )
 KINDS = {kind.name: kind for kind in _ALL}
 
@@ -114,6 +115,8 @@ def make(kind: AnyKind, folder: Path, count: int, tell: Any) -> None:
             clips.mkdir()
             if isinstance(kind, sounds.Sound):
                 sounds.write(kind, clips, count, tell)
+            elif isinstance(kind, stills.Stills):
+                stills.write(kind, clips, count, tell)
             else:
                 (_films if kind.sought else _clips)(kind, clips, count, tell)
     with whole(folder / "dataset") as dataset:
