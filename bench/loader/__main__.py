@@ -69,7 +69,7 @@ def measure(candidate: str, place: Place, kind: data.AnyKind) -> dict[str, float
         samples += made.shape[0]
         if not first:
             first, before = time.perf_counter() - begun, samples
-        if made.shape[1:] != kind.shape or made.dtype != kind.dtype:
+        if made.shape[1:] != kind.shape or str(made.dtype) != f"torch.{kind.dtype}":
             raise AssertionError(f"{candidate} delivered {tuple(made.shape)} {made.dtype}")
         last = time.perf_counter() - begun
     read = meter.read()

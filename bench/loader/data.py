@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.core import litdata
 from bench.loader import films, sounds, stills
@@ -75,8 +74,8 @@ class Kind:
         return FRAMES, 3, self.size, self.size
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
+    def dtype(self) -> str:
+        return "uint8"
 
     def described(self, files: int) -> str:
         """What an epoch is."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 RATE = 16_000
 """At which everybody delivers, in one channel."""
@@ -98,8 +97,8 @@ class Sound:
         return (1, self.bands, 1 + samples // _HOP) if self.bands else (1, samples)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
+    def dtype(self) -> str:
+        return "float32"
 
     def seconds(self, number: int) -> int:
         """How long a recording is."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 DISTINCT = 96
 """So many pictures are encoded; a dataset repeats them under other names."""
@@ -45,8 +44,8 @@ class Stills:
         return 3, self.size, self.size
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
+    def dtype(self) -> str:
+        return "uint8"
 
     def sides(self, number: int) -> tuple[int, int]:
         """Height and width."""
