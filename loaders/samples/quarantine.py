@@ -102,7 +102,10 @@ class Quarantine:
 
     def load(self, condemned: Sequence[tuple[int, int]]) -> None:
         """Become what `state` returned."""
-        reason = CorruptionError("its bytes were found to be wrong before this run was resumed")
+        known = dict[tuple[int, int], MillraceError]()
+        if condemned:  # the first error of a process takes a millisecond, which a run without one need not wait for
+            reason = CorruptionError("its bytes were found to be wrong before this run was resumed")
+            known = dict.fromkeys(condemned, reason)
         with self._lock:
-            self._condemned = dict.fromkeys(condemned, reason)
+            self._condemned = known
         self._delivered, self._loaded, self._kept = {}, frozenset(condemned), set()
