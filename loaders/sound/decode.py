@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from fractions import Fraction
+from typing import BinaryIO, cast
 
 import av
-import msgspec
 import numpy as np
 from av.audio.frame import AudioFrame
 from av.audio.stream import AudioStream
@@ -23,15 +23,20 @@ from av.video.stream import VideoStream
 
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo
-from loaders.decode.trim import demuxed, open_media
+from dataio.shards.media.container import check_complete
+from loaders.decode.trim import ViewFile, demuxed, open_media
 from loaders.partial.file import Media
-from loaders.sound import marked
+from loaders.sound.excerpts import mp3, mp4, ogg
+from loaders.sound.excerpts.contract import Excerpt
+from loaders.sound.excerpts.decoded import decoded
 from loaders.sound.flac import read_flac
 from loaders.sound.layout import F32 as F32
-from loaders.sound.layout import I16, Head, heard, pts
+from loaders.sound.layout import Head, heard, pts
 from loaders.sound.resample import resampled
 from loaders.sound.spec import LAYOUTS, AudioSpec
 
+Made = tuple[F32, Fraction]
+"""(channels, samples) as they are wanted, and up to which second there is sound."""
 Hear = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
 """`decode_audio`, here or in another process."""
 
@@ -43,15 +48,6 @@ _WITHOUT_MEMORY = frozenset(["flac", "alac", "pcm_u8", "pcm_s16le", "pcm_s16be",
 """Codecs of which every frame says all by itself."""
 
 
-class Found(msgspec.Struct, frozen=True):
-    """(channels, samples) at the source's rate, up to where there is sound, and what it is."""
-
-    source: F32 | I16
-    covered: Fraction
-    rate: int
-    layout: str
-
-
 def decode_audio(
     data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool = False
 ) -> tuple[F32, int]:
@@ -61,41 +57,85 @@ def decode_audio(
     """
     seconds = Fraction(samples, spec.sample_rate)
     sound = np.zeros((spec.channels, samples), np.float32)
-    known = read_flac(data, info, start - _EDGE, seconds + 2 * _EDGE)
-    if known is None:
-        found = _found(data, info, start, seconds, from_first)
-    else:
-        found = Found(*known, info.sample_rate, LAYOUTS[info.channels])
+    found = _found(data, info, start, seconds, spec, from_first)
     if found is None:
         return sound, 0
-    first, made = round(_EDGE * spec.sample_rate), resampled(found.source, found.rate, found.layout, spec)
+    (made, covered), first = found, round(_EDGE * spec.sample_rate)
     part = made[:, first : first + samples]
     sound[:, : part.shape[1]] = part
-    real = min(samples, max(0, round((found.covered - _EDGE) * spec.sample_rate)))
+    real = min(samples, max(0, round((covered - _EDGE) * spec.sample_rate)))
     sound[:, real:] = 0.0
     return sound, real
 
 
-def _found(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, from_first: bool) -> Found | None:
-    """What lies around the window, by libav."""
+def _found(
+    data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
+) -> Made | None:
+    """The window and what lies around it; None if it is all silence."""
+    known = read_flac(data, info, start - _EDGE, seconds + 2 * _EDGE)
+    if known is not None:
+        return resampled(known[0], info.sample_rate, LAYOUTS[info.channels], spec), known[1]
+    track = _track(data, info)
+    if track is not None:
+        at = start + track.start if from_first else start
+        made = _at_once(mp4.excerpt(data, track, at - _ROLL, at + seconds + _EDGE), info, at, seconds, spec)
+        if made is not None:
+            return made
     with open_media(data) as container:
         stream = container.streams[info.stream] if info.stream < len(container.streams) else None
         if not isinstance(stream, AudioStream):
             raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
         if from_first and stream.start_time is not None and stream.time_base is not None:
             start += stream.start_time * stream.time_base
-        coarse = _is_coarse(stream)
-        before = _EDGE if info.codec in _WITHOUT_MEMORY and not coarse else _ROLL
-        head = _head(container, stream) if coarse and start > before else None
-        low, high = start - before, start + seconds + _EDGE
-        frames = marked.frames(data, info, stream, low, high) or _frames(container, stream, low, high)
-        sound = heard(frames, seconds + before + _EDGE)
+        excerpt = _excerpt(data, info, stream, start - _ROLL, start + seconds + _EDGE)
+        made = _at_once(excerpt, info, start, seconds, spec)
+        return made or _by_packets(container, stream, info, start, seconds, spec)
+
+
+def _track(data: Media, info: AudioInfo) -> mp4.Track | None:
+    if info.ext not in mp4.EXTENSIONS:
+        return None
+    check_complete(cast(BinaryIO, ViewFile(data)), len(data))
+    return mp4.track(data, info)
+
+
+def _excerpt(data: Media, info: AudioInfo, stream: AudioStream, low: Fraction, high: Fraction) -> Excerpt | None:
+    if info.ext in ogg.EXTENSIONS:
+        return ogg.excerpt(data, info, low, high)
+    if info.ext in mp3.EXTENSIONS and stream.time_base is not None:
+        return mp3.excerpt(data, info, (stream.start_time or 0) * stream.time_base, low, high)
+    return None
+
+
+def _at_once(
+    excerpt: Excerpt | None, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec
+) -> Made | None:
+    if excerpt is None:
+        return None
+    first, count = -round((_EDGE - start) * info.sample_rate), round((seconds + 2 * _EDGE) * info.sample_rate)
+    made = decoded(excerpt, info, first, count, spec)
+    return None if made is None else (made[0], Fraction(made[1], info.sample_rate))
+
+
+def _by_packets(
+    container: av.container.InputContainer,
+    stream: AudioStream,
+    info: AudioInfo,
+    start: Fraction,
+    seconds: Fraction,
+    spec: AudioSpec,
+) -> Made | None:
+    """As libav demultiplexes the file."""
+    coarse = _is_coarse(stream)
+    before = _EDGE if info.codec in _WITHOUT_MEMORY and not coarse else _ROLL
+    head = _head(container, stream) if coarse and start > before else None
+    sound = heard(_frames(container, stream, start - before, start + seconds + _EDGE), seconds + before + _EDGE)
     if sound is None:
         return None
     if start <= before:  # it begins with the file's first
         head = Head(sound.stamps[0], sound.lengths[0])
     source, covered = sound.placed(start - _EDGE, seconds + 2 * _EDGE, head)
-    return Found(source, covered, sound.rate, sound.layout)
+    return resampled(source, sound.rate, sound.layout, spec), covered
 
 
 def _is_coarse(stream: AudioStream) -> bool:

@@ -9,9 +9,6 @@ Failure behaviour: None for whatever is not such a file, or fails: libav reads i
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +18,7 @@ from dataio.core import limits
 from dataio.shards.contract import AudioInfo
 from loaders.partial.file import Media
 from loaders.sound.layout import F32, I16
+from loaders.sound.nameless import nameless
 
 MOST_BYTES = 16 * limits.MIB
 """Of a file; what is larger is not copied for a window of it."""
@@ -38,7 +36,7 @@ def read_flac(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction) 
     first, count = -round(-start * info.sample_rate), round(seconds * info.sample_rate)
     low, high = min(count, max(0, -first)), max(0, min(count, info.samples - first))
     try:
-        with _descriptor(data) as descriptor, soundfile.SoundFile(descriptor, closefd=False) as file:
+        with nameless([data]) as descriptor, soundfile.SoundFile(descriptor, closefd=False) as file:
             said = file.format, file.samplerate, file.channels, file.frames
             if said != ("FLAC", info.sample_rate, info.channels, info.samples):
                 return None
@@ -50,17 +48,3 @@ def read_flac(data: Media, info: AudioInfo, start: Fraction, seconds: Fraction) 
     except (soundfile.SoundFileError, OSError):
         return None
     return canvas.T, Fraction(high if low < high else 0, info.sample_rate)
-
-
-@contextlib.contextmanager
-def _descriptor(data: memoryview) -> Iterator[int]:
-    """A file without a name, since from Python's own it reads in small pieces, and takes the lock for each."""
-    descriptor = os.memfd_create("flac", os.MFD_CLOEXEC)
-    try:
-        left = data
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -147,7 +147,7 @@ def _places(sound: Heard, start: Fraction, head: Head | None) -> list[int]:
             begin += Fraction(max(away) + min(away), 2 * one)
             if head is not None:
                 begin = _counted(head, begin, set(lengths[first : first + len(ends) - 1]), tick)
-        at = round(begin - start)
+        at = int(begin) + round(-start) if begin.denominator == 1 else round(begin - start)
         places += [at + end for end in ends]
         first += len(ends)
     return places

@@ -1,0 +1,70 @@
+"""An excerpt decoded, cut and resampled in one call without the interpreter's lock, instead of some for each packet.
+
+Purpose: packets hold some milliseconds. Threads that take and give back the lock for every one wait on each other, so that two of
+them hardly do more than one, and samples are copied between steps. FFmpeg's filters do all of it by themselves: `amovie` opens,
+demultiplexes and decodes, `atrim` cuts by stamps, and what is as wanted comes out in one piece.
+Invariant: the samples are those of `loaders.sound.layout` and `loaders.sound.resample`, to the bit.
+Failure behaviour: None for what cannot be decoded, or does not fill the stretch: whoever asked finds out what is wrong.
+One thread decodes: FFmpeg's own frame threads ask a decoder for buffers that is being freed.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, cast
+
+import av.error
+from av.filter import Graph
+
+from dataio.shards.contract import AudioInfo
+from loaders.sound.excerpts.contract import Excerpt
+from loaders.sound.layout import F32
+from loaders.sound.nameless import nameless
+from loaders.sound.spec import LAYOUTS, AudioSpec
+
+_MORE = 1 << 12
+"""Samples that a resampler may give more than were asked for."""
+
+
+def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: AudioSpec) -> tuple[F32, int] | None:
+    """`count` samples from the recording's `first` on, as counted by its stamps, as `spec` wants them: (channels, about count
+    times the ratio of rates), and how many of `count` are sound."""
+    rate = info.sample_rate
+    begin = first - round(excerpt.shift * rate)
+    left = count if excerpt.until is None else min(count, int(excerpt.until * rate) - first)
+    made = round(Fraction(count * spec.sample_rate, rate))
+    filters = [
+        f"atrim=start_pts={begin}:end_pts={begin + left}",
+        *_filters(info.channels, spec),
+        f"asetnsamples={made + _MORE}:pad=0",
+    ]
+    if left < count:
+        filters.insert(1, f"apad=whole_len={count}")
+    try:
+        with nameless(excerpt.parts) as descriptor:
+            source = f"amovie=filename=/proc/self/fd/{descriptor}:format_name={excerpt.demuxer}"
+            frame = _pulled([source, f"aformat=sample_rates={rate}", *filters, "abuffersink"])
+    except (av.error.FFmpegError, OSError):
+        return None
+    late = frame.pts is None or abs(frame.pts * frame.time_base - Fraction(begin, rate)) * spec.sample_rate > 1
+    if late or abs(frame.samples - made) > 1:  # there is a gap, or an overlap
+        return None
+    return cast(F32, frame.to_ndarray()), left
+
+
+def _filters(channels: int, spec: AudioSpec) -> list[str]:
+    layout = LAYOUTS[spec.channels]
+    wanted = f"aformat=sample_fmts=fltp:sample_rates={spec.sample_rate}:channel_layouts={layout}"
+    if spec.policy == "mix":
+        return [wanted]
+    chosen = [f"c{number}=c{min(number, channels - 1)}" for number in range(spec.channels)]
+    return ["pan=" + "|".join([layout, *chosen]), wanted]
+
+
+def _pulled(filters: list[str]) -> Any:
+    """The first frame that comes out."""
+    graph = Graph()
+    graph.threads = 1
+    chain = [graph.add(*one.partition("=")[::2]) for one in filters]
+    graph.link_nodes(*chain).configure()
+    return chain[-1].pull()

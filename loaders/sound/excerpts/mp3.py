@@ -1,0 +1,76 @@
+"""Excerpts of MP3, from a frame on that the index marked: the file does not say where in it an instant is.
+
+Purpose: libav would read all that lies before it, to count the frames.
+Invariants: frames are the file's, whole, from some before those that are wanted, since a frame needs the bytes of some before it
+and what they left behind, to behind them or to where the index says that the sound ends: what fills the last frame is no sound.
+Every frame begins where the one before ends.
+Failure behaviour: None for files without marks, for what lies near the beginning, and where no frame begins at the mark, or
+behind a frame: libav reads the file then as it does others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from fractions import Fraction
+
+from dataio.shards.contract import AudioInfo
+from loaders.partial.file import GivenFile, Media, PartialFile
+from loaders.partial.needed import mark_before, mark_behind
+from loaders.sound.excerpts.contract import Excerpt
+
+EXTENSIONS = frozenset(["mp3"])
+_KBITS = (
+    (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+)
+"""Of layer III: MPEG 1, and MPEG 2 and 2.5."""
+_RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
+"""By the two bits of the version: 1, 2, 2.5."""
+_RESERVOIR = 2048
+"""Bytes before the first frame that is wanted: a frame may need those of some before it, 511 at most, and these theirs."""
+_MORE = 2
+"""Frames behind the last one that is wanted."""
+
+
+def excerpt(data: Media, info: AudioInfo, begin: Fraction, low: Fraction, high: Fraction) -> Excerpt | None:
+    """From `low` to `high`, seconds of the file's own time line, in which its sound begins at `begin`."""
+    marks, rate = data.marks if isinstance(data, PartialFile | GivenFile) else (), info.sample_rate
+    number = mark_before(marks, int(low * rate)) if marks else 0
+    if not number:
+        return None
+    at, before = marks[number]
+    behind = mark_behind(marks, int(high * rate) + _MORE * 1152)
+    view = data[at : marks[behind][0] if behind < len(marks) else len(data)]
+    if len(view) < 4:
+        return None
+    length, ends = 1152 if view[1] & 0x08 else 576, int(begin * rate) + info.samples - before
+    wanted = -(-min(ends, int(high * rate) - before + _MORE * length) // length)
+    offsets = _offsets(view, rate, wanted)
+    if offsets is None:
+        return None
+    first = min(len(offsets) - 1, (int(low * rate) - before) // length)
+    first = max(0, bisect_right(offsets, offsets[first] - _RESERVOIR) - 1)
+    shift, until = Fraction(before + first * length, rate), Fraction(before + ends, rate)
+    part = view[offsets[first] : offsets[-1]]
+    return Excerpt([part], "mp3", shift, until if wanted * length >= ends else None)
+
+
+def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
+    """Where so many frames begin that follow each other, and where the last one ends."""
+    at = [0]
+    for _ in range(count):
+        size = _bytes(view[at[-1] : at[-1] + 4], rate)
+        if not size or at[-1] + size > len(view):
+            return None
+        at.append(at[-1] + size)
+    return at
+
+
+def _bytes(head: memoryview, rate: int) -> int:
+    """How long the frame is that begins with these four; 0 if none does."""
+    if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
+        return 0
+    version, kbits, which, padding = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3, head[2] >> 1 & 1
+    if version == 1 or which == 3 or kbits == 15 or _RATES[version][which] != rate:
+        return 0
+    return (144_000 if version == 3 else 72_000) * _KBITS[version != 3][kbits] // rate + padding
