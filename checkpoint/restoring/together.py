@@ -38,12 +38,13 @@ _Mine = dict[int, tuple[str, Needed]]
 class Common:
     """What the ranks know of each other's parts in a restore.
 
-    `marked`: some rank set its mark; `places`: every chunk of the step, by pack and offset, with its bytes, in the same order on
-    every rank; `shared`: for each of the readings, the chunks that several ranks need; `threads`: how many this rank should
-    read with.
+    `marked`: some rank set its mark; `near`: to all of them the store is their own node's; `places`: every chunk of the step, by
+    pack and offset, with its bytes, in the same order on every rank; `shared`: for each of the readings, the chunks that several
+    ranks need; `threads`: how many this rank should read with.
     """
 
     marked: bool
+    near: bool
     places: dict[tuple[str, int], int]
     shared: tuple[list[Shared], ...]
     threads: int
@@ -77,22 +78,24 @@ class Pending(contextlib.AbstractContextManager["Pending"]):
 def compare(store: Store, step: Step, readings: Sequence[Reading], mark: bool, ranks: Ranks) -> Common:
     """Tell each other what is needed; called by all ranks, with the same number of readings."""
     if ranks.world_size == 1:
-        return Common(mark, {}, tuple([] for _ in readings), threads(store, 1))
-    alone = Common(mark, _places(step), (), 0)
+        return Common(mark, True, {}, tuple([] for _ in readings), threads(store, 1))
+    alone = Common(mark, on_this_node(store), _places(step), (), 0)
     count = len(alone.places)
     needs = [pack_needs(list(alone.mine(reading)), count) for reading in readings]
-    told = ranks.all(bytes([mark]) + node() + b"".join(needs))
-    sizes, maps = list(alone.places.values()), [one[1 + NODE_BYTES :] for one in told]
+    told = ranks.all(bytes([mark, alone.near]) + node() + b"".join(needs))
+    sizes, maps = list(alone.places.values()), [one[2 + NODE_BYTES :] for one in told]
     width = len(needs[0])
     common = tuple(shared([each[i * width :][:width] for each in maps], sizes) for i in range(len(readings)))
-    here = sum(one[1 : 1 + NODE_BYTES] == node() for one in told)
-    return Common(any(one[0] for one in told), alone.places, common, threads(store, here))
+    here = sum(one[2 : 2 + NODE_BYTES] == node() for one in told)
+    # a directory that one node exports to the others is near to its own ranks only: all must go the same way
+    near = all(one[1] for one in told)
+    return Common(any(one[0] for one in told), near, alone.places, common, threads(store, here))
 
 
 def read(store: Store, reading: Reading, given: Sequence[Shared], common: Common, ranks: Ranks) -> Pending:
     """Fill what the reading is for; called by all ranks. `given`: what of it is shared. What went wrong here is returned."""
     pending = Pending()
-    near = not given or on_this_node(store)
+    near = not given or common.near
     sizes = list(common.places.values())
     with pending:
         mine = common.mine(reading) if given else {}

@@ -74,7 +74,12 @@ def main(directory: str, damaged: str) -> None:
         digests=[digest(p) for p in saved["model"].parameters()],
     )
     own = set(nearby._OWN)
-    for file_systems in (own, set()):  # a disk of the node; then one that the ranks share, as NFS
+    exports = own if dist.get_rank() == 0 else set()
+    for file_systems in (
+        own,
+        set(),
+        exports,
+    ):  # a disk of the node; one that the ranks share, as NFS; one that rank 0 exports
         nearby._OWN.clear()
         nearby._OWN.update(file_systems)
         restore(directory, "exp", False)

@@ -50,12 +50,13 @@ def test_four_ranks_read_a_step_from_a_store_elsewhere_once_and_fail_together(tm
         read = [lines[case]["read"] for lines in ranks]
         assert all(total <= own <= 1.02 * total for own in read) if case == 1 else sum(read) < 1.7 * total
         assert all(lines[case]["digests"] == ranks[0][0]["digests"] for lines in ranks)
-    for case, slack in ((4, 1.02), (5, 1.02)):  # from elsewhere; replicated, sharded
+    for case in (4, 5, 7, 8):  # from elsewhere, as all or only some ranks see it; replicated, sharded
         read = [lines[case]["read"] for lines in ranks]
-        assert total <= sum(read) <= slack * total
+        assert total <= sum(read) <= 1.02 * total
         assert max(read) < 0.6 * total
         assert all(lines[case]["digests"] == ranks[0][0]["digests"] for lines in ranks)
     assert [lines[3]["error"] for lines in ranks] == ["CorruptionError"] * 4  # each has seen it
-    errors = [lines[6] for lines in ranks]
-    assert sorted(line["error"] for line in errors) == ["CorruptionError", *["TransientError"] * 3]
-    assert any("damaged: tensor 'model/" in line["message"] for line in errors)
+    for case in (6, 9):
+        errors = [lines[case] for lines in ranks]
+        assert sorted(line["error"] for line in errors) == ["CorruptionError", *["TransientError"] * 3]
+        assert any("damaged: tensor 'model/" in line["message"] for line in errors)
