@@ -203,12 +203,12 @@ def result_of(
 ) -> dict[str, object]:
     """What is reported of a committed save: from the rank's manifest that stands, whoever wrote it.
 
-    A policy may have let the step go by now, since newer ones were committed: then from `mine`.
+    A policy may have let the step go by now, since newer ones were committed, or the store is away: then from `mine`.
     """
     key = attempt.manifest_key(rank)
     try:
         manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
-    except NotFoundError:
+    except (NotFoundError, TransientError):
         if mine is None:
             raise
         manifest = mine

@@ -71,8 +71,8 @@ class Lineage:
                 self._base = repository.find(self._store, self._run, "latest")
             self._check_sure()
             self._held.require()
+            self._fork = self._fork or self._find_origin()  # a mistaken one is to stop nobody else's trainer
             number = timeline.open_timeline(self._store, self._run, self._parent)
-            self._fork = self._fork or self._find_origin()
         return Ticket(ulid.new(), number, tuple(base for base in (self._base, self._fork) if base is not None))
 
     def find(self, run: str, step: int | str, tier: NodeTier) -> Found | None:

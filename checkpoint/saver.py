@@ -198,20 +198,19 @@ class Saver:
         # an urgent save gets memory of its own rather than wait for an earlier save's
         staging = Staging(self.staging.limit) if urgent and self.staging.busy else self.staging
         specs, layout = prepared.specs, prepared.layout
-        arena = staging.take(layout, self.wait)
-        try:
+        with contextlib.ExitStack() as always, contextlib.ExitStack() as undo:
+            if staging is not self.staging:
+                always.callback(staging.close)  # its memory goes when its carrier lets go of it
+            arena = staging.take(layout, self.wait)
+            undo.callback(staging.give_back)
             with span("stage.d2h", step=step, bytes=layout.total):
                 copying = self._copy(staging, arena, state, prepared.tensors, specs, layout)
+            undo.callback(copying.cancel)
             handle.follow(copying)
             put = self._plan(step, ticket, prepared)
             cargo = self._cargo(put, staging, arena, copying, handle, urgent)
             threading.Thread(target=self._carry, args=(cargo, handle, copying), name=f"millrace-save-{step}").start()
-        except BaseException:
-            staging.give_back()
-            raise
-        finally:
-            if staging is not self.staging:
-                staging.close()  # its memory goes when its carrier lets go of it
+            undo.pop_all()  # from now on all of it is the thread's
         return handle, copying
 
     def _plan(self, step: int, ticket: Ticket, prepared: Prepared) -> plan.PutPlan:
@@ -305,9 +304,9 @@ class Saver:
         if saved.bytes_written >= _TELLING and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW:
             self.upload_hint = saved.bytes_written / saved.seconds
         self._lineage.let_go()
-        handle.set_result(saved)
         if self._retention is not None:
             self._retention.committed()
+        handle.set_result(saved)  # last: whoever hears of it may close the store, once retention is done
 
     def _join(self, cargo: Cargo, copying: Copying | SlicedState) -> None:
         try:

@@ -33,8 +33,13 @@ class Retention:
         with self._lock:
             self._again = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="millrace-retention")
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="millrace-retention")
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no room for a thread, or the program ends
+                    _log.warning("old steps of run %s could not be removed now: %s", self._run, error)
+                else:
+                    self._thread = thread
 
     def wait(self, timeout: float) -> None:
         """Until nothing is being removed, at most `timeout` seconds."""

@@ -97,6 +97,13 @@ class Copying:
                 event.wait()
             self._seal()
 
+    def cancel(self) -> None:
+        """Copy no more; when this returns nobody writes into the arena."""
+        self._todo.clear()
+        self._wait_for_host(None)
+        for event in self._events:
+            event.synchronize()
+
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         began = time.perf_counter()

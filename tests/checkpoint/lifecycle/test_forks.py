@@ -19,9 +19,9 @@ from checkpoint.format.documents import Base, Lease, StepOfRun, read
 from checkpoint.lifecycle import plan as plans
 from checkpoint.lifecycle.collect import collect
 from checkpoint.lifecycle.inventory import Inventory
-from checkpoint.repository import commit
+from checkpoint.repository import commit, timeline
 from checkpoint.repository import steps as repository
-from dataio.core.errors import UnsupportedError, UsageError
+from dataio.core.errors import NotFoundError, UnsupportedError, UsageError
 from dataio.core.limits import MIB
 from dataio.store.open import open_store
 from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, drive_to_end, stepping
@@ -194,3 +194,16 @@ def test_a_fork_of_what_is_not_there_starts_anew(tmp_path: Path) -> None:
         assert checkpointer.save(1, model(1)).result(60).bytes_deduplicated == 0
     with pytest.raises(UsageError, match="name a run"):
         Checkpointer(str(tmp_path), run="tuned", base="no/run")
+
+
+def test_a_trainer_whose_base_is_not_there_takes_nothing_over(tmp_path: Path) -> None:
+    state = {"w": torch.arange(5.0)}
+    with Checkpointer(str(tmp_path), run=FORK, sidecar=None) as running:
+        running.save(1, state).result(60)
+        with (
+            Checkpointer(str(tmp_path), run=FORK + "2", base=(FORK, 7), sidecar=None) as mistaken,
+            pytest.raises(NotFoundError, match="no step 7"),
+        ):
+            mistaken.save(2, state)
+    with open_store(str(tmp_path)) as store:
+        assert timeline.numbers(store, FORK + "2") == []

@@ -29,6 +29,7 @@ from dataio.core.errors import (
     TransientError,
     UnsupportedError,
 )
+from dataio.core.limits import SMALL_OBJECT_BYTES
 from dataio.store.contract import Buffer, Store
 from dataio.testing.clock import ManualClock
 from tests.checkpoint.making import (
@@ -225,6 +226,28 @@ def two_ranks(store: Store, number: int, step: int, **more: object) -> list[Made
         )
         for rank in range(2)
     ]
+
+
+class GoneOnceCommitted(Wrapped):
+    """A store that does not answer for manifests any more when there is a COMMIT."""
+
+    fired = False
+
+    def get(self, key: str, *, max_bytes: int = SMALL_OBJECT_BYTES) -> bytes:
+        at = names.parse_step_key(key)
+        if at is not None and at.kind == "manifest" and self.inner.exists(names.commit(RUN, at.timeline, at.step)):
+            self.fired = True
+            raise TransientError("the store went away")
+        return self.inner.get(key, max_bytes=max_bytes)
+
+
+def test_a_save_that_was_committed_says_so_though_the_store_went_away_just_then(store: Store) -> None:
+    away = GoneOnceCommitted(store)
+    made = make(store, tiny_state(1), step=1, number=begin(store))
+    result = carry(made.arena, made.encoded, lambda _: None, store=away)
+    assert away.fired
+    assert (result["step"], result["attempt"]) == (1, made.plan.attempt)
+    assert latest(store) == Base(made.plan.timeline, 1, made.plan.attempt)
 
 
 def test_two_ranks_commit_one_step_whoever_comes_last(store: Store) -> None:

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoint import Checkpointer
+from checkpoint.saver import Saver
 from checkpoint.staging import copying
-from dataio.core.errors import UsageError
+from dataio.core.errors import CapacityError, UsageError
 from dataio.core.limits import MIB
 from tests.checkpoint.staging.training import Training, equal
 from tests.waiting import wait_for
@@ -239,3 +240,33 @@ def test_a_warm_arena_is_the_one_that_the_first_save_uses(tmp_path: Path) -> Non
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there are: eager, lazy"):
         Checkpointer(str(tmp_path), run="exp", staging="sometimes")
+
+
+@pytest.mark.parametrize(("staging", "limit"), [("lazy", None), ("lazy", 64 * MIB)])
+def test_a_save_that_cannot_begin_leaves_nobody_at_work_on_the_state(
+    staging: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work: list[float] = []
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.02)
+        at_work.append(time.monotonic())
+        copy(*given)
+
+    def refused(*_: object) -> None:
+        raise CapacityError("no room for a plan")
+
+    copy = copying._copy
+    monkeypatch.setattr(copying, "_copy", slowly)
+    monkeypatch.setattr(Saver, "_plan", refused)
+    big = torch.nn.Linear(4096, 6000)  # 94 MiB
+    optimizer = torch.optim.SGD(big.parameters())
+    with Checkpointer(
+        str(tmp_path), run="exp", sidecar=None, staging=staging, staging_bytes=limit, wait_seconds=30
+    ) as checkpointer:
+        with pytest.raises(CapacityError):
+            checkpointer.save(1, {"model": big, "optimizer": optimizer})
+        ended = time.monotonic()
+        time.sleep(0.1)
+        assert not [at for at in at_work if at > ended]
+        assert not [thread for thread in threading.enumerate() if thread.name == "millrace-slices"]
