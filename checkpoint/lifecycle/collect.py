@@ -18,6 +18,7 @@ Failure behaviour: an error or a crash leaves a record in `gc/`; its steps are f
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 from checkpoint.format import names, ulid
@@ -41,6 +42,8 @@ _one_tombstone = declare("gc.one-tombstone", "one condemned step is a tombstone,
 _tombstones = declare("gc.tombstones", "the condemned steps are tombstones, their objects are there")
 _deleting = declare("gc.deleting", "some objects of removed steps are deleted")
 _deleted = declare("gc.deleted", "only the record is left")
+_TRIES = 10
+"""How often a record is written that others settle at once."""
 _BATCH = 256
 _BURIAL_SECONDS = plans.RECORD_SECONDS / 24
 """From its record on a collector takes at most this long until its last tombstone."""
@@ -108,10 +111,7 @@ def collect(
     mine = _records(first, set(condemned), keep, clock)
     wanted = {step for record in mine.values() for step in record.steps}
     until = clock.monotonic() + _BURIAL_SECONDS
-    for key, record in mine.items():
-        store.put_if_absent(key, encode(record))
-    _recorded()
-    now = max(store.stat(key).modified for key in mine)  # the store's clock, which also dates the leases
+    now = _write(store, mine)
     aborted, safe = _fence(store, reader.look(), wanted, now)
     safe |= wanted - _still_condemned(store, mine.values(), reader.removed)
     gone = tuple(_bury(store, wanted - safe, clock, until))
@@ -137,6 +137,17 @@ def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clo
         if there or not made:  # one at least: it says what time the store has
             made[f"{names.GC}{ulid.new(clock)}.json"] = Condemned(steps=there, policy=policy)
     return made
+
+
+def _write(store: Store, records: dict[str, Condemned]) -> float:
+    """The time when the records were there, by the store's clock, which also dates the leases."""
+    for _ in range(_TRIES):
+        for key, record in records.items():
+            store.put_if_absent(key, encode(record))
+        _recorded()
+        with contextlib.suppress(NotFoundError):  # another collection has settled it already: once more, for the time
+            return max(store.stat(key).modified for key in records)
+    raise TransientError("other collections keep settling the records of this one", hint="collect again later")
 
 
 def _still_condemned(store: Store, records: Iterable[Condemned], removed: Iterable[StepOfRun]) -> set[StepOfRun]:

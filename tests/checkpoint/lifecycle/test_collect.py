@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from checkpoint.cli import ckpt
 from checkpoint.format import names
 from checkpoint.format.documents import Base, StepName, StepOfRun
+from checkpoint.lifecycle import collect as collecting
 from checkpoint.lifecycle import tags
 from checkpoint.lifecycle.collect import collect, condemn, preview
 from checkpoint.lifecycle.keep import Keep, doomed
@@ -254,3 +255,22 @@ def test_a_checkpointer_keeps_what_its_policy_says(store_url: str) -> None:
         assert checkpointer.restore(state, 4) == 4
         assert state["w"][0] == 4
         assert not state["frozen"].any()
+
+
+@pytest.mark.parametrize("condemned", [(), (1,)])
+def test_a_collector_whose_record_another_one_has_settled_goes_on(
+    condemned: tuple[int, ...], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three_steps(store)
+    others: list[object] = []
+
+    def overtaken() -> None:
+        if not others:
+            others.append(None)
+            others.append(collect(store, ()))
+
+    monkeypatch.setattr(collecting, "_recorded", overtaken)
+    collect(store, {StepOfRun(RUN, 1, step) for step in condemned})
+    assert len(others) == 2
+    assert [base.step for base in repository.visible(store, RUN)] == [s for s in (3, 2, 1) if s not in condemned]
+    assert not list(store.list(names.GC))
