@@ -2,7 +2,8 @@
 
 A signal may come in the middle of `optimizer.step()`, where no state is whole, so its handler only takes note, and the
 training loop asks `reached(step)` between two steps. With several ranks, signals come at different moments: every call
-exchanges one number, begun at the call before, so that all ranks stop at the same step and no call waits for the others.
+exchanges one number, begun at the call before, so that all ranks stop at the same step and no call waits for the others. Where
+the step they stop at was being saved already, they wait for that, and if no rank saw it committed all save it once more.
 Invariant: `outcome` says "committed" only after the step's COMMIT was seen. Nothing here raises for a failed save: the loop is
 to end either way, and its exit status, a log line and the report file say what became of the state.
 Failure behaviour: `UsageError` outside of the main thread, where Python takes no signal handlers. A step that takes longer than
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
@@ -33,6 +35,8 @@ SAVED, NOT_SAVED = 99, 98
 """Exit codes for a trainer that stops because it was asked to: the state is committed, or it is not and an older step will do."""
 DEADLINE_SECONDS = 100.0
 REPORT_VARIABLE = "MILLRACE_PREEMPTION_REPORT"
+_VOTE_SECONDS = 10.0
+"""How much later than this one another rank may have come to wait for its save."""
 _log = get_logger(__name__)
 
 
@@ -74,6 +78,16 @@ class Votes:
         assert work is not None
         self._sent = work, sent
         return before
+
+    def any_now(self, mine: bool, seconds: float) -> bool:
+        """Whether any rank says so in this very call, for which they wait for one another."""
+        if self._group is None:
+            return mine
+        told = torch.tensor([int(mine)])
+        work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=seconds))
+        return bool(told.item())
 
 
 class Preemption:
@@ -150,14 +164,33 @@ class Preemption:
             previous(number, frame)
 
     def _save(self, step: int) -> Outcome:
-        left = self._deadline - (time.monotonic() - self._since)
         try:
-            handle = self._saver.last_save_of(step) or self._saver.save(step, self._state(), priority="preemption")
-            left = self._deadline - (time.monotonic() - self._since)
-            handle.result(max(left, 0.0))
+            handle = self._earlier(step)
+            if not self._any_committed(handle is not None and handle.done):
+                handle = handle or self._saver.save(step, self._state(), priority="preemption")
+                handle.result(self._left)
         except Exception as error:  # whatever it is, the loop ends and says so
             return Outcome(step, False, self._asked, time.monotonic() - self._since, str(error) or type(error).__name__)
         return Outcome(step, True, self._asked, time.monotonic() - self._since)
+
+    @property
+    def _left(self) -> float:
+        return max(self._deadline - (time.monotonic() - self._since), 0.0)
+
+    def _earlier(self, step: int) -> Handle | None:
+        """The step's save that was begun before, once it is committed or time is over; None if it failed."""
+        if (handle := self._saver.last_save_of(step)) is not None:
+            handle.wait(self._left)
+        return self._saver.last_save_of(step)
+
+    def _any_committed(self, mine: bool) -> bool:
+        """Whether any rank saw the step committed, which it then is for all."""
+        try:
+            return self._votes.any_now(mine, self._left + _VOTE_SECONDS)
+        except Exception:  # a rank that is gone changes nothing of a step that is there
+            if not mine:
+                raise
+            return True
 
     def _too_late(self) -> None:
         if self.outcome is None:  # else a step ended just now, and what became of it is known

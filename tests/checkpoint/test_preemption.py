@@ -23,6 +23,7 @@ from dataio.store.open import open_store
 from tests import nursery
 from tests.checkpoint.making import Wrapped
 from tests.nursery import Child
+from tests.ranks import launch
 
 
 def start(url: Path, report: Path, mode: str = "", rank: int = 0, world: int = 1, port: int = 0) -> Child:
@@ -91,6 +92,14 @@ def test_all_ranks_stop_at_the_same_step_though_one_alone_was_told(tmp_path: Pat
     assert [end["signal"] for end in ends] == ["another rank's signal", "SIGTERM"]
     assert committed_digest(tmp_path / "store") == (ends[0]["end"], ends[0]["digest"])
     assert [json.loads((tmp_path / f"report.{r}").read_text())["committed"] for r in (0, 1)] == [True, True]
+
+
+def test_a_save_that_fails_on_one_rank_while_all_are_told_to_stop_is_made_again_by_all(tmp_path: Path) -> None:
+    zero, one = (lines[0] for lines in launch(2, "tests.checkpoint.preempted_pair", str(tmp_path)))
+    assert one["failed"]
+    assert zero["under_way"]
+    assert [zero["committed"], one["committed"]] == [True, True], (zero["why"], one["why"])
+    assert [zero["packs"], one["packs"]] == [2, 2]
 
 
 class Full(Wrapped):
