@@ -11,7 +11,6 @@ Failure behaviour: an exception ends the process; `bench.core.measure` reports i
 from __future__ import annotations
 
 import gc
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bench.checkpointing.built import SECONDS, Built
-from bench.checkpointing.places import forget, recall, stored_bytes
+from bench.checkpointing.places import empty, forget, recall, stored_bytes
 from bench.checkpointing.training import State, Training
 from bench.core.measure import Meter
 
@@ -45,8 +44,8 @@ class Job:
 
 def measure(job: Job) -> Figures:
     """All figures of the candidate; on every rank, with the same result."""
-    if _first_rank() and "://" not in job.where:
-        shutil.rmtree(job.where, ignore_errors=True)
+    if _first_rank():
+        empty(job.where)
     _together()
     training, meter = Training(job.mib, job.ranks), Meter()
     quiet = _seconds_of_a_step(training)

@@ -9,9 +9,11 @@ import sys
 import pytest
 
 from bench import checkpoint
+from bench.checkpointing import places
 from bench.checkpointing.entries import ENTRIES, OURS, SHORT, Entry, runs_here
 from bench.core.results import Part, Samples
 from dataio.core.errors import UsageError
+from dataio.store.open import open_store
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "loader"])
@@ -65,6 +67,17 @@ def test_all_candidates_copy_with_the_same_setting_and_the_result_says_which(mon
         assert os.environ.get("GLIBC_TUNABLES") == before
         with checkpoint.copying(streaming=False) as told:
             assert told == (before or "")
+
+
+def test_a_place_is_empty_when_a_candidate_begins_so_that_what_it_writes_is_counted(store_url: str) -> None:
+    where = store_url.removeprefix("file://")
+    places.empty(where)  # it need not be there
+    for _ in range(2):
+        with open_store(where) as store:
+            store.put("1/a", b"abc")
+        assert places.stored_bytes(where) == 3
+        places.empty(where)
+        assert places.stored_bytes(where) == 0
 
 
 @pytest.mark.soak
