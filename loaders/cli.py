@@ -44,7 +44,10 @@ def quarantine(argv: list[str]) -> int:
         return _shared(args.shared, as_json=args.json)
     folder = refusals.directory()
     if folder is None:
-        raise UsageError("MILLRACE_QUARANTINE=off: no list is kept", hint="unset it, or name a directory")
+        raise UsageError(
+            "no list is kept: MILLRACE_QUARANTINE=off, or nobody's home is known",
+            hint="name a directory in MILLRACE_QUARANTINE",
+        )
     url = None if args.dataset is None else _url(args.dataset)
     if args.clear:
         return _clear(folder, url, as_json=args.json)

@@ -40,6 +40,7 @@ from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
 from loaders.delivery.memory import Memory
 from loaders.delivery.prefetch import Grouped, Prefetcher
+from loaders.kinds import plain
 from loaders.order.lanes import Order
 from loaders.partial.heads import HELD_BYTES
 from loaders.plan import OrderPlan
@@ -90,6 +91,13 @@ def _is_collated(caller: FrameType) -> bool:
         return False  # a frame that is asked for its variables keeps them, such as a batch
     fetcher = caller.f_locals.get("self")
     return getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate
+
+
+def _count(batch: Batch) -> None:
+    substituted = sum(1 for sample in batch.samples if sample and sample.refusals)
+    for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
+        if count:
+            metrics.loader_samples.labels(name).inc(count)
 
 
 class Loader(IterableDataset[dict[str, Any]]):
@@ -238,7 +246,11 @@ class Loader(IterableDataset[dict[str, Any]]):
         """
         if self._listed is None:
             raise UsageError("the loader goes by no list of bad samples", hint="give it quarantine_list=...")
-        chosen = self._listed.list.newest() if version is None else version
+        if (pinned := self._listed.list.pinned) is not None:
+            raise UsageError(
+                f"the loader goes by version {pinned} of its list for good", hint="open the list without one"
+            )
+        chosen = self._listed.list.newest() if version is None else plain("version", version, int)
         self._listed.go_by(self._epoch, chosen)
         self._stop()
         return chosen
@@ -246,8 +258,10 @@ class Loader(IterableDataset[dict[str, Any]]):
     def close(self) -> None:
         """End the threads and let go of the dataset. Closing twice is allowed."""
         self._closed = True
-        self._stop()
-        self._let_go()
+        try:
+            self._stop()
+        finally:
+            self._let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -271,16 +285,16 @@ class Loader(IterableDataset[dict[str, Any]]):
         if self._batch >= self._plan.batches_in(self._epoch):
             self._epoch, self._batch = self._epoch + 1, 0
             return None
-        batch = self._wait()
-        substituted = sum(1 for sample in batch.samples if sample and sample.refusals)
-        for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
-            if count:
-                metrics.loader_samples.labels(name).inc(count)
-        about = self._plan.about(self._epoch, self._batch)
+        try:
+            batch = self._wait()
+            whole = batch.tensors() | self._plan.about(self._epoch, self._batch)
+            _count(batch)
+            if self._ahead is not None:
+                self._ahead.plan()
+        except BaseException:  # also Ctrl-C: the position stays, the threads end
+            self._stop()
+            raise
         self._batch, self._delivered = self._batch + 1, True
-        whole = batch.tensors() | about
-        if self._ahead is not None:
-            self._ahead.plan()
         return whole
 
     def _wait(self) -> Batch:
@@ -291,9 +305,8 @@ class Loader(IterableDataset[dict[str, Any]]):
                 batch = self._ahead.next()
             refused = (refusal for sample in batch.samples if sample for refusal in sample.refusals)
             self._quarantine.deliver(refused, self._epoch)
-        except BaseException:  # also Ctrl-C: the position stays, the threads end
+        except BaseException:
             self._meter.got(0, steps=0)
-            self._stop()
             raise
         metrics.loader_wait_seconds.observe(self._meter.got(len(batch.samples)))
         return batch
@@ -330,6 +343,6 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._listed.close()
 
     def _stop(self) -> None:
-        if self._ending is not None:
-            self._ending()
-        self._ahead = self._ending = None
+        ending, self._ahead, self._ending = self._ending, None, None  # at once: it may fail, or be interrupted
+        if ending is not None:
+            ending()

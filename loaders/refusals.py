@@ -48,13 +48,18 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """`$MILLRACE_QUARANTINE`, None where that is `off`; else `millrace/quarantine` in `$XDG_STATE_HOME` or ~/.local/state."""
+    """`$MILLRACE_QUARANTINE`, None where that is `off`; else `millrace/quarantine` in `$XDG_STATE_HOME` or ~/.local/state.
+
+    None also for who has no home, as in a container for a user whom nobody entered."""
     named = environ.get("MILLRACE_QUARANTINE")
     if named == OFF:
         return None
     if named:
         return Path(named)
-    state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    try:
+        state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    except RuntimeError:
+        return None
     return Path(state) / "millrace" / "quarantine"
 
 

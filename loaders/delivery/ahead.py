@@ -12,6 +12,7 @@ Failure behaviour: what `next` raises makes the whole unusable; the loader close
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -101,10 +102,11 @@ class Ahead:
         self._failed = self._failed or Closed()  # ends what is being looked up
         self._memory.close()
         self._prefetcher.stop()
-        self._prefetcher.close()
-        self._work.close()
-        for source in self._sources:
-            source.close()
+        with contextlib.ExitStack() as ends:  # what is last in it is first, and each comes although one before it fails
+            for source in reversed(self._sources):
+                ends.callback(source.close)
+            ends.callback(self._work.close)
+            ends.callback(self._prefetcher.close)
 
     @property
     def in_flight(self) -> dict[str, int]:

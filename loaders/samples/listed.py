@@ -26,6 +26,8 @@ from loaders.refusals import Refusal
 from loaders.samples.shared_list import Entry, QuarantineList, spot_of
 from loaders.state import Difference, Position
 
+KEPT_EPOCHS = 1024
+"""More than batches are looked up ahead of the trainer, who may be as many epochs behind where each has one batch."""
 _log = get_logger(__name__)
 
 
@@ -54,6 +56,7 @@ class Listed:
         self.list, self._plan, self._run, self._owns_list = chosen, plan, run, owns_list
         self._urls = tuple(dataset.url for dataset in plan.datasets)
         self._versions: dict[int, int] = {}
+        self._told = -1, 0
         self._sealed = False
         self._lock = threading.Lock()
 
@@ -78,16 +81,22 @@ class Listed:
         """The version that an epoch goes by."""
         with self._lock:
             if epoch not in self._versions:
-                self._versions[epoch] = self.list.adopted(self._run, epoch)
-                for old in sorted(self._versions)[:-4]:  # only those near the present are asked for
+                self._versions[epoch] = self._decided(epoch)
+                for old in sorted(self._versions)[:-KEPT_EPOCHS]:
                     del self._versions[old]
             return self._versions[epoch]
 
     def go_by(self, epoch: int, version: int) -> None:
-        """From here on, `epoch` goes by `version`; what was decided for other epochs is looked up again."""
+        """From here on, `epoch` goes by `version`, and later ones by no older one, whatever was decided for them by those who
+        looked ahead."""
         self.list.digest(version)
         with self._lock:
-            self._versions = {epoch: version}
+            self._versions, self._told = {epoch: version}, (epoch, version)
+
+    def _decided(self, epoch: int) -> int:
+        told, version = self._told
+        found = self.list.adopted(self._run, epoch)
+        return max(found, version) if epoch > told and self.list.pinned is None else found
 
     def places(self, epoch: int, batches: range) -> Sequence[Sequence[Place]]:
         asof = AsOf(self.list, self.version_of(epoch), self._run, epoch, self._urls)

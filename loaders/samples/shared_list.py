@@ -121,19 +121,19 @@ class QuarantineList:
         return list(self._entries.values())
 
     def append(self, entries: Iterable[Entry]) -> int:
-        """Add what is not there yet; the version that has it all."""
+        """Add what is not there yet, in versions of up to `MAX_ENTRIES`; the version that has it all."""
         if self.pinned is not None:
             raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
+        wanted, lost = {entry.spot: entry for entry in entries}, 0
         with self._lock:
-            for _ in range(_TRIES):
+            while lost < _TRIES:
                 version = self.newest()
-                new = {entry.spot: entry for entry in entries if entry.spot not in self._entries}
+                new = [entry for spot, entry in wanted.items() if spot not in self._entries]
                 if not new:
                     return version
-                if version >= MAX_VERSIONS or len(new) > MAX_ENTRIES:
+                if version >= MAX_VERSIONS:
                     raise CapacityError(f"{self.url}: the list of bad samples is full", hint="begin another list")
-                added = Version(format=FORMAT, entries=list(new.values()), nonce=secrets.token_hex(16))
-                self._store.put_if_absent(_entries(version + 1), msgspec.json.encode(added))
+                lost += not self._store.put_if_absent(_entries(version + 1), self._encoded(new[:MAX_ENTRIES]))
             raise CapacityError(f"{self.url}: others were faster {_TRIES} times", hint="try again")
 
     def adopted(self, run: str, epoch: int) -> int:
@@ -160,12 +160,21 @@ class QuarantineList:
         if self._owns_store:
             self._store.close()
 
+    def _encoded(self, entries: list[Entry]) -> bytes:
+        """What a version adds."""
+        data = msgspec.json.encode(Version(format=FORMAT, entries=entries, nonce=secrets.token_hex(16)))
+        if len(data) > limits.SMALL_OBJECT_BYTES:  # nobody could read it, nor anything that comes after it
+            raise CapacityError(f"{self.url}: {len(data)} bytes are too many for a version", hint="add fewer at a time")
+        return data
+
     def _decided(self, key: str) -> int:
         version = int(self._decode(key, Adopted).version)
         self._need(version)
         return version
 
     def _need(self, version: int) -> None:
+        if version < 0:
+            raise UsageError(f"{self.url}: a list of bad samples has no version {version}")
         with self._lock:
             if version >= len(self._digests):
                 self.newest()

@@ -20,6 +20,7 @@ from dataio.store.wrapper import Wrapper
 from loaders import Clip, QuarantineList, VideoLoader
 from loaders.samples import shared_list
 from loaders.samples.shared_list import Entry, spot_of
+from tests.waiting import wait_for
 
 Make = Callable[..., VideoLoader]
 
@@ -109,6 +110,39 @@ def test_a_list_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
         bad.append([entry(number)])
     with pytest.raises(CapacityError, match="full"):
         bad.append([entry(2)])
+
+
+def test_entries_that_come_one_by_one_are_all_added_although_another_writer_was_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path / "list") as store:
+        bad, real = QuarantineList(store), store.put_if_absent
+
+        def late(key: str, data: Any) -> bool:
+            monkeypatch.setattr(store, "put_if_absent", real)
+            QuarantineList(store).append([entry(9)])
+            return real(key, data)
+
+        monkeypatch.setattr(store, "put_if_absent", late)
+        assert bad.append(entry(number) for number in range(2)) == 2
+        assert [one.offset for one in bad.entries()] == [9, 0, 1]
+
+
+def test_more_entries_than_a_version_holds_make_several(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_list, "MAX_ENTRIES", 3)
+    bad = QuarantineList(store)
+    assert bad.append([entry(number) for number in range(8)]) == 3
+    assert [one.offset for one in bad.entries()] == list(range(8))
+    assert len(bad.entries(1)) == 3
+
+
+def test_what_nobody_could_read_again_is_not_added(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_list.limits, "SMALL_OBJECT_BYTES", 2000)
+    bad = QuarantineList(store)
+    bad.append([entry(0)])
+    with pytest.raises(CapacityError, match="too many for a version"):
+        bad.append([entry(number) for number in range(1, 50)])
+    assert QuarantineList(store).newest() == 1
 
 
 def test_the_command_lists_a_shared_list_by_versions_and_touches_nothing(
@@ -254,6 +288,40 @@ def test_newer_entries_are_taken_over_when_asked_for_and_the_state_says_so(
     assert take(resumed, 2) == rest[2:]
     with pytest.raises(UsageError, match="goes by no list"):
         make(quarantine_list=None).update_quarantine()
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(-1, "no version -1"), ("1", "cannot be '1'")])
+def test_a_version_that_cannot_be_leaves_a_state_that_can_be_loaded(make: Make, wrong: Any, said: str) -> None:
+    loader = make()
+    state = loader.state_dict()
+    with pytest.raises(UsageError, match=said):
+        loader.update_quarantine(wrong)
+    assert loader.state_dict() == state
+    loader.load_state_dict(state)
+
+
+def test_a_loader_that_goes_by_one_version_for_good_takes_over_no_other(make: Make, tmp_path: Path) -> None:
+    QuarantineList(tmp_path / "list").append([entry(1)])
+    loader = make(quarantine_list=QuarantineList(tmp_path / "list", version=0))
+    with pytest.raises(UsageError, match="version 0 of its list for good"):
+        loader.update_quarantine()
+
+
+def test_what_was_looked_up_ahead_keeps_no_epoch_from_what_a_loader_was_told_and_none_is_forgotten(
+    make: Make, damaged: Path, tmp_path: Path
+) -> None:
+    loader = make(batch_size=24)  # an epoch of one batch: many are looked up ahead, by the version of that moment
+    bad = QuarantineList(tmp_path / "list")
+    take(loader, 1)
+    bad.append([by_hand(damaged, 1)])
+    for version in (1, 0, 1):
+        loader.update_quarantine(version)
+        before = loader.state_dict()
+        assert (1 in ids(take(loader, 1))) == (version == 0)
+        assert before["quarantine"] == [f"{version}:{bad.digest(version)}"]
+        wait_for(lambda: loader._listed is not None and len(loader._listed._versions) > 8)
+        assert loader.state_dict()["quarantine"] == before["quarantine"]
+        loader.load_state_dict(before)
 
 
 def test_a_state_says_which_list_it_needs(make: Make, damaged: Path, tmp_path: Path) -> None:

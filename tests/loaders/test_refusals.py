@@ -107,6 +107,17 @@ def test_a_list_that_cannot_be_written_stops_nobody(
     assert main(["quarantine"]) == 2
 
 
+def test_who_has_no_home_has_no_list_and_can_train(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_STATE_HOME", "MILLRACE_QUARANTINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: (1 << 31) - 9)  # nobody of that number is known here
+    with VideoLoader(damaged, 4, clip=Clip(2), size=(16, 16), sidecar=None, quarantine_limit=4) as loader:
+        for _ in loader:
+            pass
+        assert loader.quarantine
+    assert main(["quarantine"]) == 2
+
+
 def test_records_of_several_processes_are_whole_and_private(tmp_path: Path) -> None:
     folder = tmp_path / "list"
     code = (

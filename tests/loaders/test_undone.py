@@ -1,0 +1,89 @@
+"""What goes wrong, or is interrupted, on the way to the trainer leaves the loader before that batch, and nothing begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dataio.shards.dataset import Dataset
+from loaders import Clip, VideoLoader
+from loaders.delivery.ahead import Ahead
+from loaders.delivery.batch import Batch
+from loaders.plan import OrderPlan
+from tests.waiting import wait_for
+
+Make = Callable[..., VideoLoader]
+
+
+@pytest.fixture
+def make(made_dataset: Dataset) -> Iterator[Make]:
+    made = []
+
+    def loader(source: Any = made_dataset) -> VideoLoader:
+        options: dict[str, Any] = {"clip": Clip(2, per_video=3), "size": (16, 16), "seed": 9, "sidecar": None}
+        made.append(VideoLoader(source, 4, threads=2, **options))
+        return made[-1]
+
+    yield loader
+    for one in made:
+        one.close()
+
+
+def some(loader: VideoLoader, count: int) -> list[tuple[list[int], list[float]]]:
+    return [(batch["id"].tolist(), batch["clip"].tolist()) for _, batch in zip(range(count), loader, strict=False)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(("where", "name"), [(Batch, "tensors"), (OrderPlan, "about"), (Ahead, "plan")])
+def test_a_batch_that_does_not_reach_the_trainer_comes_again(
+    make: Make, where: Any, name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, loader = some(make(), 5), make()
+    before = some(loader, 2)
+    state = loader.state_dict()
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fails)
+        with pytest.raises(error):
+            next(iter(loader))
+    assert loader.state_dict() == state
+    assert before + some(loader, 3) == whole
+
+
+def test_closing_lets_go_of_everything_although_a_part_fails(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = make()
+    some(loader, 1)
+    assert loader._ahead is not None
+    work, (source,) = loader._ahead._work, loader._ahead._sources
+    closed = []
+    monkeypatch.setattr(work, "close", lambda: 1 / 0)
+    monkeypatch.setattr(source, "close", lambda: closed.append(source))
+    monkeypatch.setattr(loader, "_let_go", lambda: closed.append(loader))
+    with pytest.raises(ZeroDivisionError):
+        loader.close()
+    assert closed == [source, loader]
+
+
+def test_a_loader_whose_end_was_interrupted_can_go_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, loader = some(make(), 5), make()
+    some(loader, 2)
+    state = loader.state_dict()
+    assert loader._ahead is not None
+    prefetcher = loader._ahead._prefetcher
+    real, threads = prefetcher.close, list(prefetcher._pool._threads)
+
+    def interrupted() -> None:
+        real()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetcher, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loader.load_state_dict(state)
+    assert some(loader, 3) == whole[2:]
+    wait_for(lambda: not any(thread.is_alive() for thread in threads))
