@@ -133,9 +133,11 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """`capacity` samples of sound, or columns of spectrograms; `silence` is what lies where no piece is."""
+    """`capacity` samples of sound, or columns of spectrograms, float32 of this `shape` each; `silence` is what lies where no
+    piece is."""
 
     capacity: int
+    shape: tuple[int, ...]
     silence: float = 0.0
 
 

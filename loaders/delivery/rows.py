@@ -5,7 +5,7 @@ Invariants: a row has `layout.rows.capacity` samples of sound, or columns of spe
 is silence. Every list of the batch has one entry
 a row, with a value for each piece that is there, in the order in which they lie: "pieces" (int64, begin and end), "id",
 "key", "text", and whatever else the samples carry.
-Failure behaviour: a piece that was left out leaves silence, and is in no list.
+Failure behaviour: a piece that was left out leaves silence, and is in no list; also where it was the only one.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class RowBatch(Batch):
             if fit and sample and sample.tensors:
                 rows[fit.row].append((fit, sample))
         batch: dict[str, Any] = {name: self._tensors.get(name) for name in self._layout.tensors}
+        if self._rows and not self._tensors:
+            batch = dict.fromkeys(batch, self._silence())
         batch["pieces"] = [_int64([[fit.at, fit.at + fit.length] for fit, _ in row], 2) for row in rows]
         batch["id"] = [_int64([one.sample.id for _, one in row]) for row in rows]
         batch["key"] = [[one.sample.key for _, one in row] for row in rows]
@@ -53,6 +55,12 @@ class RowBatch(Batch):
         for name in self._layout.numbers:
             batch[name] = [[one.values[name] for _, one in row] for row in rows]
         return batch
+
+    def _silence(self) -> torch.Tensor:
+        """Rows of which no piece is left."""
+        assert self._layout.rows is not None
+        shape = self._shape_of("", (*self._layout.rows.shape, 0))
+        return self._prepared(self._buffers.empty(shape, torch.float32))
 
     def _shape_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         assert self._layout.rows is not None

@@ -35,11 +35,13 @@ class PieceWork(WindowWork):
 
     def __init__(self, spec: AudioSpec, packing: Packing, apart: IsolatedDecoder | None = None) -> None:
         self._hop, self._least, silence = 1, 0, 0.0
+        shape: tuple[int, ...] = (spec.channels,)
         if isinstance(spec.features, LogMel):
+            shape = (spec.channels, spec.features.bands)
             self._hop, self._least, silence = spec.features.hop, spec.features.n_fft // 2 + 1, spec.features.silence
             spec.features.check(spec.sample_rate, self._least)
         super().__init__(Window(packing.capacity * self._hop / spec.sample_rate), spec, apart)
-        self._rows = Rows(packing.capacity, silence)
+        self._rows = Rows(packing.capacity, shape, silence)
 
     @property
     def layout(self) -> Layout:

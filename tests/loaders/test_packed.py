@@ -25,6 +25,7 @@ from loaders.works.pieces import lengths as lengths_at
 RATE = 8_000
 LENGTHS = [0.1, 0.45, 0.3, 0.8, 0.2, 1.7, 0.5, 0.25, 0.6, 0.35, 0.15, 0.9]
 PACKING = Packing(RATE, lookahead=5)
+MEL = LogMel(20, n_fft=64, hop=25, high=3_900)
 Make = Callable[..., AudioLoader]
 
 
@@ -233,6 +234,30 @@ def test_a_damaged_recording_is_silent_and_unlisted_and_nothing_else_moves(
                     assert torch.equal(sound[:, begin:end], other[:, begin:end])
     assert silent == 1
     assert [refusal.key for refusal in bad.quarantine] == ["06"]
+
+
+@pytest.mark.parametrize(("features", "shape"), [("waveform", (1, PACKING.capacity)), (MEL, (1, 20, 400))])
+def test_rows_of_which_every_recording_is_damaged_are_silent(
+    make: Make, recordings: Dataset, tmp_path: Path, features: Any, shape: tuple[int, ...]
+) -> None:
+    copy = tmp_path / "damaged"
+    shutil.copytree(recordings.url.removeprefix("file://"), copy)
+    for sample in recordings:
+        with (copy / sample.shard).open("r+b") as shard:
+            shard.seek(sample.members[0].offset + 200)
+            shard.write(b"\x00" * 50)
+    packing = PACKING if features == "waveform" else Packing(400)
+    options = {"features": features, "packing": packing}
+    whole, bad = make(**options), make(str(copy), quarantine_limit=100, **options)
+    name = "audio" if features == "waveform" else "mel"
+    silence = 0.0 if features == "waveform" else MEL.silence
+    for right, found in zip(whole, bad, strict=True):
+        assert found[name].shape == right[name].shape == (len(right["key"]), *shape)
+        assert found[name].dtype == right[name].dtype
+        assert (found[name] == silence).all()
+        assert found["key"] == [[] for _ in right["key"]]
+        assert [len(one) for one in found["pieces"]] == [0] * len(right["key"])
+    assert len(bad.quarantine) == len(recordings)
 
 
 def test_sources_of_a_mixture_are_packed_each_by_itself(make: Make, recordings: Dataset) -> None:
