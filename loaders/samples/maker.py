@@ -20,6 +20,7 @@ from dataio.core.errors import CapacityError, CorruptionError, MillraceError, Un
 from dataio.core.trace import span
 from dataio.shards.contract import Sample
 from loaders.contract import Finished, Loaded, Place, Plan, Room, Stretch, Work
+from loaders.decode.giving_up import check
 from loaders.delivery.memory import Memory
 from loaders.partial.needed import Runs, together
 from loaders.refusals import Refusal
@@ -118,6 +119,7 @@ class Maker:
 
     def _load(self, place: Place, room: Room | Stretch | None, partial: Mapping[str, Runs]) -> Loaded | MillraceError:
         """Read the bytes and check them; of files that are read in part, that is done when they are looked at."""
+        check()  # a store may take seconds for each
         known = self._quarantine.condemned(place)
         if known:
             return known

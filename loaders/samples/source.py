@@ -22,6 +22,7 @@ from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, Ra
 from dataio.core.log import get_logger, warn_once
 from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
+from loaders.decode.giving_up import check
 from loaders.partial import needed
 from loaders.partial.file import Media, PartialFile
 from loaders.partial.heads import HELD_BYTES, Heads
@@ -147,6 +148,7 @@ class Source:
                     if not _is_right(view, member.xxh3):
                         return done
                 done += 1
+                check()  # whether anybody still wants the rest
         except MillraceError:
             pass
         return done

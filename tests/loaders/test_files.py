@@ -6,6 +6,7 @@ import io
 import random
 import shutil
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from dataio.core.errors import CorruptionError, UsageError
 from dataio.shards.dataset import Dataset
 from loaders import FileLoader, Mixture
 from loaders.contract import Place
+from loaders.decode.giving_up import GivenUp, giving_up
 from loaders.delivery.ahead import batches_from
+from loaders.delivery.batch import Output
+from loaders.delivery.buffers import Buffers
+from loaders.delivery.joined import JoinedBatch
+from loaders.delivery.memory import Memory
+from loaders.samples.maker import Maker
+from loaders.samples.quarantine import Quarantine
+from loaders.samples.source import Source, StoreReader
 
 SAMPLES, SHARD = 40, 9
 Make = Callable[..., FileLoader]
@@ -142,6 +151,33 @@ def test_batches_that_are_kept_stay_as_they_were(make: Make) -> None:
     kept = list(make())
     assert sorted(key for batch in kept for key, _ in contents(batch)) == [f"{number:03}" for number in WITH_LATENTS]
     assert all(files == expected(key, "latents.npy", "json") for batch in kept for key, files in contents(batch))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_of_a_slow_store_nothing_more_is_read_once_a_loader_closes(make: Make, in_place: bool) -> None:
+    loader, closing, read = make(batch_size=8), threading.Event(), []
+
+    class Slow(StoreReader):
+        def read(self, key: str, ranges: Any) -> list[memoryview]:
+            read.append(key)
+            closing.set()
+            return super().read(key, ranges)
+
+        def read_into(self, key: str, pieces: Any) -> None:
+            read.append(key)
+            closing.set()
+            super().read_into(key, pieces)
+
+    work, store, output = loader._start_work(), loader.dataset.store, Output(torch.device("cpu"), pinned=False)
+    joined = work.layout.joined
+    assert joined is not None
+    (places,) = loader._plan.places(0, range(1))
+    batch = JoinedBatch([joined(one.sample) for one in places], work.layout, output, Buffers(output.device))
+    rooms = batch.rooms(range(8)) if in_place else [None] * 8
+    maker = Maker(loader._plan, work, [Source(Slow(store), store)], Quarantine(0), Memory(1 << 20))
+    with giving_up(closing), pytest.raises(GivenUp):
+        maker.make(places, rooms)
+    assert len(read) == 1
 
 
 @pytest.fixture
