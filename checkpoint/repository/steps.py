@@ -235,10 +235,11 @@ def open_step(store: Store, run: str, base: Base) -> Step:
         raise CorruptionError(f"{where.fate_key} is missing although its step is committed")
     if fate.fate != "commit" or not fate.manifests or fate.attempt != base.attempt:
         raise CorruptionError(f"{where.fate_key} does not commit the attempt that COMMIT names")
-    found = []
-    for rank, expected in enumerate(fate.manifests):
-        key = where.manifest_key(rank)
-        found.append(_manifest(store, key, bytes.fromhex(expected)))
+    try:
+        digests = [bytes.fromhex(each) for each in fate.manifests]
+    except ValueError:  # of a document without a digest of its own, as older ones are
+        raise CorruptionError(f"{where.fate_key} names manifests by what is no digest") from None
+    found = [_manifest(store, where.manifest_key(rank), expected) for rank, expected in enumerate(digests)]
     _check_together(found, where.fate_key)
     return Step(run, base, tuple(found))
 

@@ -46,7 +46,9 @@ class LazyTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """As of a tensor; integers and slices choose what is read, other indices are applied to the whole."""
         given = index if isinstance(index, tuple) else (index,)
-        if not all(isinstance(i, (int, slice)) for i in given) or len(given) > len(self.shape):
+        if not all(isinstance(i, (int, slice)) and not isinstance(i, bool) for i in given) or len(given) > len(
+            self.shape
+        ):
             return self.read()[index]
         ranges = [_range(i, n) for i, n in zip(given, self.shape, strict=False)]
         ranges += [range(n) for n in self.shape[len(given) :]]

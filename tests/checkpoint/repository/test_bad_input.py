@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.format import names
 from checkpoint.format.chunk import Box
-from checkpoint.format.documents import Base
+from checkpoint.format.documents import Base, Fate, encode
 from checkpoint.lifecycle.collect import collect, condemn
 from checkpoint.lifecycle.keep import Keep
 from checkpoint.repository import check, lease
 from checkpoint.repository import steps as repository
 from dataio.core.clock import SYSTEM_CLOCK
-from dataio.core.errors import ConflictError, DeadlineError, MismatchError, UnsupportedError
+from dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MismatchError, UnsupportedError
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.testing.clock import ManualClock
@@ -122,3 +123,13 @@ def test_a_step_is_taken_once_whatever_the_writers_believe(store: Store) -> None
     save(store, make(store, tiny_state(1), step=1, number=number))
     with pytest.raises(ConflictError, match="won"):
         save(store, make(store, tiny_state(2), step=1, number=number), clock=Skewed(-3600.0))
+
+
+@pytest.mark.parametrize("digest", ["zz", "é", "ab" * 31])
+def test_a_fate_whose_digests_are_none_is_damage_and_is_found(digest: str, store: Store) -> None:
+    base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
+    fate = names.fate(RUN, base.timeline, base.step, base.attempt)
+    store.put(fate, encode(Fate(attempt=base.attempt, fate="commit", manifests=(digest,))))
+    with pytest.raises(CorruptionError, match="digest"):
+        load(store, base)
+    assert not check.check(store).clean

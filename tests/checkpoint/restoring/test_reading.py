@@ -109,7 +109,7 @@ INDEX = st.integers(-3, 2) | st.slices(4).filter(lambda s: (s.step or 1) > 0)
 
 
 @settings(max_examples=40, deadline=None)
-@given(index=st.lists(INDEX, max_size=3).map(tuple) | INDEX | st.just(Ellipsis))
+@given(index=st.lists(INDEX, max_size=3).map(tuple) | INDEX | st.just(Ellipsis) | st.booleans())
 def test_a_slice_is_what_torch_would_give(saved: tuple[Path, dict[str, Any]], index: Any) -> None:
     with opened(saved) as step:
         lazy = step["cube"]
