@@ -26,7 +26,7 @@ from dataio.shards.contract import AudioInfo
 from dataio.shards.media.container import check_complete
 from loaders.decode.trim import ViewFile, demuxed, open_media
 from loaders.partial.file import Media
-from loaders.sound.excerpts import mp3, mp4, ogg
+from loaders.sound.excerpts import flac, mp3, mp4, ogg
 from loaders.sound.excerpts.contract import Excerpt
 from loaders.sound.excerpts.decoded import decoded
 from loaders.sound.flac import read_flac
@@ -75,6 +75,11 @@ def _found(
     known = read_flac(data, info, start - _EDGE, seconds + 2 * _EDGE)
     if known is not None:
         return resampled(known[0], info.sample_rate, LAYOUTS[info.channels], spec), known[1]
+    if info.ext in flac.EXTENSIONS:
+        excerpt = flac.excerpt(data, start - _EDGE, start + seconds + _EDGE)
+        made = _at_once(excerpt, info, start, seconds, spec)
+        if made is not None:
+            return made
     track = _track(data, info)
     if track is not None:
         at = start + track.start if from_first else start
@@ -87,7 +92,7 @@ def _found(
             raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
         if from_first and stream.start_time is not None and stream.time_base is not None:
             start += stream.start_time * stream.time_base
-        excerpt = _excerpt(data, info, stream, start - _ROLL, start + seconds + _EDGE)
+        excerpt = _excerpt(data, info, stream, start, start + seconds + _EDGE)
         made = _at_once(excerpt, info, start, seconds, spec)
         return made or _by_packets(container, stream, info, start, seconds, spec)
 
@@ -99,11 +104,11 @@ def _track(data: Media, info: AudioInfo) -> mp4.Track | None:
     return mp4.track(data, info)
 
 
-def _excerpt(data: Media, info: AudioInfo, stream: AudioStream, low: Fraction, high: Fraction) -> Excerpt | None:
+def _excerpt(data: Media, info: AudioInfo, stream: AudioStream, start: Fraction, end: Fraction) -> Excerpt | None:
     if info.ext in ogg.EXTENSIONS:
-        return ogg.excerpt(data, info, low, high)
+        return ogg.excerpt(data, info, start - _ROLL, end)
     if info.ext in mp3.EXTENSIONS and stream.time_base is not None:
-        return mp3.excerpt(data, info, (stream.start_time or 0) * stream.time_base, low, high)
+        return mp3.excerpt(data, info, (stream.start_time or 0) * stream.time_base, start - _ROLL, end)
     return None
 
 

@@ -22,6 +22,8 @@ from loaders.sound.layout import F32
 from loaders.sound.nameless import nameless
 from loaders.sound.spec import LAYOUTS, AudioSpec
 
+_SOME = f"asetnsamples={1 << 13}:pad=0"
+"""What a resampler gets at a time: packets hold few samples, and more than this would not stay in the processor's caches."""
 _MORE = 1 << 12
 """Samples that a resampler may give more than were asked for."""
 
@@ -33,17 +35,15 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     begin = first - round(excerpt.shift * rate)
     left = count if excerpt.until is None else min(count, int(excerpt.until * rate) - first)
     made = round(Fraction(count * spec.sample_rate, rate))
-    filters = [
-        f"atrim=start_pts={begin}:end_pts={begin + left}",
-        *_filters(info.channels, spec),
-        f"asetnsamples={made + _MORE}:pad=0",
-    ]
-    if left < count:
-        filters.insert(1, f"apad=whole_len={count}")
+    if left <= 0:
+        return None
+    filters = [f"aformat=sample_rates={rate}", f"atrim=start_pts={begin}:end_pts={begin + left}"]
+    filters += [f"apad=whole_len={count}"] if left < count else []
+    filters += [_SOME, *_filters(info.channels, spec), f"asetnsamples={made + _MORE}:pad=0"]
     try:
         with nameless(excerpt.parts) as descriptor:
             source = f"amovie=filename=/proc/self/fd/{descriptor}:format_name={excerpt.demuxer}"
-            frame = _pulled([source, f"aformat=sample_rates={rate}", *filters, "abuffersink"])
+            frame = _pulled([source, *filters, "abuffersink"])
     except (av.error.FFmpegError, OSError):
         return None
     late = frame.pts is None or abs(frame.pts * frame.time_base - Fraction(begin, rate)) * spec.sample_rate > 1

@@ -10,6 +10,7 @@ behind a frame: libav reads the file then as it does others.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from fractions import Fraction
 
@@ -59,16 +60,17 @@ def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
     """Where so many frames begin that follow each other, and where the last one ends."""
     at = [0]
     for _ in range(count):
-        size = _bytes(view[at[-1] : at[-1] + 4], rate)
+        size = _bytes(bytes(view[at[-1] : at[-1] + 3]), rate)
         if not size or at[-1] + size > len(view):
             return None
         at.append(at[-1] + size)
     return at
 
 
-def _bytes(head: memoryview, rate: int) -> int:
-    """How long the frame is that begins with these four; 0 if none does."""
-    if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
+@functools.lru_cache(1 << 10)
+def _bytes(head: bytes, rate: int) -> int:
+    """How long the frame is that begins with these three; 0 if none does."""
+    if len(head) < 3 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
         return 0
     version, kbits, which, padding = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3, head[2] >> 1 & 1
     if version == 1 or which == 3 or kbits == 15 or _RATES[version][which] != rate:

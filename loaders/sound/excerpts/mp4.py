@@ -47,7 +47,7 @@ class Track(msgspec.Struct, frozen=True):
     described: bytes
     counts: Ints
     ticks: Ints
-    sizes: Ints
+    sizes: npt.NDArray[Any]
     chunks: Ints
     first_of_chunk: Ints
 
@@ -125,8 +125,8 @@ def _track(moov: memoryview, number: int) -> Track | None:
     times = _numbers(tables[b"stts"], 2)
     chunks = _numbers(tables[b"stco"], 1)[:, 0] if b"stco" in tables else _numbers(tables[b"co64"], 1, ">i8")[:, 0]
     first_of_chunk = _first_of_chunk(_numbers(tables[b"stsc"], 3), len(chunks))
-    sizes = _table(tables[b"stsz"][12:], count, 1)[:, 0]
-    if times[:, 0].sum() != count or first_of_chunk is None or first_of_chunk[-1] != count:
+    sizes = np.frombuffer(tables[b"stsz"], ">u4", count, 12)  # as it is: there are very many
+    if times[:, 0].sum() != count or not times[:, 1].all() or first_of_chunk is None or first_of_chunk[-1] != count:
         return None
     start, lead = known
     described, handler = bytes(tables[b"stsd"]), bytes(media[b"hdlr"])
@@ -205,8 +205,8 @@ def _stretches(track: Track, first: int, last: int) -> Iterator[tuple[int, int]]
     high = int(np.searchsorted(track.first_of_chunk, last, side="left"))
     for chunk in range(low, high):
         begin, end = int(track.first_of_chunk[chunk]), int(track.first_of_chunk[chunk + 1])
-        skipped = int(track.sizes[begin : max(begin, first)].sum())
-        taken = int(track.sizes[max(begin, first) : min(end, last)].sum())
+        skipped = int(track.sizes[begin : max(begin, first)].sum(dtype=np.int64))
+        taken = int(track.sizes[max(begin, first) : min(end, last)].sum(dtype=np.int64))
         yield int(track.chunks[chunk]) + skipped, taken
 
 

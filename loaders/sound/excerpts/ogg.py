@@ -1,9 +1,10 @@
-"""Excerpts of Ogg (Opus, Vorbis, FLAC), page by page.
+"""Excerpts of Ogg (Opus and Vorbis), page by page.
 
 Purpose: a page says how many samples there are up to its end, so that an instant is found in some reads; pages can be put
 behind the file's headers as they are.
 Invariants: pages are the file's, whole, from one that begins `_BEFORE` earlier than `low` to behind the one that holds `high`;
-they keep their stamps, which count from the file's beginning. Only files of one stream, and not from its first page.
+they keep their stamps, which count from the file's beginning. Only files of one stream, and not from its first page; not FLAC in
+Ogg, of which libav counts what it gets.
 Failure behaviour: None for everything else, and where no page begins where the one before ends; libav reads the file then.
 """
 
@@ -19,18 +20,14 @@ from dataio.core import limits
 from dataio.shards.contract import AudioInfo
 from loaders.partial.file import Media
 from loaders.sound.excerpts.contract import Excerpt
+from loaders.sound.excerpts.seek import LOOKED_THROUGH, Mark, before
 
 EXTENSIONS = frozenset(["ogg", "oga", "opus"])
-_RATES = {"opus": 48_000}
-"""In which pages count, where that is not the sound's own rate."""
-_BEFORE = Fraction(1, 4)
+_CODECS = frozenset(["opus", "vorbis"])
+_BEFORE = Fraction(1, 10)
 """Seconds that pages say more than stamps do: what is left out at the beginning counts in them."""
 _PAGE = struct.Struct("<4sBBqIIIB")
 _MOST_HEADERS = 4 * limits.MIB
-_NEAR = 64 * limits.KIB
-_LOOKED_THROUGH = 2 * _NEAR
-"""Two of the largest pages."""
-_STEPS = 24
 
 
 class _Page(msgspec.Struct, frozen=True):
@@ -43,11 +40,17 @@ class _Page(msgspec.Struct, frozen=True):
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """From `low` to `high`, seconds of the file's own time line."""
-    rate = _RATES.get(info.codec, info.sample_rate)
-    head = _headers(data)
+    rate = 48_000 if info.codec == "opus" else info.sample_rate  # in which pages count
+    head = _headers(data) if info.codec in _CODECS else None
     if head is None:
         return None
-    first = _before(data, head, int((low - _BEFORE) * rate), info.samples * rate // info.sample_rate)
+
+    def find(at: int) -> Mark | None:
+        page = _page_after(data, at, head.serial)
+        return None if page is None else (page.end, page.samples)
+
+    whole = len(data), info.samples * rate // info.sample_rate
+    first, _ = before(find, (head.end, 0), whole, int((low - _BEFORE) * rate))
     pages = list(_until(data, first, head.serial, int((high + _BEFORE) * rate)))
     if not pages or first == head.end:
         return None
@@ -79,34 +82,14 @@ def _headers(data: Media) -> _Page | None:
     return None
 
 
-def _before(data: Media, head: _Page, wanted: int, whole: int) -> int:
-    """Where a page begins before which there are no more than `wanted` samples, of `whole`, and not many fewer."""
-    low, low_samples, high, high_samples = head.end, 0, len(data), whole
-    for step in range(_STEPS):
-        if high - low <= _NEAR or wanted <= low_samples:
-            break
-        share = (
-            Fraction(wanted - low_samples, max(1, high_samples - low_samples)) if step < _STEPS // 4 else Fraction(1, 2)
-        )
-        page = _page_after(data, max(low, int(low + share * (high - low)) - _NEAR // 2), head.serial)
-        if page is None or page.at >= high:
-            high = (low + high) // 2  # no page ends a packet there: a guess, since none need be found
-        elif page.samples <= wanted:
-            low, low_samples = page.end, page.samples
-        else:
-            high, high_samples = page.at, page.samples
-    while (page := _page(data, low)) is not None and page.samples <= wanted:
-        low = page.end
-    return low
-
-
 def _page_after(data: Media, at: int, serial: int) -> _Page | None:
     """The first page from there on in which a packet ends."""
-    view, found = bytes(data[at : at + _LOOKED_THROUGH]), -1
-    while (found := view.find(b"OggS", found + 1)) >= 0:
-        page = _page(data, at + found)
-        if page is not None and page.serial == serial and page.samples >= 0:
-            return page
+    for size in LOOKED_THROUGH:
+        view, found = bytes(data[at : at + size]), -1
+        while (found := view.find(b"OggS", found + 1)) >= 0:
+            page = _page(data, at + found)
+            if page is not None and page.serial == serial and page.samples >= 0:
+                return page
     return None
 
 

@@ -1,0 +1,125 @@
+"""Excerpts of FLAC, frame by frame.
+
+Purpose: every frame says which one it is, so that an instant is found in some reads; frames can be put behind the file's header
+as they are. libav looks for it too, with more reads, and from the file's beginning near its end.
+Invariants: frames are the file's, whole, from the one that holds `low` to the one that holds `high`; they keep their numbers.
+Only files whose frames have all as many samples, which are those that count frames.
+Failure behaviour: None for what is no FLAC and where no frame is found, for the first frame and the last; libav reads the file
+then. What looks like a frame, by its checksum of eight bits and its number, and is none, gives stamps that nobody takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+import msgspec
+
+from dataio.core import limits
+from loaders.partial.file import Media
+from loaders.sound.excerpts.contract import Excerpt
+from loaders.sound.excerpts.seek import Mark, before
+
+EXTENSIONS = frozenset(["flac"])
+_STREAMINFO = 34
+_MOST_BLOCKS = 64
+_MOST_OF_FRAME_HEADER = 16
+_FIRST_BYTES, _NEXT_BYTES = 16 * limits.KIB, 64 * limits.KIB
+_LARGEST = 1 * limits.MIB
+"""Bytes of a frame, about: 65,535 samples of eight channels are none that anybody has seen."""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """Of a file: the block that says what is in it, where its frames begin, how many samples each has, and all."""
+
+    info: bytes
+    end: int
+    block: int
+    samples: int
+
+
+def excerpt(data: Media, low: Fraction, high: Fraction) -> Excerpt | None:
+    """From `low` to `high`, seconds of the file's own time line."""
+    header = _header(data)
+    if header is None:
+        return None
+
+    def find(at: int) -> Mark | None:
+        return next(_frames(data, at, header), None)
+
+    rate, whole = int.from_bytes(header.info[10:13], "big") >> 4, (len(data), header.samples)
+    first = before(find, (header.end, 0), whole, int(low * rate))
+    behind = next((at for at, samples in _frames(data, first[0], header) if samples > high * rate), None)
+    if first[0] == header.end or behind is None:
+        return None
+    return Excerpt([b"fLaC\x80\x00\x00\x22", header.info, data[first[0] : behind]], "flac")
+
+
+def _header(data: Media) -> _Header | None:
+    at, info = 4, b""
+    if bytes(data[:4]) != b"fLaC":
+        return None
+    for _ in range(_MOST_BLOCKS):
+        head = data[at : at + 4]
+        if len(head) < 4:
+            return None
+        if head[0] & 0x7F == 0:
+            info = bytes(data[at + 4 : at + 4 + _STREAMINFO])
+        at += 4 + int.from_bytes(head[1:], "big")
+        if head[0] & 0x80:
+            break
+    else:
+        return None
+    least, most, samples = info[0:2], info[2:4], int.from_bytes(info[13:18], "big") & (1 << 36) - 1
+    if len(info) < _STREAMINFO or not samples or least != most:  # else frames may be counted by samples
+        return None
+    return _Header(info, at, int.from_bytes(least, "big"), samples)
+
+
+def _frames(data: Media, at: int, header: _Header) -> Iterator[Mark]:
+    """The frames that begin behind that byte, and the samples before each; none far behind the last one."""
+    at, size, begun = at + 1, _FIRST_BYTES, at
+    while at - begun < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
+        view, found = bytes(data[at : at + size]), -1
+        while (found := view.find(b"\xff\xf8", found + 1, len(view) - _MOST_OF_FRAME_HEADER)) >= 0:
+            number = _number(view[found : found + _MOST_OF_FRAME_HEADER])
+            if number is not None and number * header.block < header.samples:
+                yield at + found, number * header.block
+                begun = at + found
+        at, size = at + max(1, len(view) - _MOST_OF_FRAME_HEADER), _NEXT_BYTES
+
+
+def _number(head: bytes) -> int | None:
+    """Which frame it is that begins so, if one does: all frames but the last one have as many samples."""
+    if len(head) < _MOST_OF_FRAME_HEADER or head[2] < 0x10 or head[2] & 0xF == 0xF or head[3] & 1 or head[3] >= 0xB0:
+        return None
+    more = 0 if head[4] < 0x80 else 7 - (head[4] ^ 0xFF).bit_length()
+    if head[4] >= 0x80 and not 1 <= more <= 5:
+        return None
+    number = head[4] & (0x7F >> more + bool(more))
+    for byte in head[5 : 5 + more]:
+        if byte & 0xC0 != 0x80:
+            return None
+        number = number << 6 | byte & 0x3F
+    end = 5 + more + {6: 1, 7: 2}.get(head[2] >> 4, 0) + {12: 1, 13: 2, 14: 2}.get(head[2] & 0xF, 0)
+    return number if _crc8(head[:end]) == head[end] else None
+
+
+def _crc8(data: bytes) -> int:
+    found = 0
+    for byte in data:
+        found = _CRC8[found ^ byte]
+    return found
+
+
+def _table() -> bytes:
+    found = bytearray(256)
+    for number in range(256):
+        rest = number
+        for _ in range(8):
+            rest = (rest << 1 ^ 7) & 0xFF if rest & 0x80 else rest << 1
+        found[number] = rest
+    return bytes(found)
+
+
+_CRC8 = _table()
