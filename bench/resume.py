@@ -1,7 +1,8 @@
 """Resuming a loader in the middle of an epoch, beside other loaders: how long, how exact, how large a state.
 
 Purpose: `millrace bench resume`. Every candidate reads the same small clips in shuffled batches of 8, once to deliver
-their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do.
+their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do. The floor
+opens the same dataset and looks up and reads the next samples, one after the other in the thread that wants them.
 Invariant: a candidate walks an epoch once, keeping its state and the ids of the next batches at 50 % and at 99 %. Then, in
 the same process (imports do not count), a new loader over the data takes the state, as it comes back from JSON, and is timed
 from there to its first batch; it is exact if the next batches hold the same ids.
@@ -34,6 +35,7 @@ from dataio.core.options import count
 
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
 OURS, TORCHDATA, LITDATA, MOSAIC = "millrace", "torchdata StatefulDataLoader", "litdata", "mosaicml-streaming"
+FLOOR = "floor"
 BYTES = ", bytes"
 """What is added to a candidate's name when it delivers bytes; else it decodes."""
 METRICS = {
@@ -76,7 +78,7 @@ def fill(job: command.Job, part: Part) -> None:
         )
     job.tell("making clips", 0)
     prepare(job.scratch, job.args.clips)
-    names = [name + what for what in ("", BYTES) for name in (OURS, TORCHDATA, LITDATA)]
+    names = [*(name + what for what in ("", BYTES) for name in (OURS, TORCHDATA, LITDATA)), FLOOR + BYTES]
     if importlib.util.find_spec("litdata") is None:
         names = [name for name in names if not name.startswith(LITDATA)]
     part.title = f"Resume: {job.args.clips} small clips, shuffled, batches of {BATCH}, local disk"
@@ -107,7 +109,7 @@ def prepare(folder: Path, count: int) -> None:
 
 def measure(candidate: str, folder: Path) -> dict[str, float]:
     """Figures of one candidate."""
-    makers = {OURS: _millrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic}
+    makers = {OURS: _millrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic, FLOOR: _Bare}
     maker = makers[candidate.removesuffix(BYTES)]
 
     def make(folder: Path) -> Loader:
@@ -243,6 +245,29 @@ class _Bytes:
 
     def close(self) -> None:
         pass
+
+
+class _Bare:
+    """Samples in a drawn order, read when they are wanted: no threads, nothing ahead."""
+
+    def __init__(self, folder: Path, finish: Finish) -> None:
+        self._dataset, self._finish, self._at = Dataset.at_once(str(folder / "ds")), finish, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self._at}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self._at = state["batch"]
+
+    def __iter__(self) -> Iterator[Any]:
+        import numpy as np
+
+        order = np.random.default_rng(1).permutation(len(self._dataset))
+        while (self._at + 1) * BATCH <= len(order):
+            ids = order[self._at * BATCH : (self._at + 1) * BATCH].tolist()
+            self._at += 1
+            samples = self._dataset.samples(ids)
+            yield {"id": ids, "data": [self._finish(self._dataset.read(one, "avi")) for one in samples]}
 
 
 def _torchdata(folder: Path, finish: Finish) -> Loader:
