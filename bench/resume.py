@@ -1,8 +1,8 @@
 """Resuming a loader in the middle of an epoch, beside other loaders: how long, how exact, how large a state.
 
 Purpose: `millrace bench resume`. Every candidate reads the same small clips in shuffled batches of 8, once to deliver
-their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do. The floor
-opens the same dataset and looks up and reads the next samples, one after the other in the thread that wants them.
+their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do.
+The floor opens the same dataset, and looks up and reads the next samples one after the other in the thread that wants them.
 Invariant: a candidate walks an epoch once, keeping its state and the ids of the next batches at 50 % and at 99 %. Then, in
 the same process (imports do not count), a new loader over the data takes the state, as it comes back from JSON, and is timed
 from there to its first batch; it is exact if the next batches hold the same ids.
