@@ -1,15 +1,18 @@
 """One candidate, measured: `python -m bench.checkpointing NAME WHERE MIB RANKS STEPS LORA` prints a JSON object.
 
-Invariant: with several ranks this process starts one for each and prints what rank 0 found.
-Failure behaviour: the first rank that fails ends the others, and its last words are this process's.
+Invariant: with several ranks this process starts one for each and prints what rank 0 found. They meet by a file: a port
+that was free when it was chosen may be taken by the time that they have torch.
+Failure behaviour: the first rank that fails ends the others, and its last words are this process's. No rank outlives it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +23,9 @@ from pathlib import Path
 from bench.checkpointing.entries import ENTRIES
 from bench.checkpointing.measure import Job, measure
 
-_MARK = "MILLRACE_BENCH_RANK"
+_MEETING = "MILLRACE_BENCH_MEETING"
+"""The file by which the ranks find each other, and the process that started them."""
+_PR_SET_PDEATHSIG = 1
 
 
 def run(arguments: list[str]) -> dict[str, float]:
@@ -35,7 +40,12 @@ def run(arguments: list[str]) -> dict[str, float]:
 def _rank(arguments: list[str]) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    file, _, parent = os.environ[_MEETING].rpartition(" ")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit("whoever started this rank is gone")
+    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+    dist.init_process_group("gloo", init_method=f"file://{file}", **place)
     found = run(arguments)
     if dist.get_rank() == 0:
         print(json.dumps(found))
@@ -45,13 +55,14 @@ def _rank(arguments: list[str]) -> None:
 def _start(arguments: list[str], ranks: int) -> str:
     """Run all ranks; what rank 0 printed last."""
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    common = os.environ | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    common = os.environ | sizes | {"MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, "-m", "bench.checkpointing", *arguments]
     with tempfile.TemporaryDirectory(prefix="mrb-") as name, contextlib.ExitStack() as stack:
         folder, processes = Path(name), []
         for rank in range(ranks):
             out, err = (stack.enter_context((folder / f"{rank}.{kind}").open("wb")) for kind in ("out", "err"))
-            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _MARK: "1"}
+            meeting = f"{folder / 'meeting'} {os.getpid()}"
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _MEETING: meeting}
             processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=environment))
         try:
             while any(process.poll() is None for process in processes):
@@ -69,18 +80,9 @@ def _start(arguments: list[str], ranks: int) -> str:
         return (folder / "0.out").read_text().strip().splitlines()[-1]
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 if __name__ == "__main__":
     given, count = sys.argv[1:], int(sys.argv[4])
-    if count > 1 and _MARK not in os.environ:
+    if count > 1 and _MEETING not in os.environ:
         print(_start(given, count))
     elif count > 1:
         _rank(given)
