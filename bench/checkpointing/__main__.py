@@ -44,8 +44,8 @@ def _rank(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         sys.exit("whoever started this rank is gone")
-    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
-    dist.init_process_group("gloo", init_method=f"file://{file}", **place)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
     found = run(arguments)
     if dist.get_rank() == 0:
         print(json.dumps(found))
