@@ -93,6 +93,10 @@ def _is_collated(caller: FrameType) -> bool:
     return getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate
 
 
+def _is_closed() -> UsageError:
+    return UsageError("the loader is closed", hint="make another one; its state_dict() says where to go on")
+
+
 def _count(batch: Batch) -> None:
     substituted = sum(1 for sample in batch.samples if sample and sample.refusals)
     for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
@@ -281,7 +285,7 @@ class Loader(IterableDataset[dict[str, Any]]):
     def _next(self) -> dict[str, Any] | None:
         """The next batch, or None once at the end of every epoch."""
         if self._closed:
-            raise UsageError("the loader is closed", hint="make another one; its state_dict() says where to go on")
+            raise _is_closed()
         if self._batch >= self._plan.batches_in(self._epoch):
             self._epoch, self._batch = self._epoch + 1, 0
             return None
@@ -291,8 +295,10 @@ class Loader(IterableDataset[dict[str, Any]]):
             _count(batch)
             if self._ahead is not None:
                 self._ahead.plan()
-        except BaseException:  # also Ctrl-C: the position stays, the threads end
+        except BaseException as error:  # also Ctrl-C: the position stays, the threads end
             self._stop()
+            if self._closed and isinstance(error, Exception):  # by another thread, or by a signal's handler
+                raise _is_closed() from error
             raise
         self._batch, self._delivered = self._batch + 1, True
         return whole

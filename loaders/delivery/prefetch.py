@@ -5,12 +5,14 @@ Purpose: keep the trainer from waiting without ever running away from it.
 Invariants: batches come out in the order they were asked for, whichever sample was finished first. A batch is started only by
 the one who asks for batches.
 Failure behaviour: the first error of a batch is raised where that batch would be delivered, and again if it is asked
-for again; what was waited for during `STALL_SECONDS` and is not finished is a `DeadlineError`. `close` stops threads, from any
-state, after the picture that each has in hand, or the sample where that is not decoded picture by picture.
+for again, and `Closed` to who waits when it is closed; what was waited for during `STALL_SECONDS` and is not finished is a
+`DeadlineError`. `close` stops threads, from any state, after the picture that each has in hand, or the sample where that is not
+decoded picture by picture.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -115,6 +117,8 @@ class Prefetcher:
             if len(unfinished) == left:
                 raise DeadlineError(f"no clip was finished for {STALL_SECONDS:.0f} s", hint="is the store reachable?")
             left = len(unfinished)
+        if self._stopped.is_set():  # meanwhile, by another thread or a signal's handler: not all samples are there
+            raise Closed
         for future in futures:
             future.result()
         del self._batches[0]
@@ -137,6 +141,9 @@ class Prefetcher:
         """Drop what was started and end the threads."""
         self.stop()
         self._pool.shutdown(cancel_futures=True)
+        for future in itertools.chain.from_iterable(futures for _, futures in self._batches):
+            if future.cancelled():
+                future.set_running_or_notify_cancel()  # who waits for it hears of it by this alone
         self._batches.clear()
         self._buffers.clear()
 

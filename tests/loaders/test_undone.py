@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from loaders import Clip, VideoLoader
+from loaders import Clip, VideoLoader, engine
 from loaders.delivery.ahead import Ahead
 from loaders.delivery.batch import Batch
 from loaders.plan import OrderPlan
+from loaders.samples.source import StoreReader
 from tests.waiting import wait_for
 
 Make = Callable[..., VideoLoader]
@@ -87,3 +90,31 @@ def test_a_loader_whose_end_was_interrupted_can_go_on(make: Make, monkeypatch: p
             loader.load_state_dict(state)
     assert some(loader, 3) == whole[2:]
     wait_for(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_who_waits_while_a_loader_is_closed_gets_no_half_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(StoreReader):
+        def read(self, key: str, ranges: Any) -> list[memoryview]:
+            begun.set()
+            assert go.wait(60)
+            return super().read(key, ranges)
+
+    monkeypatch.setattr(engine, "open_reader", lambda store, *_: Slow(store))
+    loader = make()
+
+    def close() -> None:
+        assert begun.wait(60)
+        ahead = loader._ahead
+        assert ahead is not None
+        stop = ahead._prefetcher.stop
+        monkeypatch.setattr(ahead._prefetcher, "stop", lambda: (stop(), go.set()))
+        loader.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(UsageError, match="the loader is closed"):
+        next(iter(loader))
+    closing.join(60)
+    assert loader.state_dict()["batch"] == 0
