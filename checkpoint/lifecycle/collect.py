@@ -3,7 +3,8 @@
 Order (`docs/design/0012-retention.md`; the tests take it apart at every store operation):
 
 0. COMMIT of every attempt that is complete and has none;
-1. `gc/<id>` with the condemned steps, so that whoever comes now does not lean on them, read them or give them a name;
+1. `gc/<id>` with the condemned steps, so that whoever comes now does not lean on them, read them or give them a name; one that
+   another collection has settled before its time was read is written once more;
 2. leases are read: first every attempt without a fate whose lease is over is fenced with the fate "abort"; steps that a live
    lease leans on are spared; *then* the policy is applied again, and what it keeps by now is spared: a tag or a new timeline
    may have come since it was applied first;
