@@ -93,10 +93,6 @@ def _is_collated(caller: FrameType) -> bool:
     return getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate
 
 
-def _is_closed() -> UsageError:
-    return UsageError("the loader is closed", hint="make another one; its state_dict() says where to go on")
-
-
 def _count(batch: Batch) -> None:
     substituted = sum(1 for sample in batch.samples if sample and sample.refusals)
     for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
@@ -284,8 +280,7 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     def _next(self) -> dict[str, Any] | None:
         """The next batch, or None once at the end of every epoch."""
-        if self._closed:
-            raise _is_closed()
+        self._check_open()
         if self._batch >= self._plan.batches_in(self._epoch):
             self._epoch, self._batch = self._epoch + 1, 0
             return None
@@ -297,11 +292,16 @@ class Loader(IterableDataset[dict[str, Any]]):
                 self._ahead.plan()
         except BaseException as error:  # also Ctrl-C: the position stays, the threads end
             self._stop()
-            if self._closed and isinstance(error, Exception):  # by another thread, or by a signal's handler
-                raise _is_closed() from error
+            if isinstance(error, Exception):  # it may be closed by another thread, or by a signal's handler
+                self._check_open(error)
             raise
         self._batch, self._delivered = self._batch + 1, True
         return whole
+
+    def _check_open(self, cause: Exception | None = None) -> None:
+        if self._closed:
+            hint = "make another one; its state_dict() says where to go on"
+            raise UsageError("the loader is closed", hint=hint) from cause
 
     def _wait(self) -> Batch:
         self._meter.asked()
