@@ -20,12 +20,8 @@ from dataio.shards.contract import AudioInfo
 from loaders.sound.excerpts.contract import Excerpt
 from loaders.sound.layout import F32
 from loaders.sound.nameless import nameless
+from loaders.sound.resample import at_most, in_pieces_to
 from loaders.sound.spec import LAYOUTS, AudioSpec
-
-_SOME = f"asetnsamples={1 << 13}:pad=0"
-"""What a resampler gets at a time: packets hold few samples, and more than this would not stay in the processor's caches."""
-_MORE = 1 << 12
-"""Samples that a resampler may give more than were asked for."""
 
 
 def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: AudioSpec) -> tuple[F32, int] | None:
@@ -39,7 +35,7 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
         return None
     filters = [f"aformat=sample_rates={rate}", f"atrim=start_pts={begin}:end_pts={begin + left}"]
     filters += [f"apad=whole_len={count}"] if left < count else []
-    filters += [_SOME, *_filters(info.channels, spec), f"asetnsamples={made + _MORE}:pad=0"]
+    filters += [*_chosen(info.channels, spec), *in_pieces_to(spec), at_most(made)]
     try:
         with nameless(excerpt.parts) as descriptor:
             source = f"amovie=filename=/proc/self/fd/{descriptor}:format_name={excerpt.demuxer}"
@@ -52,13 +48,12 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     return cast(F32, frame.to_ndarray()), left
 
 
-def _filters(channels: int, spec: AudioSpec) -> list[str]:
-    layout = LAYOUTS[spec.channels]
-    wanted = f"aformat=sample_fmts=fltp:sample_rates={spec.sample_rate}:channel_layouts={layout}"
+def _chosen(channels: int, spec: AudioSpec) -> list[str]:
+    """The first channels as they are, where they are wanted so."""
     if spec.policy == "mix":
-        return [wanted]
+        return []
     chosen = [f"c{number}=c{min(number, channels - 1)}" for number in range(spec.channels)]
-    return ["pan=" + "|".join([layout, *chosen]), wanted]
+    return ["pan=" + "|".join([LAYOUTS[spec.channels], *chosen])]
 
 
 def _pulled(filters: list[str]) -> Any:
