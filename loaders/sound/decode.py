@@ -26,7 +26,7 @@ from dataio.shards.contract import AudioInfo
 from dataio.shards.media.container import check_complete
 from loaders.decode.trim import ViewFile, demuxed, open_media
 from loaders.partial.file import Media
-from loaders.sound.excerpts import flac, mp3, mp4, ogg
+from loaders.sound.excerpts import flac, mp3, mp4, ogg, wav
 from loaders.sound.excerpts.contract import Excerpt
 from loaders.sound.excerpts.decoded import decoded
 from loaders.sound.flac import read_flac
@@ -75,8 +75,9 @@ def _found(
     known = read_flac(data, info, start - _EDGE, seconds + 2 * _EDGE)
     if known is not None:
         return resampled(known[0], info.sample_rate, LAYOUTS[info.channels], spec), known[1]
-    if info.ext in flac.EXTENSIONS:
-        excerpt = flac.excerpt(data, start - _EDGE, start + seconds + _EDGE)
+    if info.ext in flac.EXTENSIONS | wav.EXTENSIONS:
+        span = start - _EDGE, start + seconds + _EDGE
+        excerpt = flac.excerpt(data, *span) if info.ext in flac.EXTENSIONS else wav.excerpt(data, info, *span)
         made = _at_once(excerpt, info, start, seconds, spec)
         if made is not None:
             return made

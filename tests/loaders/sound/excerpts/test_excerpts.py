@@ -36,8 +36,12 @@ KINDS: dict[str, tuple[str, str, int, str, dict[str, str]]] = {
     "Vorbis": ("ogg", "vorbis", 44_100, "stereo", {"strict": "experimental"}),
     "FLAC": ("flac", "flac", 44_100, "stereo", {}),
     "FLAC of one channel": ("flac", "flac", 8_000, "mono", {}),
+    "WAV": ("wav", "pcm_s16le", 44_100, "stereo", {}),
+    "WAV of 24 bits": ("wav", "pcm_s24le", 48_000, "mono", {}),
+    "WAV of floats": ("wav", "pcm_f32le", 16_000, "stereo", {}),
+    "WAV of 8 bits": ("wav", "pcm_u8", 8_000, "mono", {}),
 }
-EXT = {"mp4": "m4a", "mov": "mov", "ogg": "ogg", "flac": "flac"}
+EXT = {"mp4": "m4a", "mov": "mov", "ogg": "ogg", "flac": "flac", "wav": "wav"}
 
 
 def recording(kind: str, seconds: int = SECONDS) -> bytes:
@@ -149,7 +153,10 @@ def test_what_sounds_is_where_it_was(ways: Ways, file: Recording) -> None:
         first = int((frames[0].pts or 0) * (stream.time_base or 0) * file.info.sample_rate)
         width = 1 if frames[0].format.is_planar else file.info.channels
         whole = np.concatenate([frame.to_ndarray().reshape(-1, frame.samples * width)[:1] for frame in frames], axis=1)
-    whole = whole[0, ::width] / {"s16": 1 << 15, "s32": 1 << 31}.get(frames[0].format.packed.name, 1)
+    silence, one = {"u8": (128, 128), "s16": (0, 1 << 15), "s32": (0, 1 << 31)}.get(
+        frames[0].format.packed.name, (0, 1)
+    )
+    whole = (whole[0, ::width] - float(silence)) / one
     spec, ways.open, ways.taken = AudioSpec(file.info.sample_rate, seconds=1.0, policy="first"), True, 0
     for start in (8, 13):
         sound, real = decode_audio(memoryview(file.data), file.info, Fraction(start), spec, spec.samples())
