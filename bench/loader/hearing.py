@@ -8,7 +8,7 @@ Failure behaviour: exceptions of the loaders, which end the candidate's process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,19 @@ def _ours(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
             yield batch["mel" if kind.bands else "audio"]
 
 
+class _Marked:
+    """A file's bytes, and the frames in it that the index marks."""
+
+    def __init__(self, data: memoryview, marks: Sequence[tuple[int, int]]) -> None:
+        self.data, self.marks = data, marks
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, where: slice) -> memoryview:
+        return self.data[where]
+
+
 def _bare(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     """The decoder alone."""
     from dataio.shards.contract import Sample
@@ -44,9 +57,10 @@ def _bare(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
 
     spec, window = AudioSpec(RATE, seconds=kind.window), Window(kind.window, per_sample=kind.per_file)
 
-    def one(sample: Sample, data: memoryview) -> torch.Tensor:
-        found, info = list[torch.Tensor](), sample.audio
+    def one(sample: Sample, bytes_: memoryview) -> torch.Tensor:
+        found, info, pieces = list[torch.Tensor](), sample.audio, sample.members[0].pieces
         assert info is not None
+        data = _Marked(bytes_, pieces.marks) if pieces is not None and pieces.marks else bytes_
         for number in range(kind.per_file):
             start = begin(info, window, Where(0, sample.id, sample, number))
             sound, _ = decode_audio(data, info, start, spec, spec.samples(), True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -39,6 +39,14 @@ class Media(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, where: slice, /) -> memoryview: ...
+
+
+@runtime_checkable
+class Marked(Media, Protocol):
+    """A file of which the index says more: `Pieces.marks`."""
+
+    @property
+    def marks(self) -> Sequence[tuple[int, int]]: ...
 
 
 class PartialFile:

@@ -109,7 +109,7 @@ def _excerpt(data: Media, info: AudioInfo, stream: AudioStream, start: Fraction,
     if info.ext in ogg.EXTENSIONS:
         return ogg.excerpt(data, info, start - _ROLL, end)
     if info.ext in mp3.EXTENSIONS and stream.time_base is not None:
-        return mp3.excerpt(data, info, (stream.start_time or 0) * stream.time_base, start - _ROLL, end)
+        return mp3.excerpt(data, info, (stream.start_time or 0) * stream.time_base, start - _EDGE, end)
     return None
 
 

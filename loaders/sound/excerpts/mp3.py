@@ -15,7 +15,7 @@ from bisect import bisect_right
 from fractions import Fraction
 
 from dataio.shards.contract import AudioInfo
-from loaders.partial.file import GivenFile, Media, PartialFile
+from loaders.partial.file import Marked, Media
 from loaders.partial.needed import mark_before, mark_behind
 from loaders.sound.excerpts.contract import Excerpt
 
@@ -35,7 +35,7 @@ _MORE = 2
 
 def excerpt(data: Media, info: AudioInfo, begin: Fraction, low: Fraction, high: Fraction) -> Excerpt | None:
     """From `low` to `high`, seconds of the file's own time line, in which its sound begins at `begin`."""
-    marks, rate = data.marks if isinstance(data, PartialFile | GivenFile) else (), info.sample_rate
+    marks, rate = data.marks if isinstance(data, Marked) else (), info.sample_rate
     number = mark_before(marks, int(low * rate)) if marks else 0
     if not number:
         return None

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[int, str, int, dict[str, str]]] = {
     "constant": (44_100, "mono", 64_000, {}),
     "joint stereo": (48_000, "stereo", 128_000, {"joint_stereo": "1"}),
     "variable": (44_100, "mono", 0, {"q": "4"}),
+    "of many bits": (44_100, "stereo", 320_000, {}),
     "of few bits": (16_000, "mono", 16_000, {}),
     "of the fewest": (8_000, "mono", 8_000, {}),
     "without a header": (44_100, "mono", 64_000, {"write_xing": "0"}),
