@@ -49,7 +49,8 @@ def excerpt(data: Media, low: Fraction, high: Fraction) -> Excerpt | None:
 
     rate, whole = int.from_bytes(header.info[10:13], "big") >> 4, (len(data), header.samples)
     first = before(find, (header.end, 0), whole, int(low * rate))
-    behind = next((at for at, samples in _frames(data, first[0], header) if samples > high * rate), None)
+    late = int(high * rate)
+    behind = next((at for at, samples in _frames(data, first[0], header) if samples > late), None)
     if first[0] == header.end or behind is None:
         return None
     return Excerpt([b"fLaC\x80\x00\x00\x22", header.info, data[first[0] : behind]], "flac")
