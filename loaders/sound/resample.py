@@ -22,6 +22,8 @@ from loaders.sound.spec import LAYOUTS, AudioSpec
 
 AT_ONCE = 1 << 13
 """Samples of each channel."""
+_LONGEST = 1 << 26
+"""Samples of a frame: FFmpeg gives out no more than two gigabytes at once."""
 _MORE = 1 << 12
 """Samples that a resampler may give more than were asked for."""
 
@@ -36,15 +38,17 @@ def resampled(source: F32 | I16, rate: int, layout: str, spec: AudioSpec) -> F32
     if not source.shape[1]:
         return np.zeros((spec.channels, 0), np.float32)
     kind, tick = "s16p" if whole else "fltp", Fraction(1, rate)
-    frame = AudioFrame.from_ndarray(cast(Any, np.ascontiguousarray(source)), format=kind, layout=layout)
-    frame.sample_rate, frame.pts, frame.time_base = rate, 0, tick
     graph = Graph()
     graph.threads = 1
     begin: Any = graph.add_abuffer(sample_rate=rate, format=kind, layout=layout, time_base=tick)
     filters = [*in_pieces_to(spec), at_most(round(Fraction(source.shape[1] * spec.sample_rate, rate)))]
     chain = [begin, *(graph.add(*one.partition("=")[::2]) for one in filters), graph.add("abuffersink")]
     graph.link_nodes(*chain).configure()
-    begin.push(frame)
+    for at in range(0, source.shape[1], _LONGEST):
+        part: Any = np.ascontiguousarray(source[:, at : at + _LONGEST])
+        frame = AudioFrame.from_ndarray(part, format=kind, layout=layout)
+        frame.sample_rate, frame.pts, frame.time_base = rate, at, tick
+        begin.push(frame)
     begin.push(None)
     return cast(F32, chain[-1].pull().to_ndarray())
 
