@@ -134,7 +134,8 @@ class Batch:
             return tensor
         if not whole:
             return None
-        return tensor[torch.tensor(whole, dtype=torch.int64, device=tensor.device)]
+        closer = self._buffers.empty((len(whole), *tensor.shape[1:]), tensor.dtype)  # pinned, where all is
+        return torch.index_select(tensor, 0, torch.tensor(whole, device=tensor.device), out=closer)
 
 
 def _shape(name: str, shape: Sequence[int], output: Output) -> torch.Size:

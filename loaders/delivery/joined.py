@@ -60,4 +60,5 @@ class JoinedBatch(Batch):
         if joined is None or (len(whole) == len(self.samples) and not self._other):
             return joined
         pieces = [self._other.get(slot, joined[self._ends[slot] : self._ends[slot + 1]]) for slot in whole]
-        return torch.cat(pieces) if pieces else None
+        closer = self._buffers.empty((sum(map(len, pieces)),), torch.uint8)
+        return torch.cat(pieces, out=closer) if pieces else None

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from dataio.core.errors import CorruptionError, DeadlineError, UsageError
-from dataio.shards.contract import Sample
+from dataio.shards.contract import Files, Member, Sample
 from loaders.contract import Finished, Layout, Place
 from loaders.delivery import prefetch
 from loaders.delivery.batch import Batch, Output
 from loaders.delivery.buffers import Buffers
+from loaders.delivery.joined import JoinedBatch
 from loaders.delivery.prefetch import Prefetcher
 
 CPU = Output(torch.device("cpu"), pinned=False)
@@ -164,3 +165,41 @@ def test_a_batch_whose_samples_were_all_left_out_after_they_were_drawn_has_no_vi
     assert room((1, 3, 2, 2)) is not None
     batch.put(0, Finished(places(0)[0].sample, {}))
     assert batch.tensors()["video"] is None
+
+
+class Watched(Buffers):
+    """Knows what it lent: with `device="pinned"`, what is pinned."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU.device)
+        self.addresses = set[int]()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = super().empty(shape, dtype)
+        self.addresses.add(made.data_ptr())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dtype: torch.dtype) -> None:
+    ring = Watched()
+    batch = Batch(3, VIDEO, Output(CPU.device, pinned=False, dtype=dtype), ring)
+    for slot, place in enumerate(places(0, 1, 2)):
+        batch.put(slot, Finished(place.sample, {}) if slot == 1 else finished(place))
+    video = batch.tensors()["video"]
+    assert (video * 255).round().flatten(1).tolist() == [[0] * 12, [2] * 12]
+    assert video.data_ptr() in ring.addresses
+
+
+@pytest.mark.parametrize("other", [None, 5])
+def test_files_of_which_something_was_left_out_or_replaced_are_in_memory_of_the_ring_too(other: int | None) -> None:
+    ring, layout = Watched(), Layout(("bytes",))
+    files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(3)]
+    batch = JoinedBatch(files, layout, CPU, ring)
+    for slot, place in enumerate(places(0, 1, 2)):
+        long = 3 if slot != 1 else other
+        tensors = {} if long is None else {"bytes": torch.full((long,), slot, dtype=torch.uint8)}
+        batch.put(slot, Finished(place.sample, tensors))
+    joined = batch.tensors()["bytes"]
+    assert joined.tolist() == [0] * 3 + [1] * (other or 0) + [2] * 3
+    assert joined.data_ptr() in ring.addresses
