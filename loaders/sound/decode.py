@@ -29,6 +29,7 @@ from loaders.partial.file import Media
 from loaders.sound.excerpts import flac, mp3, mp4, ogg, wav
 from loaders.sound.excerpts.contract import Excerpt
 from loaders.sound.excerpts.decoded import decoded
+from loaders.sound.excerpts.seek import Mark
 from loaders.sound.flac import read_flac
 from loaders.sound.layout import F32 as F32
 from loaders.sound.layout import Head, heard, pts
@@ -93,7 +94,7 @@ def _found(
             raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
         if from_first and stream.start_time is not None and stream.time_base is not None:
             start += stream.start_time * stream.time_base
-        excerpt = _excerpt(data, info, stream, start, start + seconds + _EDGE)
+        excerpt = _excerpt(data, info, container, stream, (start, start + seconds + _EDGE))
         made = _at_once(excerpt, info, start, seconds, spec)
         return made or _by_packets(container, stream, info, start, seconds, spec)
 
@@ -105,12 +106,31 @@ def _track(data: Media, info: AudioInfo) -> mp4.Track | None:
     return mp4.track(data, info)
 
 
-def _excerpt(data: Media, info: AudioInfo, stream: AudioStream, start: Fraction, end: Fraction) -> Excerpt | None:
+def _excerpt(
+    data: Media,
+    info: AudioInfo,
+    container: av.container.InputContainer,
+    stream: AudioStream,
+    span: tuple[Fraction, Fraction],
+) -> Excerpt | None:
+    start, end = span
     if info.ext in ogg.EXTENSIONS:
         return ogg.excerpt(data, info, start - _ROLL, end)
-    if info.ext in mp3.EXTENSIONS and stream.time_base is not None:
-        return mp3.excerpt(data, info, (stream.start_time or 0) * stream.time_base, start - _EDGE, end)
+    if info.ext in mp3.EXTENSIONS and stream.time_base is not None and start > _ROLL:
+        begin = (stream.start_time or 0) * stream.time_base
+        marks = mp3.marks(data) or _first(container, stream)
+        return mp3.excerpt(data, info, marks, begin, start - _EDGE, end)
     return None
+
+
+def _first(container: av.container.InputContainer, stream: AudioStream) -> list[Mark]:
+    """Where the first packet begins, if it says so. To be asked only by who seeks afterwards."""
+    assert stream.time_base is not None
+    with demuxed(container, stream) as packets:
+        packet = next(packets, None)
+    if packet is None or packet.pos is None or packet.pts is None:
+        return []
+    return [(packet.pos, int(packet.pts * stream.time_base * stream.sample_rate))]
 
 
 def _at_once(

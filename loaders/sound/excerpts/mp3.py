@@ -1,10 +1,10 @@
-"""Excerpts of MP3, from a frame on that the index marked: the file does not say where in it an instant is.
+"""Excerpts of MP3, from a frame on that the index marked, or the first: the file does not say where in it an instant is.
 
 Purpose: libav would read all that lies before it, to count the frames.
 Invariants: frames are the file's, whole, from some before those that are wanted, since a frame needs the bytes of some before it
 and what they left behind, to behind them or to where the index says that the sound ends: what fills the last frame is no sound.
 Every frame begins where the one before ends.
-Failure behaviour: None for files without marks, for what lies near the beginning, and where no frame begins at the mark, or
+Failure behaviour: None for long files without marks, for what begins with the sound, and where no frame begins at the mark, or
 behind a frame: libav reads the file then as it does others.
 """
 
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
+from collections.abc import Sequence
 from fractions import Fraction
 
+from dataio.core import limits
 from dataio.shards.contract import AudioInfo
 from loaders.partial.file import Marked, Media
 from loaders.partial.needed import mark_before, mark_behind
 from loaders.sound.excerpts.contract import Excerpt
+from loaders.sound.excerpts.seek import Mark
 
 EXTENSIONS = frozenset(["mp3"])
 _KBITS = (
@@ -29,17 +32,26 @@ _RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 
 """By the two bits of the version: 1, 2, 2.5."""
 _RESERVOIR = 2048
 """Bytes before the first frame that is wanted: a frame may need those of some before it, 511 at most, and these theirs."""
+_SHORT = 2 * limits.MIB
+"""Bytes of a file whose frames are counted from its first one, if the index marks none."""
 _MORE = 2
 """Frames behind the last one that is wanted."""
 
 
-def excerpt(data: Media, info: AudioInfo, begin: Fraction, low: Fraction, high: Fraction) -> Excerpt | None:
-    """From `low` to `high`, seconds of the file's own time line, in which its sound begins at `begin`."""
-    marks, rate = data.marks if isinstance(data, Marked) else (), info.sample_rate
-    number = mark_before(marks, int(low * rate)) if marks else 0
-    if not number:
+def marks(data: Media) -> Sequence[Mark]:
+    """The frames that the index marks."""
+    return data.marks if isinstance(data, Marked) else ()
+
+
+def excerpt(
+    data: Media, info: AudioInfo, marks: Sequence[Mark], begin: Fraction, low: Fraction, high: Fraction
+) -> Excerpt | None:
+    """From `low` to `high`, seconds of the file's own time line, in which its sound begins at `begin`. Some frames are known, or
+    the first one."""
+    rate, far = info.sample_rate, len(marks) == 1 and len(data) > _SHORT
+    if not marks or far or low <= begin:  # some of the first frame is left out
         return None
-    at, before = marks[number]
+    at, before = marks[mark_before(marks, int(low * rate))]
     behind = mark_behind(marks, int(high * rate) + _MORE * 1152)
     view = data[at : marks[behind][0] if behind < len(marks) else len(data)]
     if len(view) < 4:
@@ -49,10 +61,10 @@ def excerpt(data: Media, info: AudioInfo, begin: Fraction, low: Fraction, high: 
     offsets = _offsets(view, rate, wanted)
     if offsets is None:
         return None
-    first = min(len(offsets) - 1, (int(low * rate) - before) // length)
-    first = max(0, bisect_right(offsets, offsets[first] - _RESERVOIR) - 1)
-    shift, until = Fraction(before + first * length, rate), Fraction(before + ends, rate)
-    part = view[offsets[first] : offsets[-1]]
+    early = min(len(offsets) - 1, (int(low * rate) - before) // length)
+    early = max(0, bisect_right(offsets, offsets[early] - _RESERVOIR) - 1)
+    shift, until = Fraction(before + early * length, rate), Fraction(before + ends, rate)
+    part = view[offsets[early] : offsets[-1]]
     return Excerpt([part], "mp3", shift, until if wanted * length >= ends else None)
 
 

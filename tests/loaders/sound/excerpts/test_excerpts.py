@@ -36,12 +36,14 @@ KINDS: dict[str, tuple[str, str, int, str, dict[str, str]]] = {
     "Vorbis": ("ogg", "vorbis", 44_100, "stereo", {"strict": "experimental"}),
     "FLAC": ("flac", "flac", 44_100, "stereo", {}),
     "FLAC of one channel": ("flac", "flac", 8_000, "mono", {}),
+    "MP3": ("mp3", "libmp3lame", 44_100, "stereo", {}),
+    "MP3 of half the rate, without a header": ("mp3", "libmp3lame", 22_050, "mono", {"write_xing": "0"}),
     "WAV": ("wav", "pcm_s16le", 44_100, "stereo", {}),
     "WAV of 24 bits": ("wav", "pcm_s24le", 48_000, "mono", {}),
     "WAV of floats": ("wav", "pcm_f32le", 16_000, "stereo", {}),
     "WAV of 8 bits": ("wav", "pcm_u8", 8_000, "mono", {}),
 }
-EXT = {"mp4": "m4a", "mov": "mov", "ogg": "ogg", "flac": "flac", "wav": "wav"}
+EXT = {"mp4": "m4a", "mov": "mov", "ogg": "ogg", "flac": "flac", "wav": "wav", "mp3": "mp3"}
 
 
 def recording(kind: str, seconds: int = SECONDS) -> bytes:
@@ -58,7 +60,7 @@ def _encode(target: Path, kind: str, seconds: int) -> None:
     tone = np.sin(2 * np.pi * (200 + 30 * time) * time) * (0.5 + 0.5 * np.sin(0.9 * time))
     noise = np.random.default_rng(3).normal(0, 0.02, len(time)) * (1 + np.sin(0.7 * time))
     sound = ((tone + noise) * 12_000).astype(np.int16)
-    muxed = {key: value for key, value in options.items() if key in ("movflags", "page_duration")}
+    muxed = {key: value for key, value in options.items() if key in ("movflags", "page_duration", "write_xing")}
     coded = {key: value for key, value in options.items() if key not in muxed}
     with av.open(str(target), "w", format=container, options=muxed) as output:
         stream: Any = output.add_stream(codec, rate=rate, layout=layout, options=coded)
