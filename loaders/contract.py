@@ -75,7 +75,7 @@ class Coming(Protocol):
     """One rank's batches, one after the other."""
 
     def batches_in(self, epoch: int) -> int:
-        """Batches in an epoch."""
+        """Batches in an epoch: one at least."""
         ...
 
     def places(self, epoch: int, batches: range) -> Sequence[Sequence[Place]]:

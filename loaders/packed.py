@@ -125,17 +125,11 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
         return found
 
 
-class EpochPlan(PackedPlan, frozen=True, eq=False):
-    """The plan of one epoch, which may have no batch: another packing of a tiny dataset may fill none."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
 class RepackedPlan(PackedPlan, frozen=True, eq=False):
-    """A plan that is another one in every epoch; by itself it is that of the first. `epochs` makes them, and keeps some."""
+    """A plan that is another one in every epoch; by itself it is that of the first. `epochs` makes them, and keeps some; each has
+    a batch at least."""
 
-    epochs: Callable[[int], EpochPlan] | None = None
+    epochs: Callable[[int], PackedPlan] | None = None
 
     def of(self, epoch: int) -> OrderPlan:
         assert self.epochs is not None

@@ -96,16 +96,19 @@ def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
 
 
 def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
-    """A plan of other sequences in every epoch; those of two epochs are kept."""
-    from loaders.packed import EpochPlan, PackedStream, RepackedPlan
+    """A plan of other sequences in every epoch; those of two epochs are kept. Of a tiny dataset another packing may fill no
+    batch: such an epoch has the first one's, or who looks ahead would have to search for one that does."""
+    from loaders.packed import PackedPlan, PackedStream, RepackedPlan
 
     (stream,) = streams.values()
 
     @functools.lru_cache(maxsize=2)
-    def of(epoch: int) -> EpochPlan:
+    def of(epoch: int) -> PackedPlan:
         packed = PackedStream.from_(stream, pack, key_of(_PACK, how.seed, 0 if how.evaluate else epoch))
         schedule, chosen = _scheduled({"": packed}, None, how, None)
-        return EpochPlan(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size)
+        if epoch and not schedule.batches:
+            return first
+        return PackedPlan(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size)
 
     first = of(0)
     return RepackedPlan(first.streams, first.schedule, what, how.seed, how.rank, how.world_size, epochs=of)

@@ -15,7 +15,7 @@ Invariants: every piece is in exactly one sequence; no sequence is longer than `
 the order of their numbers; at most `lookahead` pieces are considered at a time. Without a key (`anew=False`) the same recordings
 share a sequence in every epoch, and which sequences share a batch changes. How many sequences there are depends on the key.
 Where sequences are counted on over epochs, as in mixtures, all packings are brought to one number of sequences (`with_room`,
-`stretched`) by halving a few; a packing that needs more is not used.
+`stretched`) by halving a few; a packing that needs more is not used, and elsewhere one that fills no batch.
 Cost (`millrace bench pieces --only packed`): once, when a loader is opened; with `anew` in every epoch, of which two are kept.
 Failure behaviour: `UsageError` for a capacity or lookahead that cannot be, and where nothing is left to pack.
 """

@@ -19,6 +19,8 @@ from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
 from loaders import AudioLoader, AudioSpec, Durations, LogMel, Mixture, Packing, Window
 from loaders.order.packing import pack as packed_by
+from loaders.order.permutation import key_of
+from loaders.sampling import _PACK
 from loaders.sound.mel import log_mel
 from loaders.works.pieces import lengths as lengths_at
 
@@ -179,6 +181,26 @@ def _third(make: Make) -> AudioLoader:
     loader = make(batch_size=6, packing=ANEW)
     loader.load_state_dict(loader.state_dict() | {"epoch": 2})
     return loader
+
+
+def test_packed_anew_an_epoch_that_would_fill_no_batch_is_packed_as_the_first(make: Make) -> None:
+    loader = make(packing=Packing(RATE, lookahead=2, anew=True), batch_size=11, drop_last=True)
+    stream = loader._plan.streams[0]
+    lengths = lengths_at(stream, AudioSpec(RATE))
+    alone = [len(packed_by(lengths, loader.packed[0].packing, key_of(_PACK, 0, epoch))) for epoch in range(6)]
+    assert alone == [11, 9, 10, 9, 8, 11]  # no batch can be made of the four between
+    told, states = [], []
+    for epoch in range(6):
+        assert (loader.epoch, len(loader), len(loader.packed[0])) == (epoch, 1, 11)
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        (batch,) = loader
+        told.append(heard([batch]))
+    rows_of = [{frozenset(keys) for keys in one[0]} for one in told]
+    assert rows_of[0] == rows_of[1] == rows_of[4] != rows_of[5]
+    assert told[0] != told[1]  # its rows in another order
+    for epoch in (5, 2):
+        loader.load_state_dict(states[epoch])
+        assert heard(list(loader)) == told[epoch]
 
 
 def test_the_loader_says_how_much_is_padding(make: Make) -> None:
