@@ -16,7 +16,7 @@ from checkpoint.peers import Peers, card, watched
 from checkpoint.repository import steps as repository
 from dataio.store.open import open_store
 from tests import nursery
-from tests.ranks import free_port, launch
+from tests.ranks import launch, meeting
 
 OWN = {"copy": "MemoryError: no memory for the arena", "upload": "OSError: the cable is cut"}
 
@@ -38,20 +38,20 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
     how: str, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     crash = {"MILLRACE_CRASH": "ckpt.packs-written", "MILLRACE_CRASH_MARK": str(mark)}
-    running = [
-        nursery.start(
-            "tests.checkpoint.failing_job", how, str(tmp_path / "repo"), **place, RANK=str(rank),
-            **(crash if rank == 2 else {}),
-        )
-        for rank in range(3)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=170) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    with meeting(3) as place:
+        running = [
+            nursery.start(
+                "tests.checkpoint.failing_job", how, str(tmp_path / "repo"), **place, RANK=str(rank),
+                **(crash if rank == 2 else {}),
+            )
+            for rank in range(3)
+        ]  # fmt: skip
+        try:
+            said = [process.communicate(timeout=170) for process in running]
+        finally:
+            for process in running:
+                process.kill()
     assert mark.read_text().strip() == "ckpt.packs-written"
     assert [process.returncode for process in running] == [0, 0, -signal.SIGKILL], said
     for out, _ in said[:2]:

@@ -17,7 +17,7 @@ from dataio.store.open import open_store
 from tests import nursery
 from tests.checkpoint.trainer import state_for, summary
 from tests.nursery import Child
-from tests.ranks import free_port
+from tests.ranks import meeting
 
 
 def start(*arguments: str, **environment: str) -> Child:
@@ -26,9 +26,9 @@ def start(*arguments: str, **environment: str) -> Child:
 
 def ranks(url: str, world_size: int) -> list[list[dict[str, Any]]]:
     """The lines that each rank printed."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-    running = [start("ranks", url, RANK=str(rank), **place) for rank in range(world_size)]
-    outputs = [process.communicate(timeout=120) for process in running]
+    with meeting(world_size) as place:
+        running = [start("ranks", url, RANK=str(rank), **place) for rank in range(world_size)]
+        outputs = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0] * world_size, outputs
     return [[json.loads(line) for line in out.splitlines()] for out, _ in outputs]
 
