@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from fractions import Fraction
-from typing import BinaryIO, cast
 
 import av
 import numpy as np
@@ -23,13 +22,12 @@ from av.video.stream import VideoStream
 
 from dataio.core.errors import CorruptionError
 from dataio.shards.contract import AudioInfo
-from dataio.shards.media.container import check_complete
-from loaders.decode.trim import ViewFile, demuxed, open_media
+from loaders.decode.trim import demuxed, open_media
 from loaders.partial.file import Media
-from loaders.sound.excerpts import flac, mp3, mp4, ogg, wav
+from loaders.sound.excerpts import cut
 from loaders.sound.excerpts.contract import Excerpt
+from loaders.sound.excerpts.cut import WARM_UP
 from loaders.sound.excerpts.decoded import decoded
-from loaders.sound.excerpts.seek import Mark
 from loaders.sound.flac import read_flac
 from loaders.sound.layout import F32 as F32
 from loaders.sound.layout import Head, heard, pts
@@ -41,8 +39,6 @@ Made = tuple[F32, Fraction]
 Hear = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
 """`decode_audio`, here or in another process."""
 
-_ROLL = Fraction(1, 2)
-"""Seconds decoded before the window: codecs need some sound before what they say is right (Opus and MP3 a few packets)."""
 _EDGE = Fraction(1, 20)
 """Seconds around the window that the resampler's filter looks at."""
 _WITHOUT_MEMORY = frozenset(["flac", "alac", "pcm_u8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s32le", "pcm_f32le"])
@@ -76,69 +72,24 @@ def _found(
     known = read_flac(data, info, start - _EDGE, seconds + 2 * _EDGE)
     if known is not None:
         return resampled(known[0], info.sample_rate, LAYOUTS[info.channels], spec), known[1]
-    if info.ext in flac.EXTENSIONS | wav.EXTENSIONS:
-        span = start - _EDGE, start + seconds + _EDGE
-        excerpt = flac.excerpt(data, *span) if info.ext in flac.EXTENSIONS else wav.excerpt(data, info, *span)
-        made = _at_once(excerpt, info, start, seconds, spec)
-        if made is not None:
-            return made
-    track = _track(data, info)
-    if track is not None:
-        at = start + track.start if from_first else start
-        made = _at_once(mp4.excerpt(data, track, at - _ROLL, at + seconds + _EDGE), info, at, seconds, spec)
-        if made is not None:
-            return made
+    found = cut.closed(data, info, start - _EDGE, start + seconds + _EDGE, from_first)
+    made = None if found is None else _at_once(found[0], info, found[1], seconds, spec)
+    if made is not None:
+        return made
     with open_media(data) as container:
         stream = container.streams[info.stream] if info.stream < len(container.streams) else None
         if not isinstance(stream, AudioStream):
             raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
         if from_first and stream.start_time is not None and stream.time_base is not None:
             start += stream.start_time * stream.time_base
-        excerpt = _excerpt(data, info, container, stream, (start, start + seconds + _EDGE))
-        made = _at_once(excerpt, info, start, seconds, spec)
+        excerpt = cut.opened(data, info, (container, stream), start - _EDGE, start + seconds + _EDGE)
+        made = None if excerpt is None else _at_once(excerpt, info, start - _EDGE, seconds, spec)
         return made or _by_packets(container, stream, info, start, seconds, spec)
 
 
-def _track(data: Media, info: AudioInfo) -> mp4.Track | None:
-    if info.ext not in mp4.EXTENSIONS:
-        return None
-    check_complete(cast(BinaryIO, ViewFile(data)), len(data))
-    return mp4.track(data, info)
-
-
-def _excerpt(
-    data: Media,
-    info: AudioInfo,
-    container: av.container.InputContainer,
-    stream: AudioStream,
-    span: tuple[Fraction, Fraction],
-) -> Excerpt | None:
-    start, end = span
-    if info.ext in ogg.EXTENSIONS:
-        return ogg.excerpt(data, info, start - _ROLL, end)
-    if info.ext in mp3.EXTENSIONS and stream.time_base is not None and start > _ROLL:
-        begin = (stream.start_time or 0) * stream.time_base
-        marks = mp3.marks(data) or _first(container, stream)
-        return mp3.excerpt(data, info, marks, begin, start - _EDGE, end)
-    return None
-
-
-def _first(container: av.container.InputContainer, stream: AudioStream) -> list[Mark]:
-    """Where the first packet begins, if it says so. To be asked only by who seeks afterwards."""
-    assert stream.time_base is not None
-    with demuxed(container, stream) as packets:
-        packet = next(packets, None)
-    if packet is None or packet.pos is None or packet.pts is None:
-        return []
-    return [(packet.pos, int(packet.pts * stream.time_base * stream.sample_rate))]
-
-
-def _at_once(
-    excerpt: Excerpt | None, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec
-) -> Made | None:
-    if excerpt is None:
-        return None
-    first, count = -round((_EDGE - start) * info.sample_rate), round((seconds + 2 * _EDGE) * info.sample_rate)
+def _at_once(excerpt: Excerpt, info: AudioInfo, begin: Fraction, seconds: Fraction, spec: AudioSpec) -> Made | None:
+    """An excerpt's sound from `begin` on."""
+    first, count = -round(-begin * info.sample_rate), round((seconds + 2 * _EDGE) * info.sample_rate)
     made = decoded(excerpt, info, first, count, spec)
     return None if made is None else (made[0], Fraction(made[1], info.sample_rate))
 
@@ -153,7 +104,7 @@ def _by_packets(
 ) -> Made | None:
     """As libav demultiplexes the file."""
     coarse = _is_coarse(stream)
-    before = _EDGE if info.codec in _WITHOUT_MEMORY and not coarse else _ROLL
+    before = _EDGE if info.codec in _WITHOUT_MEMORY and not coarse else _EDGE + WARM_UP
     head = _head(container, stream) if coarse and start > before else None
     sound = heard(_frames(container, stream, start - before, start + seconds + _EDGE), seconds + before + _EDGE)
     if sound is None:
