@@ -48,6 +48,7 @@ from loaders.refusals import Refusal
 from loaders.samples.maker import Maker, OnBad
 from loaders.samples.quarantine import Quarantine, refusals_allowed
 from loaders.samples.source import Source
+from loaders.works.foreseen import Foreseen
 
 if TYPE_CHECKING:  # what few loaders need, and the first batch does without, is imported where it is used
     from loaders.force import Loss
@@ -332,7 +333,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             reader = open_reader(sized, how.sidecar, self._meter)
             sources.append(Source(reader, dataset.store, HELD_BYTES // len(plan.datasets)))
             undo.callback(sources[-1].close)
-        work = self._start_work()
+        work = Foreseen(self._start_work())
         undo.callback(work.close)
         memory = Memory(how.memory)
         maker = Maker(plan, work, sources, self._quarantine, memory, self._on_bad)

@@ -1,8 +1,9 @@
 """Jobs of several ranks (gloo, real processes): a job is a module whose `main` is decorated with `in_group`; `launch` starts it
 on every rank and gives back the lines of JSON that each of them printed.
 
-Invariant: ranks meet at a store of the tests' process, as those of torchrun do at its agent's: a port that is chosen for them, and
-free until one of them has torch, may be somebody else's by then. No rank outlives the process of the tests (`tests.nursery`).
+Invariant: ranks meet at a store of the tests' process, as those of torchrun do at its agent's: a port that is chosen for them,
+and free until one of them has torch, may be somebody else's by then. No rank outlives the process of the tests
+(`tests.nursery`).
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ import msgspec
 
 from dataio.core.errors import MillraceError
 from dataio.shards.contract import Files
-from loaders.contract import Coming, Place, Work
+from loaders.contract import Coming, Place
 from loaders.delivery.batch import Batch
 from loaders.delivery.memory import Closed, Memory
 from loaders.delivery.prefetch import Prefetcher
 from loaders.samples.source import Range, Source, spans
+from loaders.works.foreseen import Foreseen
 
 ANNOUNCED_BATCHES = 8
 AT_ONCE, AT_ONCE_PLACES = 8, 128
@@ -71,7 +72,7 @@ class Ahead:
     def __init__(
         self,
         batches: Iterator[Sequence[Place]],
-        work: Work,
+        work: Foreseen,
         sources: Sequence[Source],
         prefetcher: Prefetcher,
         prefetch: int,
@@ -197,7 +198,7 @@ class Ahead:
             sample = place.sample
             if files is None:
                 source = self._sources[place.source]
-                read = source.ranges(sample, self._work.members(sample), self._work.partial(place))
+                read = source.ranges(sample, self._work.members(sample), self._work.foresee(place))
             else:
                 read = spans(files[number])
             reads.setdefault(place.source, []).extend(read)

@@ -31,6 +31,9 @@ MAX_SUBSTITUTES = 16
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
 OnBad = Literal["replace", "shorter"]
 Rooms = Sequence[Room | Stretch | None]
+Needs = Mapping[str, Runs]
+"""Of a sample's files of which no more than pieces are needed."""
+_WHOLE: Needs = {}
 
 
 class Maker:
@@ -62,8 +65,11 @@ class Maker:
         ]
 
     def _try(self, places: Sequence[Place], rooms: Rooms) -> list[Finished | MillraceError]:
-        with self._memory.admitted(sum(map(self._cost, places, rooms))):
-            loaded = self._load_all(places, rooms) if self._joined is None else self._load_joined(places, rooms)
+        needs = [
+            _WHOLE if isinstance(r, Stretch) else self._work.partial(p) for p, r in zip(places, rooms, strict=True)
+        ]
+        with self._memory.admitted(sum(map(self._cost, places, rooms, needs))):
+            loaded = self._load_all(places, rooms, needs) if self._joined is None else self._load_joined(places, rooms)
             with span("decode", clips=len(places)):
                 whole = [one for one in loaded if isinstance(one, Loaded)]
                 made = self._work.do(whole)
@@ -72,24 +78,24 @@ class Maker:
             done = iter(made)
             return [next(done) if isinstance(one, Loaded) else one for one in loaded]
 
-    def _cost(self, place: Place, room: Room | Stretch | None) -> int:
+    def _cost(self, place: Place, room: Room | Stretch | None, partial: Needs) -> int:
         if isinstance(room, Stretch):
             return len(room.memory)
         sample = place.sample
-        read = ranges(sample, self._work.members(sample), self._work.partial(place))
+        read = ranges(sample, self._work.members(sample), partial)
         return sum([length for _, _, length in read]) + self._work.cost(sample)
 
-    def _load_all(self, places: Sequence[Place], rooms: Rooms) -> list[Loaded | MillraceError]:
+    def _load_all(self, places: Sequence[Place], rooms: Rooms, needs: Sequence[Needs]) -> list[Loaded | MillraceError]:
         """Parts of one sample share its bytes."""
+        shared = dict[tuple[int, int], list[Needs]]()
+        for place, need in zip(places, needs, strict=True):
+            shared.setdefault(_which(place), []).append(need)
         there = dict[tuple[int, int], Loaded | MillraceError]()
         for place, room in zip(places, rooms, strict=True):
-            which = place.source, place.sample.id
+            which = _which(place)
             if which not in there:
-                sharing = (
-                    [one for one in places if (one.source, one.sample.id) == which] if len(places) > 1 else [place]
-                )
-                there[which] = self._load(place, room, self._partial(sharing))
-        found = [there[place.source, place.sample.id] for place in places]
+                there[which] = self._load(place, room, _together(shared[which]))
+        found = [there[_which(place)] for place in places]
         return [
             one
             if isinstance(one, MillraceError) or one.place is place
@@ -110,14 +116,9 @@ class Maker:
             whole = self._sources[source].fetch_first(stretches)
             for slot, stretch in zip(slots[:whole], stretches, strict=False):
                 found[slot] = Loaded(places[slot], {}, None, stretch.files)
-        return [one or self._load(places[slot], None, {}) for slot, one in enumerate(found)]
+        return [one or self._load(places[slot], None, _WHOLE) for slot, one in enumerate(found)]
 
-    def _partial(self, places: Sequence[Place]) -> Mapping[str, Runs]:
-        """What several places need of the files of one sample of which they need no more than pieces."""
-        first, *others = [self._work.partial(place) for place in places]
-        return {ext: together([runs, *(one.get(ext, ()) for one in others)]) for ext, runs in first.items()}
-
-    def _load(self, place: Place, room: Room | Stretch | None, partial: Mapping[str, Runs]) -> Loaded | MillraceError:
+    def _load(self, place: Place, room: Room | Stretch | None, partial: Needs) -> Loaded | MillraceError:
         """Read the bytes and check them; of files that are read in part, that is done when they are looked at."""
         check()  # a store may take seconds for each
         known = self._quarantine.condemned(place)
@@ -169,6 +170,17 @@ class Maker:
         url = self._plan.datasets[place.source].url
         offset = _offset(sample, self._work.members(sample))
         return Refusal(sample.id, sample.key, sample.shard, offset, error.code, str(error), for_good, url, place.source)
+
+
+def _which(place: Place) -> tuple[int, int]:
+    """Its sample."""
+    return place.source, place.sample.id
+
+
+def _together(needs: Sequence[Needs]) -> Needs:
+    """What several places of one sample need."""
+    first, *others = needs
+    return {ext: together([runs, *(one.get(ext, ()) for one in others)]) for ext, runs in first.items()}
 
 
 def _drawn(room: Room | Stretch | None) -> Room | None:

@@ -19,6 +19,7 @@ from loaders.delivery.memory import Memory
 from loaders.delivery.prefetch import Make, Prefetcher
 from loaders.samples.source import Range
 from loaders.works.files import FileWork
+from loaders.works.foreseen import Foreseen
 
 Batches = Iterator[Sequence[Place]]
 AT_MOST = ANNOUNCED_BATCHES + AT_ONCE
@@ -63,7 +64,7 @@ def start() -> Iterator[Callable[..., tuple[Ahead, Listening]]]:
     begun = list[Ahead]()
 
     def start(batches: Batches, make: Make = made) -> tuple[Ahead, Listening]:
-        work, source = FileWork(["bin"]), Listening()
+        work, source = Foreseen(FileWork(["bin"])), Listening()
         layout: Layout = work.layout
         prefetcher = Prefetcher(make, layout, Output(torch.device("cpu"), pinned=False), threads=2, group=2)
         begun.append(Ahead(batches, work, [source], prefetcher, 2, Memory(1 << 30)))  # type: ignore[list-item]
