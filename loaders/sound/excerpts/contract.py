@@ -17,8 +17,8 @@ from loaders.sound.nameless import Bytes
 
 
 class Excerpt(msgspec.Struct, frozen=True):
-    """A file: `parts` one after the other, for libav's `demuxer`. `shift` and `until`, behind which is no sound if it is known,
-    are seconds of the recording's time line."""
+    """A file: `parts` one after the other, for libav's `demuxer`, maybe with options. `shift` and `until`, behind which is no
+    sound if it is known, are seconds of the recording's time line."""
 
     parts: Sequence[Bytes]
     demuxer: str

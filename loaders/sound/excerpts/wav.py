@@ -18,6 +18,7 @@ from loaders.sound.excerpts.contract import Excerpt
 
 EXTENSIONS = frozenset(["wav"])
 _CODECS = frozenset(["pcm_u8", "pcm_s16le", "pcm_s24le", "pcm_s32le", "pcm_f32le", "pcm_f64le"])
+_DEMUXER = "wav:format_opts=probesize=32"  # else it looks through all of it for DTS, which the index has not found
 _MOST_CHUNKS = 64
 _UNKNOWN = 0xFFFFFFFF
 
@@ -38,7 +39,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     part = data[at + first * width : at + last * width]
     head = struct.pack("<4sI4s4sI", b"RIFF", 20 + len(form) + len(part), b"WAVE", b"fmt ", len(form)) + form
     head += struct.pack("<4sI", b"data", len(part))
-    return Excerpt([head, part], "wav", Fraction(first, rate), Fraction(samples, rate) if last == samples else None)
+    return Excerpt([head, part], _DEMUXER, Fraction(first, rate), Fraction(samples, rate) if last == samples else None)
 
 
 def _chunks(data: Media) -> tuple[bytes, int, int] | None:
