@@ -265,13 +265,13 @@ class Saver:
         handle: Handle,
         urgent: bool,
     ) -> Cargo:
-        sliced = isinstance(copying, SlicedState)
+        sliced = copying if isinstance(copying, SlicedState) else None
         return Cargo(
             put,
             -1 if sliced else arena.fd,
-            (lambda: copying) if isinstance(copying, SlicedState) else arena.view,
-            staging.give_back,
-            staging.abandon,
+            (lambda: sliced) if sliced is not None else arena.view,
+            staging.give_back if sliced is None else _after(sliced, staging.give_back),
+            staging.abandon if sliced is None else _after(sliced, staging.abandon),
             handle.set_staged,
             urgent,
             copying.store if isinstance(copying, DeviceSlices) else _as_it_is,
@@ -290,9 +290,6 @@ class Saver:
         except BaseException as error:
             self._failed(cargo.plan, handle, error)
             return
-        finally:
-            if isinstance(copying, SlicedState):
-                copying.cancel()
         waits = {"stall": handle.stall, "waited": handle.waited, "sliced": isinstance(copying, SlicedState)}
         saved = msgspec.convert(result | waits | {"carrier": handle.carrier, "diverged": handle.diverged}, SaveResult)
         metrics.checkpoint_saves.labels("committed").inc()
@@ -341,6 +338,18 @@ class Saver:
         with contextlib.suppress(Exception):  # the error that this rank has raised is the one to be seen
             reason = f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}"
             commit.abort(self._store, attempt, reason)
+
+
+def _after(sliced: SlicedState, let_go: Callable[[], None]) -> Callable[[], None]:
+    """`let_go` of the arena, once nobody copies into it any more: the next save may have it from then on."""
+
+    def ended() -> None:
+        try:
+            sliced.cancel()
+        finally:
+            let_go()
+
+    return ended
 
 
 def _as_it_is(store: Store) -> Store:

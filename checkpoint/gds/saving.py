@@ -64,10 +64,11 @@ class DeviceSlices(SlicedState):
         self.seen = SavingStore(inner, self._direct, self.twin)
         return self.seen
 
-    def cancel(self, error: BaseException | None = None) -> None:
-        super().cancel(error)
-        for buffer in self._ring:
-            self._direct.release(buffer)
+    def cancel(self) -> None:
+        super().cancel()
+        self._twins.clear()
+        while self._ring:
+            self._direct.release(self._ring.pop())
 
     def _gather(self, number: int, piece: Piece, target: npt.NDArray[np.uint8]) -> None:
         slot, parts = target.ctypes.data - self._start, self._parts[number]

@@ -5,7 +5,7 @@ a stream of their own, behind what the device is doing already. Whoever waits fo
 Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began: tensors in `late` were not
 written meanwhile, which torch's version counters show; the others were copied before the constructor returned.
 Failure behaviour: `wait` raises `UsageError` naming a tensor that was written while it was being copied, and any error of
-the copy itself, to everyone who waits. On an error nobody writes into the arena any more.
+the copy itself, to everyone who waits. When an error is raised, also by the constructor, nobody writes into the arena any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
 
 import numpy as np
 import torch
@@ -52,20 +51,28 @@ class Copying:
         self._arena, self._lock = arena, threading.Lock()
         self._error: BaseException | None = None
         self._sealed = False
+        self._idle, self._at_work = threading.Condition(), set[int]()
         self._watched = [(specs[i].name, tensors[i], tensors[i]._version) for i in late]
         self._events: list[torch.cuda.Event] = []
         self._todo: deque[_Copy] = deque()
         rows = [(tensors[i].detach(), at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
+        try:
+            self._begin(crew, rows)
+            if not late:
+                self.join()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _begin(self, crew: Crew, rows: Sequence[tuple[torch.Tensor, int, bool]]) -> None:
         for now in (True, False):
             part = [(tensor, at) for tensor, at, is_late in rows if is_late != now]
             self._enqueue_devices([row for row in part if row[0].device.type == "cuda"], hold=now)
             self._todo.extend(p for row in part if row[0].device.type != "cuda" for p in _pieces(*row))
             if now:
                 self._copy_now(crew)
-        behind = min(LATE, crew.size) if late else 0
-        self._workers: list[Future[None]] = [crew.submit(self._work) for _ in range(behind)]
-        if not late:
-            self.join()
+        for _ in range(min(LATE, crew.size, len(self._todo))):
+            crew.submit(self._work)
 
     @property
     def sealed(self) -> bool:
@@ -99,7 +106,9 @@ class Copying:
 
     def cancel(self) -> None:
         """Copy no more; when this returns nobody writes into the arena."""
-        self._todo.clear()
+        with self._idle:
+            self._todo.clear()
+            self._idle.notify_all()
         self._wait_for_host(None)
         for event in self._events:
             event.synchronize()
@@ -114,8 +123,10 @@ class Copying:
                 self.waited += time.perf_counter() - began
 
     def _wait_for_host(self, timeout: float | None) -> None:
-        _, running = wait(self._workers, timeout)
-        if running:
+        """Until threads have nothing left to copy, and none, the trainer's own included, is still copying."""
+        with self._idle:
+            done = self._idle.wait_for(lambda: not self._todo and not self._at_work, timeout)
+        if not done:
             raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="it goes on; wait again")
 
     def _seal(self) -> None:
@@ -138,22 +149,21 @@ class Copying:
 
     def _copy_now(self, crew: Crew) -> None:
         """What may not wait: copied when this returns."""
-        helpers = [crew.submit(self._work) for _ in range(min(crew.size, len(self._todo)) - 1)]
-        try:
-            self._work()
-        finally:
-            self._todo.clear()
-            wait(helpers)
+        for _ in range(min(crew.size, len(self._todo)) - 1):
+            crew.submit(self._work)
+        self._work()
+        self._wait_for_host(None)
         if self._error is not None:
             raise self._error
 
     def _work(self) -> None:
         while True:
             try:
-                source, start, length, at = self._todo.popleft()
-            except IndexError:
-                return
-            try:
+                with self._idle:
+                    if not self._todo:
+                        return
+                    self._at_work.add(threading.get_ident())
+                    source, start, length, at = self._todo.popleft()
                 _copy(self._arena, source, start, length, at)
                 _mid_stage()
             except BaseException as error:  # also an interrupt: what it cut short is not in the arena
@@ -161,21 +171,27 @@ class Copying:
                 self._error = self._error or error
                 if not isinstance(error, Exception):
                     raise
+            finally:
+                with self._idle:
+                    self._at_work.discard(threading.get_ident())
+                    self._idle.notify_all()
 
     def _enqueue_devices(self, rows: Sequence[tuple[torch.Tensor, int]], *, hold: bool) -> None:
         """Copies on a stream of their own; with `hold` the device's next work waits for them."""
         for device in {tensor.device for tensor, _ in rows}:
             stream, event = torch.cuda.Stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for tensor, at in rows:
-                    if tensor.device == device:
-                        tensor.record_stream(stream)
-                        _copy_strided(self._arena, tensor, at)
+            try:
+                with torch.cuda.stream(stream):
+                    for tensor, at in rows:
+                        if tensor.device == device:
+                            tensor.record_stream(stream)
+                            _copy_strided(self._arena, tensor, at)
+            finally:  # what was given to the device before an error goes on, and `cancel` waits for it
                 event.record(stream)
+                self._events.append(event)
             if hold:
                 event.wait(torch.cuda.current_stream(device))
-            self._events.append(event)
 
 
 def _pieces(tensor: torch.Tensor, at: int) -> Iterator[_Copy]:

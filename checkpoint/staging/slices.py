@@ -5,8 +5,10 @@ carrier asks for the pieces in that order (a few at once, from several threads),
 let go of every view of it, which the views themselves tell (a finalizer on their owner).
 Invariant: never more than the arena's bytes are held. `SlicedState` looks like the whole arena to the carrier: its bytes at
 a place are the piece's that lies there. The state must not change before `wait` has returned.
-Failure behaviour: a carrier that fails calls `cancel`, after which nobody waits; an error of the feeder is raised to the
-carrier and to whoever waits. A limit below `LEAST_BYTES` is a `UsageError`, since the carrier holds a few chunks at once.
+Failure behaviour: a carrier that ends, however it does, calls `cancel`, after which nobody waits and nobody writes into the
+arena. What was not copied by then is an error to whoever waits; what was is a copy like any other. An error of the feeder is
+raised to the carrier and to whoever waits. A limit below `LEAST_BYTES` is a `UsageError`, since the carrier holds a few chunks
+at once.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class SlicedState:
         self._free = [i * CHUNK_BYTES for i in range(arena.size // CHUNK_BYTES)]
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._given_up = False
         self._copied = threading.Event()
         self._feeder = threading.Thread(target=self._feed, name="millrace-slices")
         self._feeder.start()
@@ -114,11 +117,10 @@ class SlicedState:
         """As `wait`."""
         self.wait()
 
-    def cancel(self, error: BaseException | None = None) -> None:
-        """The carrier is done or gives up: stop copying, let everyone go."""
+    def cancel(self) -> None:
+        """The carrier is done or gives up: stop copying, let everyone go; a second time does nothing."""
         with self._changed:
-            if not self._copied.is_set():
-                self._error = self._error or error or TransientError("the save was given up", hint="save again")
+            self._given_up = True
             self._changed.notify_all()
         self._feeder.join()
 
@@ -126,24 +128,23 @@ class SlicedState:
         try:
             for number, piece in enumerate(self._pieces):
                 slot = self._slot()
-                if slot is None:
-                    return
                 target = self._arena.bytes[slot : slot + piece.length]
                 self._gather(number, piece, target)
                 self._publish(piece, target, slot)
         except Exception as error:
-            with self._changed:
-                self._error = self._error or error
+            self._error = error
         finally:
             self._copied.set()
             self._tensors.clear()
             with self._changed:
                 self._changed.notify_all()
 
-    def _slot(self) -> int | None:
+    def _slot(self) -> int:
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._error is not None)
-            return self._free.pop() if self._error is None else None
+            self._changed.wait_for(lambda: self._free or self._given_up)
+            if self._given_up:
+                raise TransientError("the save was given up", hint="save again")
+            return self._free.pop()
 
     def _publish(self, piece: Piece, target: npt.NDArray[np.uint8], slot: int) -> None:
         lent = np.frombuffer(target.data, np.uint8)  # an object of its own, alive as long as any view of it
