@@ -100,8 +100,10 @@ class Lineage:
             self._fork = msgspec.structs.replace(base, run=run)
 
     def committed(self, step: int, attempt: str) -> None:
-        """A step of the trainer's own, which the next one leans on."""
-        self._base, self._fork = Base(self.timeline, step, attempt), None
+        """A step of the trainer's own: the newest is what the next one leans on, in whatever order they are heard of."""
+        if self._base is None or (self._base.timeline, self._base.step) < (self.timeline, step):
+            self._base = Base(self.timeline, step, attempt)
+        self._fork = None
 
     def let_go(self) -> None:
         """Hold nothing any more."""

@@ -26,7 +26,7 @@ from checkpoint.repository import steps as repository
 from checkpoint.repository.commit import Attempt
 from checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
 from checkpoint.tier.saving import mark_committed
-from dataio.core.errors import ConflictError, CorruptionError, MillraceError, NotFoundError
+from dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MillraceError, NotFoundError
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
 from dataio.store.tier.keeping import checked
@@ -34,6 +34,9 @@ from dataio.store.tier.near import Recall
 from dataio.store.tier.record import Record
 from dataio.store.tier.shelf import Shelf
 
+TURN_SECONDS = 600.0
+"""How long one call of `send` waits for other processes of the node that send, together; what is theirs they go on with."""
+_POLL = 0.1
 OLD_SECONDS = 5 * 24 * 3600.0
 """Older attempts are over: a collector may remove packs that nothing explains when they are a week old."""
 _CANDIDATES = 4
@@ -43,8 +46,9 @@ _log = get_logger(__name__)
 
 def send(store: Store, shelf: Shelf, run: str, recall: Recall) -> None:
     """On every rank: put what this node's tier holds, and the store lacks, of attempts that may still become steps."""
+    until = time.monotonic() + TURN_SECONDS
     for record in unfinished(shelf, store.location.url, run):
-        with _logged(f"step {record.step} of run {run}, which only the tier has, is not sent"), _alone(shelf):
+        with _logged(f"step {record.step} of run {run}, which only the tier has, is not sent"), _alone(shelf, until):
             if _may_become_a_step(store, shelf, record):
                 _send(store, shelf, record, recall)
 
@@ -179,11 +183,27 @@ def _logged(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(shelf: Shelf) -> Iterator[None]:
+def _alone(shelf: Shelf, until: float) -> Iterator[None]:
     """One process of the node at a time: the second then finds everything in the store."""
     fd = os.open(shelf.root / "sending", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        while not _locked(fd):
+            if time.monotonic() >= until:
+                raise DeadlineError("another process of this node is still sending", hint="restore again later")
+            time.sleep(_POLL)
+        try:
+            yield
+        finally:
+            fcntl.flock(
+                fd, fcntl.LOCK_UN
+            )  # closing would not do: a process that was forked meanwhile has it open as well
     finally:
         os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from checkpoint.saves import warn_of_python
+from checkpoint.handle import Handle, SaveResult
+from checkpoint.lineage import Lineage
+from checkpoint.saves import Saves, warn_of_python
 from dataio.core import log
+from dataio.store.open import open_store
 
 
 @pytest.mark.parametrize("version", [(3, 12, 0), (3, 12, 2)])
@@ -27,3 +32,18 @@ def test_the_others_are_not_spoken_of(version: tuple[int, ...], caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         warn_of_python(version)
     assert not caplog.text
+
+
+def test_a_save_that_ends_late_does_not_take_the_place_of_a_newer_one(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        lineage = Lineage(store, "exp")
+        lineage.timeline = lineage.draw().timeline
+        saves, handles = Saves("exp", lineage, False, 1.0), [Handle(1, "A"), Handle(2, "B")]
+        for handle in handles:
+            saves.add(handle)
+        for handle in reversed(handles):
+            handle.set_result(
+                SaveResult("exp", lineage.timeline, handle.step, handle.attempt, 0, 0, 0, 0.0, 0.0, "process")
+            )
+            saves.settle()
+        assert [msgspec.structs.astuple(base)[1:3] for base in lineage.draw().bases] == [(2, "B")]
