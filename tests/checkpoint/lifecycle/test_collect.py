@@ -23,7 +23,7 @@ from checkpoint.lifecycle.keep import Keep, doomed
 from checkpoint.repository import check, commit, lease
 from checkpoint.repository import steps as repository
 from dataio.core.crashpoints import declared
-from dataio.core.errors import ConflictError, NotFoundError, UsageError
+from dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
@@ -273,4 +273,24 @@ def test_a_collector_whose_record_another_one_has_settled_goes_on(
     collect(store, {StepOfRun(RUN, 1, step) for step in condemned})
     assert len(others) == 2
     assert [base.step for base in repository.visible(store, RUN)] == [s for s in (3, 2, 1) if s not in condemned]
+    assert not list(store.list(names.GC))
+
+
+def test_a_collector_that_is_always_overtaken_ends_and_changes_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three_steps(store)
+    overtaken: list[bool] = []
+
+    def by_another() -> None:
+        if not overtaken or overtaken[-1]:
+            overtaken.append(False)
+            collect(store, ())
+            overtaken[-1] = True
+
+    monkeypatch.setattr(collecting, "_recorded", by_another)
+    with pytest.raises(TransientError, match="collect again later"):
+        collect(store, ())
+    assert overtaken == [True] * 10
+    assert [base.step for base in repository.visible(store, RUN)] == [3, 2, 1]
     assert not list(store.list(names.GC))
