@@ -28,6 +28,7 @@ from loaders.sound.excerpts.contract import Excerpt
 EXTENSIONS = frozenset(["mp4", "m4a", "m4b", "m4v", "mov"])
 _MOST_BYTES = 64 * limits.MIB
 """Of the tables; four days of sound."""
+_MOST_OF_BRAND = 1 << 10
 _EDGE = 8
 """So many packets at the beginning and at the end are not taken."""
 _MORE = 4
@@ -74,8 +75,7 @@ def excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerpt
     if any(begin + size > len(data) for begin, size in stretches):
         return None
     parts = [data[begin : begin + size] for begin, size in stretches]
-    head = _box(b"ftyp", b"isom" + bytes(4) + b"isom")
-    head += struct.pack(">I4s", 8 + sum(size for _, size in stretches), b"mdat")
+    head = _brand(data) + struct.pack(">I4s", 8 + sum(size for _, size in stretches), b"mdat")
     shift = Fraction(_time(track, ends, first) - track.lead, track.scale) + track.start
     return Excerpt([head, *parts, _moov_of(track, first, last, len(head))], "mov", shift)
 
@@ -94,6 +94,12 @@ def _moov(data: Media) -> memoryview | None:
             return None
         at += size
     return None
+
+
+def _brand(data: Media) -> bytes:
+    """The file's first box, if it says which kind of MP4 it is: QuickTime describes sound otherwise than others do."""
+    size, kind = struct.unpack(">I4s", data[:8])
+    return bytes(data[:size]) if kind == b"ftyp" and size <= _MOST_OF_BRAND else b""
 
 
 def _boxes(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
