@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from dataio.core.errors import MillraceError
-from dataio.core.log import get_logger
+from dataio.core.log import get_logger, warn_once
 from dataio.shards.contract import Sample, VideoInfo
 from dataio.shards.media.container import IMAGE_EXTENSIONS
+from loaders.decode import nvdec
 from loaders.decode.contract import Color, Decoded, Decoder, Request
 from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
 from loaders.decode.jpeg import is_jpeg
@@ -28,11 +29,9 @@ Backend = Literal["auto", "dali", "pyav"]
 
 CPU_CODECS = frozenset(["vp8", "vp9", "mjpeg"])
 CPU_FORMATS = frozenset(["yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p"])
-GPU_CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
-GPU_FORMATS = frozenset(["yuv420p"])
 RULE = (
     "video decoders: on device='cuda' with a GPU, DALI (NVDEC) for 8-bit 4:2:0 "
-    + "/".join(sorted(GPU_CODECS))
+    + "/".join(sorted(nvdec.CODECS))
     + "; with decoder='dali' DALI on the CPU for 8-bit "
     + "/".join(sorted(CPU_CODECS))
     + "; JPEG pictures libjpeg-turbo; else, with decoder='pyav', for color other than bt601, for other pictures, and for "
@@ -46,11 +45,20 @@ def choose(info: VideoInfo, *, gpu: bool, color: Color = "bt601", asked: Backend
     """The decoder for a stream, if it is there: a pure function of what the index says, and what is wanted."""
     if asked == "pyav" or color != "bt601" or info.ext in IMAGE_EXTENSIONS:
         return "pyav"
-    if gpu and info.codec in GPU_CODECS and info.pixel_format in GPU_FORMATS and info.ext != "avi":
+    if gpu and nvdec.suits(info):
         return "dali_gpu"
     if asked == "dali" and info.codec in CPU_CODECS and info.pixel_format in CPU_FORMATS:
         return "dali_cpu"
     return "pyav"
+
+
+def decodes_on(device_id: int) -> bool:
+    """Whether DALI sees this GPU, and the driver's library for video. Of a GPU without, one line of the log says why."""
+    if gpu_count() <= device_id:
+        return False
+    if (why := nvdec.missing()) is not None:
+        warn_once(_log, f"no video is decoded on the GPU, but by PyAV: {why}")
+    return why is None
 
 
 def explain(sample: Sample, color: Color, device: str, asked: Backend = "auto") -> str:
@@ -58,7 +66,7 @@ def explain(sample: Sample, color: Color, device: str, asked: Backend = "auto") 
     info = sample.video
     if info is None:
         return f"sample {sample.key!r} holds no video"
-    gpu = device == "cuda" and gpu_count() > 0
+    gpu = device == "cuda" and decodes_on(0)
     kind = choose(info, gpu=gpu, color=color, asked=asked)
     if kind != "pyav" and not dali_installed():
         kind = "pyav"
@@ -82,28 +90,42 @@ class AutoDecoder:
 
     def __init__(self, device: str = "cpu", device_id: int = 0, asked: Backend = "auto") -> None:
         self._asked: Backend = asked
-        self._gpu = device == "cuda" and gpu_count() > device_id
+        self._gpu = device == "cuda" and decodes_on(device_id)
         self._device_id = device_id
         self._pyav = PyAVDecoder()
         _log.info(RULE)
         self._dali: dict[Kind, Decoder] = {}
+        self._told = set[str]()
         self._lock = threading.Lock()
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
-        results: list[Decoded | MillraceError | None] = [None] * len(requests)
+        results: list[Decoded | None] = [None] * len(requests)
+        refused = dict[int, MillraceError]()
         kinds = [self._kind(request) for request in requests]
         for kind in sorted(set(kinds) - {"pyav"}):
             numbers = [number for number, other in enumerate(kinds) if other == kind]
             for number, result in zip(numbers, self._of(kind).decode([requests[n] for n in numbers]), strict=True):
-                results[number] = None if isinstance(result, MillraceError) else result
+                if isinstance(result, MillraceError):
+                    refused[number] = result
+                else:
+                    results[number] = result
         left = [number for number, result in enumerate(results) if result is None]
-        for number, result in zip(left, self._pyav.decode([requests[n] for n in left]), strict=True):
-            results[number] = result
-        return [result for result in results if result is not None]
+        judged = iter(self._pyav.decode([requests[n] for n in left]))
+        found = [next(judged) if result is None else result for result in results]
+        for number, error in refused.items():
+            if isinstance(found[number], Decoded):
+                self._tell(requests[number].info.codec, error)
+        return found
 
     def close(self) -> None:
         for decoder in self._dali.values():
             decoder.close()
+
+    def _tell(self, codec: str, error: MillraceError) -> None:
+        """Once for each codec: what PyAV could do and DALI could not costs the processors what somebody wanted to spare them."""
+        if codec not in self._told:
+            self._told.add(codec)
+            _log.warning("PyAV decodes some %s that DALI refuses: %s", codec, error)
 
     def _kind(self, request: Request) -> Kind:
         kind = choose(request.info, gpu=self._gpu, color=request.color, asked=self._asked)

@@ -6,8 +6,8 @@ Invariants, for every back-end:
 
 * *Same pixels.* uint8 RGB, rotation metadata ignored (`resize.rotate` turns the frames afterwards). With
   `color="bt601"` converted by BT.601 whatever the stream's tags say: CPU back-ends agree bit for bit; a GPU is expected
-  within 1. "tagged" and "fast" follow the tags, which only PyAV can; "fast" takes libswscale's quickest way there. Of JPEGs it
-  is libjpeg-turbo's RGB in each case.
+  within 2, and seldom off by more than 1. "tagged" and "fast" follow the tags, which only PyAV can; "fast" takes libswscale's
+  quickest way there. Of JPEGs it is libjpeg-turbo's RGB in each case.
 * *Same cut.* Frames come at full resolution, or with `Request.fit` as `resize.fit` makes them, to the bit; but "fast", with
   antialiasing, scales and converts in one pass of libswscale.
 * *All or nothing.* A request gives exactly the frames it asked for, or an error: never zeros, stale frames of another

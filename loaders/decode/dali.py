@@ -23,13 +23,20 @@ import numpy as np
 import torch
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
-from loaders.decode import resize
+from dataio.core.log import get_logger, warn_once
+from loaders.decode import nvdec, resize
 from loaders.decode.contract import Decoded, Request
-from loaders.decode.trim import Window, mux, open_window
+from loaders.decode.trim import mux, open_window
 
 GPU_BATCH = 16
 """Clips that one run of the GPU pipeline decodes together."""
+GPU_THREADS = 4
+"""Clips of a run that are decoded at once: each thread of DALI keeps one of the card's decoders (up to seven) busy, and waits."""
 _Feed = tuple[bytes, tuple[int, ...]]
+_Wanted = tuple[tuple[int, ...], tuple[int, ...]]
+"""The frames of a clip, by their numbers, and their time stamps."""
+
+_log = get_logger(__name__)
 
 
 def _module(name: str) -> Any:
@@ -49,22 +56,29 @@ def dali_installed() -> bool:
 
 @functools.cache
 def gpu_count() -> int:
-    """The GPUs that DALI's driver interface sees; 0 without DALI or without a driver."""
+    """The GPUs that DALI's driver interface sees; 0 without DALI, or without a driver that it can use."""
     if not dali_installed():
         return 0
-    return int(_module("nvidia.dali.backend_impl").GetCUDADeviceCount())
+    try:
+        return int(_module("nvidia.dali.backend_impl").GetCUDADeviceCount())
+    except RuntimeError as error:  # a driver older than its CUDA
+        warn_once(_log, f"DALI cannot use the GPU: {_first_line(error)}")
+        return 0
 
 
 class DaliDecoder:
-    """One decoder for `device_id=None` (CPU) or a GPU's number. Pipelines are lent to one thread at a time."""
+    """One decoder for `device_id=None` (CPU) or a GPU's number. Pipelines are lent to one thread at a time; on a GPU each decodes
+    `threads` clips at once."""
 
-    def __init__(self, device_id: int | None = None) -> None:
+    def __init__(self, device_id: int | None = None, threads: int = GPU_THREADS) -> None:
         if not dali_installed():
             raise UnsupportedError("DALI is not installed", hint="pip install nvidia-dali-cuda130 (Linux only)")
         if device_id is not None and device_id >= gpu_count():
             raise UnsupportedError(f"DALI sees no GPU number {device_id}", hint="use device='cpu'")
+        if device_id is not None and (why := nvdec.missing()) is not None:
+            raise UnsupportedError(f"the GPU cannot decode video: {why}", hint="use decoder='pyav'")
         self.name = "dali_cpu" if device_id is None else "dali_gpu"
-        self._device_id = device_id
+        self._device_id, self._threads = device_id, 1 if device_id is None else threads
         self._batch = 1 if device_id is None else GPU_BATCH
         self._idle: list[_Pipeline] = []
         self._lock = threading.Lock()
@@ -87,22 +101,25 @@ class DaliDecoder:
             decoded = self._run_safely([feed for _, feed in good])
             frames = dict(zip((number for number, _ in good), decoded, strict=True))
         results = []
-        for number, (feed, pts) in enumerate(prepared):
+        for number, (feed, wanted) in enumerate(prepared):
             outcome = feed if isinstance(feed, MillraceError) else frames[number]
-            results.append(outcome if isinstance(outcome, MillraceError) else _checked(outcome, pts, requests[number]))
+            results.append(
+                outcome if isinstance(outcome, MillraceError) else _checked(outcome, wanted, requests[number])
+            )
         return results
 
-    def _prepare(self, request: Request) -> tuple[_Feed | MillraceError, tuple[int, ...]]:
+    def _prepare(self, request: Request) -> tuple[_Feed | MillraceError, _Wanted]:
         try:
             with open_window(request) as window:
                 if len(window.packets) != len(window.times):
                     raise UnsupportedError("some packets show no frame, and DALI counts packets")
                 if self._device_id is not None:
-                    _check_clean_start(window, request)
-                picks, pts = window.picks, window.pts
-                return (mux(window), picks), pts
+                    nvdec.check(window, request.info.codec)
+                picks = window.picks
+                # for a frame that is asked for again DALI would go back to the key frame
+                return (mux(window), tuple(dict.fromkeys(picks))), (picks, window.pts)
         except MillraceError as error:
-            return error, ()
+            return error, ((), ())
 
     def _run_safely(self, feeds: list[_Feed]) -> list[torch.Tensor | MillraceError]:
         try:
@@ -115,7 +132,7 @@ class DaliDecoder:
     def _run(self, feeds: list[_Feed]) -> list[torch.Tensor]:
         with self._lock:
             pipeline = self._idle.pop() if self._idle else None
-        pipeline = pipeline or _Pipeline(self._device_id, self._batch)
+        pipeline = pipeline or _Pipeline(self._device_id, self._batch, self._threads)
         frames = pipeline.run(feeds)  # when it raises, the pipeline is not used again
         with self._lock:
             self._idle.append(pipeline)
@@ -125,11 +142,11 @@ class DaliDecoder:
 class _Pipeline:
     """A built DALI pipeline; one thread at a time."""
 
-    def __init__(self, device_id: int | None, batch: int) -> None:
+    def __init__(self, device_id: int | None, batch: int, threads: int) -> None:
         fn, types = _module("nvidia.dali.fn"), _module("nvidia.dali.types")
 
         @_module("nvidia.dali").pipeline_def(  # type: ignore[untyped-decorator]
-            batch_size=batch, num_threads=1, device_id=device_id, exec_dynamic=True, prefetch_queue_depth=1
+            batch_size=batch, num_threads=threads, device_id=device_id, exec_dynamic=True, prefetch_queue_depth=1
         )
         def clips() -> tuple[Any, Any]:
             encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
@@ -162,26 +179,15 @@ def copied(outputs: Any) -> list[torch.Tensor]:
     return found
 
 
-def _checked(frames: torch.Tensor, pts: tuple[int, ...], request: Request) -> Decoded | MillraceError:
-    expected = (len(pts), request.info.height, request.info.width, 3)
+def _checked(frames: torch.Tensor, wanted: _Wanted, request: Request) -> Decoded | MillraceError:
+    picks, pts = wanted
+    places = {pick: place for place, pick in enumerate(dict.fromkeys(picks))}
+    expected = (len(places), request.info.height, request.info.width, 3)
     if tuple(frames.shape) != expected:
         return CorruptionError(f"DALI decoded frames of shape {tuple(frames.shape)}, the index says {expected}")
+    if len(places) != len(picks):
+        frames = frames[[places[pick] for pick in picks]]
     return Decoded(resize.apply(frames, request.fit), pts)
-
-
-def _check_clean_start(window: Window, request: Request) -> None:
-    """Refuse what NVDEC would show undecoded remains of: H.264 that recovers gradually instead of by a key picture.
-
-    libav marks such recovery points as key frames too. Packets are length-prefixed in MP4 and Matroska.
-    """
-    if request.info.codec != "h264":
-        return
-    data, at = bytes(window.packets[0]), 0
-    while at + 5 <= len(data):
-        if data[at + 4] & 0x1F == 5:
-            return
-        at += 4 + int.from_bytes(data[at : at + 4], "big")
-    raise UnsupportedError("the clip starts at a picture that is not an instantaneous refresh")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,132 @@
+"""What NVDEC, as DALI drives it, is trusted with.
+
+Purpose: DALI takes each packet for one picture that is decoded from it, goes by stamps of whole milliseconds, and converts pixels
+in blocks of two by two. Of a stream that is otherwise it would give neighbours in place of frames, or pixels in other places,
+without an error; of a picture that the card's decoders are not made for, an error for each batch.
+Invariants: pure, but for `missing`, which looks for the driver's library once. What is refused here PyAV decodes.
+Failure behaviour: `check` raises `UnsupportedError` saying what it is; a packet that cannot be understood is refused, too.
+
+Sources: DALI's `FramesDecoderGpu` and `VideoColorSpaceConversion`; the specifications of AV1 (5.3, 5.9.2) and VP9 (6.2, annex
+B); NVIDIA's Video Codec SDK, "NVDEC capabilities".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from itertools import pairwise
+
+from dataio.core.errors import UnsupportedError
+from dataio.shards.contract import VideoInfo
+from loaders.decode.trim import Window
+
+CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
+FORMATS = frozenset(["yuv420p"])
+LEAST_SIDE = 144
+"""HEVC's; the other codecs' are less, and such pictures cost a processor nothing."""
+_MOST_SIDE = {"h264": 4096}
+_MOST = 8192
+_LIBRARY = "libnvcuvid.so.1"
+_PROGRESSIVE = 1
+"""libav's `AV_FIELD_PROGRESSIVE`; 0 is unknown, all others are kinds of interlacing."""
+_FRAME_HEADER = 3
+"""The kind of AV1's units that can name a picture which was decoded before."""
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why no video can be decoded on a GPU here, or None: containers are often given CUDA and not the video driver."""
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        return f"{error} (a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility,video)"
+    return None
+
+
+def suits(info: VideoInfo) -> bool:
+    """Whether streams of this kind and size are decoded, as far as the index tells."""
+    sides = info.width, info.height
+    return (
+        info.codec in CODECS
+        and info.pixel_format in FORMATS
+        and info.ext != "avi"
+        and not any(side % 2 for side in sides)
+        and min(sides) >= LEAST_SIDE
+        and max(sides) <= _MOST_SIDE.get(info.codec, _MOST)
+    )
+
+
+def check(window: Window, codec: str) -> None:
+    """Refuse packets that DALI would make something else of."""
+    if getattr(window.stream.codec_context, "field_order", 0) > _PROGRESSIVE:
+        raise UnsupportedError("the stream is interlaced, and its fields may be pictures of their own")
+    if codec == "h264" and not _is_refresh(bytes(window.packets[0])):
+        raise UnsupportedError("the clip starts at a picture that is not an instantaneous refresh")
+    base = window.stream.time_base
+    if base is None or any((after - before) * base * 1000 < 1 for before, after in pairwise(window.times)):
+        raise UnsupportedError("frames follow each other within a millisecond")
+    if codec in _REPEATS and any(_REPEATS[codec](bytes(packet)) for packet in window.packets):
+        raise UnsupportedError("some packets show a picture that was decoded before, and DALI counts those it decodes")
+
+
+def _is_refresh(packet: bytes) -> bool:
+    """Whether H.264 begins anew here. libav marks points of gradual recovery as key frames, too, where NVDEC would show undecoded
+    remains. Units are length-prefixed in MP4 and Matroska."""
+    at = 0
+    while at + 5 <= len(packet):
+        if packet[at + 4] & 0x1F == 5:
+            return True
+        at += 4 + int.from_bytes(packet[at : at + 4], "big")
+    return False
+
+
+def _vp9_repeats(packet: bytes) -> bool:
+    """Whether one of the packet's frames is the number of an older one. Of profile 0, the only one of 8-bit 4:2:0."""
+    return any(not frame or bool(frame[0] & 0x08) for frame in _vp9_frames(packet))
+
+
+def _vp9_frames(packet: bytes) -> Iterator[bytes]:
+    """The frames of a superframe, or the packet itself."""
+    marker = packet[-1]
+    bytes_each, count = ((marker >> 3) & 3) + 1, (marker & 7) + 1
+    index = packet[-(2 + bytes_each * count) :]
+    if marker & 0xE0 != 0xC0 or index[0] != marker:
+        yield packet
+        return
+    at = 0
+    for number in range(count):
+        size = int.from_bytes(index[1 + number * bytes_each :][:bytes_each], "little")
+        yield packet[at : at + size]
+        at += size
+
+
+def _av1_repeats(packet: bytes) -> bool:
+    """Whether one of the packet's frame headers names an older picture; whole frames cannot."""
+    return any(kind == _FRAME_HEADER and (not unit or bool(unit[0] & 0x80)) for kind, unit in _av1_units(packet))
+
+
+def _av1_units(packet: bytes) -> Iterator[tuple[int, bytes]]:
+    """Kinds and payloads; one that is cut short gives what there is."""
+    at = 0
+    while at < len(packet):
+        head = packet[at]
+        at += 2 if head & 4 else 1
+        size = len(packet) - at
+        if head & 2:
+            size, at = _leb128(packet, at)
+        yield (head >> 3) & 0xF, packet[at : at + size]
+        at += size
+
+
+def _leb128(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins at `at`, and where it ends; it has eight bytes at most."""
+    value = 0
+    for place, byte in enumerate(data[at : at + 8]):
+        value |= (byte & 0x7F) << (7 * place)
+        if not byte & 0x80:
+            return value, at + place + 1
+    raise UnsupportedError("a unit of the AV1 stream has no length")
+
+
+_REPEATS = {"vp9": _vp9_repeats, "av1": _av1_repeats}

@@ -1,0 +1,255 @@
+"""What DALI is given for a GPU is what it makes the right frames of; everything else PyAV decodes, and the log says so.
+
+No GPU is needed: what is refused is refused before DALI sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+import pytest
+from msgspec.structs import replace
+
+from dataio.core.errors import CorruptionError, UnsupportedError
+from dataio.shards.contract import VideoInfo
+from loaders.clip import Wanted
+from loaders.decode import choose, nvdec
+from loaders.decode.choose import AutoDecoder
+from loaders.decode.contract import Decoded, Request
+from loaders.decode.dali import DaliDecoder, dali_installed
+from loaders.decode.pyav import PyAVDecoder
+from loaders.decode.trim import open_window
+
+InfoOf = Callable[[bytes, str], VideoInfo]
+needs_dali = pytest.mark.skipif(not dali_installed(), reason="DALI is not installed (it exists for Linux only)")
+
+
+def request(data: bytes, info: VideoInfo, *values: int) -> Request:
+    return Request(memoryview(data), info, Wanted("index", values or (0, 1, 2), info.key_frames[0]))
+
+
+def why_not(asked: Request) -> str:
+    """What is said of the clip's packets; nothing where DALI gets them."""
+    with open_window(asked) as window:
+        try:
+            nvdec.check(window, asked.info.codec)
+        except UnsupportedError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "name", ["arm_wrestling.mp4", "pancake_h264.mkv", "h265.mp4", "testsrc2_vp9.webm", "rotated_90.mov"]
+)
+def test_real_clips_of_one_picture_a_packet_are_decoded_on_the_gpu(name: str, media: Path, info_of: InfoOf) -> None:
+    data = (media / name).read_bytes()
+    assert why_not(request(data, info_of(data, name[-3:]))) == ""
+
+
+def test_av1_that_shows_a_picture_once_more_is_not_decoded_on_the_gpu(media: Path, info_of: InfoOf) -> None:
+    data = (media / "av1.mkv").read_bytes()
+    info = info_of(data, "mkv")
+    assert "decoded before" in why_not(request(data, info, 0, 5))
+    assert why_not(request(data, info, 0)) == "", "the first packet decodes all that it shows"
+
+
+def test_av1_packets_are_read_unit_by_unit() -> None:
+    delimiter, header, shows, frame = b"\x12\x00", b"\x1a\x02\x00\x00", b"\x1a\x01\xa0", b"\x32\x03\x80\x00\x00"
+    assert not nvdec._av1_repeats(delimiter + frame)
+    assert not nvdec._av1_repeats(delimiter + header + frame)
+    assert nvdec._av1_repeats(delimiter + frame + shows)
+    assert nvdec._av1_repeats(b"\x1e\x08\x01\xa0"), "with an extension"
+    assert nvdec._av1_repeats(b"\x18\xa0"), "without a length"
+    assert nvdec._av1_repeats(b"\x1a\x00"), "an empty header"
+    with pytest.raises(UnsupportedError, match="no length"):
+        nvdec._av1_repeats(b"\x1a" + b"\xff" * 9)
+
+
+def test_vp9_packets_are_read_frame_by_frame() -> None:
+    shown, repeated = b"\x82\x49\x83\x42", b"\x88"
+    assert not nvdec._vp9_repeats(shown)
+    assert nvdec._vp9_repeats(repeated)
+
+    def superframe(*frames: bytes) -> bytes:
+        marker = bytes([0xC0 | (len(frames) - 1)])
+        return b"".join(frames) + marker + b"".join(bytes([len(frame)]) for frame in frames) + marker
+
+    assert not nvdec._vp9_repeats(superframe(shown, shown))
+    assert nvdec._vp9_repeats(superframe(shown, repeated))
+    assert nvdec._vp9_repeats(superframe(shown, b"")), "a frame of nothing"
+    assert not nvdec._vp9_repeats(shown + b"\xc1"), "only its last byte is that of a superframe"
+
+
+def test_interlaced_video_is_not_decoded_on_the_gpu(media: Path, reencode: Any, info_of: InfoOf) -> None:
+    source = media / "nasa_h264_aac.mp4"
+    interlaced = reencode(source, "libx264", "mp4", options={"x264-params": "interlaced=1"}, frames=6)
+    assert "interlaced" in why_not(request(interlaced, info_of(interlaced, "mp4")))
+    progressive = reencode(source, "libx264", "mp4", frames=6)
+    assert why_not(request(progressive, info_of(progressive, "mp4"))) == ""
+
+
+def test_frames_within_one_millisecond_are_not_decoded_on_the_gpu(media: Path, info_of: InfoOf) -> None:
+    data = (media / "testsrc2_vp9.webm").read_bytes()
+    asked = request(data, info_of(data, "webm"))
+    with open_window(asked) as window:
+        close = replace(window, times=[time // 100 for time in window.times])
+        with pytest.raises(UnsupportedError, match="within a millisecond"):
+            nvdec.check(close, "vp9")
+
+
+def test_gradual_refreshes_of_h264_are_not_decoded_on_the_gpu(media: Path, reencode: Any, info_of: InfoOf) -> None:
+    options = {"x264-params": "intra-refresh=1:keyint=10"}
+    data = reencode(media / "nasa_h264_aac.mp4", "libx264", "mp4", options=options, frames=40)
+    info = info_of(data, "mp4")
+    assert why_not(request(data, info)) == ""
+    later = Request(memoryview(data), info, Wanted("index", (info.key_frames[2].index,), info.key_frames[2]))
+    assert "instantaneous refresh" in why_not(later)
+
+
+def test_pictures_that_the_cards_decoders_are_not_made_for_are_decoded_on_the_cpu(media: Path, info_of: InfoOf) -> None:
+    data = (media / "arm_wrestling.mp4").read_bytes()
+    plain = info_of(data, "mp4")
+    assert choose.choose(plain, gpu=True) == "dali_gpu"
+    for codec, width, height in (
+        ("hevc", 128, 128),
+        ("h264", 641, 480),
+        ("vp9", 640, 361),
+        ("h264", 4098, 2160),
+        ("av1", 144, 8194),
+    ):
+        assert choose.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "pyav"
+    for codec, width, height in (("hevc", 144, 8192), ("h264", 4096, 4096), ("vp9", 4098, 2160)):
+        assert choose.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "dali_gpu"
+    assert choose.choose(replace(plain, pixel_format="yuv420p10le"), gpu=True) == "pyav"
+    assert choose.choose(replace(plain, ext="avi"), gpu=True) == "pyav"
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU that DALI sees, in a container that was not given the driver's library for video."""
+    monkeypatch.setattr(nvdec, "_LIBRARY", "libnvcuvid.so.of-nobody")
+    for module in ("choose", "dali"):
+        monkeypatch.setattr(f"loaders.decode.{module}.gpu_count", lambda: 1)
+    nvdec.missing.cache_clear()
+    yield
+    nvdec.missing.cache_clear()
+
+
+@needs_dali
+@pytest.mark.usefixtures("no_library")
+def test_without_the_drivers_library_for_video_pyav_decodes_and_the_log_says_what_to_do(
+    media: Path, info_of: InfoOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataio.core.log._said", set())
+    with pytest.raises(UnsupportedError, match="NVIDIA_DRIVER_CAPABILITIES"):
+        DaliDecoder(0)
+    data = (media / "arm_wrestling.mp4").read_bytes()
+    asked = request(data, info_of(data, "mp4"))
+    with caplog.at_level(logging.WARNING, "millrace"):
+        decoder = AutoDecoder("cuda")
+        (found,) = decoder.decode([asked])
+    (expected,) = PyAVDecoder().decode([asked])
+    assert isinstance(found, Decoded)
+    assert isinstance(expected, Decoded)
+    assert (found.frames == expected.frames).all()
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video" in caplog.text
+
+
+class Refusing:
+    """In the place of the GPU's decoder: refuses everything."""
+
+    name = "refusing"
+
+    def decode(self, requests: list[Request]) -> list[Any]:
+        return [UnsupportedError("the stream is of a kind")] * len(requests)
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_dali_leaves_to_the_cpu_is_said_once_a_codec_and_damage_is_not(
+    media: Path, info_of: InfoOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = AutoDecoder()
+    decoder._gpu, decoder._dali = True, {"dali_gpu": Refusing()}
+    data = (media / "arm_wrestling.mp4").read_bytes()
+    good, bad = request(data, info_of(data, "mp4")), request(b"no video at all", info_of(data, "mp4"))
+    with caplog.at_level(logging.WARNING, "millrace"):
+        (damaged,) = decoder.decode([bad])
+        assert isinstance(damaged, CorruptionError)
+        assert caplog.text == ""
+        found = decoder.decode([good, bad, good])
+    assert [type(one) for one in found] == [Decoded, CorruptionError, Decoded]
+    assert caplog.text.count("PyAV decodes some h264 that DALI refuses: the stream is of a kind") == 1
+
+
+@needs_dali
+def test_dali_decodes_a_frame_once_however_often_it_is_asked_for(
+    media: Path, info_of: InfoOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = (media / "testsrc2_vp9.webm").read_bytes()
+    asked = request(data, info_of(data, "webm"), 1, 1, 4, 4, 4, 9, 9)
+    fed: list[tuple[int, ...]] = []
+    run = DaliDecoder._run_safely
+
+    def spied(self: DaliDecoder, feeds: Any) -> Any:
+        fed.extend(picks for _, picks in feeds)
+        return run(self, feeds)
+
+    monkeypatch.setattr(DaliDecoder, "_run_safely", spied)
+    (found,), (expected,) = DaliDecoder().decode([asked]), PyAVDecoder().decode([asked])
+    assert isinstance(found, Decoded)
+    assert isinstance(expected, Decoded)
+    assert fed == [(1, 4, 9)]
+    assert (found.frames == expected.frames).all()
+    assert found.pts == expected.pts
+
+
+Plane = npt.NDArray[np.float32]
+
+
+def doubled(plane: npt.NDArray[np.uint8]) -> Plane:
+    """Chroma at each pixel of luma: bilinear, its samples amid four pixels, the border repeated, rounded to a byte."""
+    whole = plane.astype(np.float32)
+    for axis in (0, 1):
+        before = np.concatenate([whole.take([0], axis), whole], axis).take(range(whole.shape[axis]), axis)
+        after = np.concatenate([whole, whole.take([-1], axis)], axis).take(range(1, whole.shape[axis] + 1), axis)
+        both = np.stack([0.25 * before + 0.75 * whole, 0.75 * whole + 0.25 * after], axis + 1)
+        shape = [side * (1 + (n == axis)) for n, side in enumerate(whole.shape)]
+        whole = both.reshape(shape)
+    return np.rint(whole)
+
+
+def as_on_a_gpu(frame: av.VideoFrame) -> npt.NDArray[np.uint8]:
+    """The arithmetic of DALI's kernel, as far as it can be told from its source: chroma is rounded before it is converted."""
+    height, width = frame.height, frame.width
+    flat = frame.to_ndarray(format="yuv420p").ravel()
+    luma = 1.164 * (flat[: height * width].reshape(height, width).astype(np.float32) - 16)
+    blue, red = (doubled(half.reshape(height // 2, width // 2)) - 128 for half in np.split(flat[height * width :], 2))
+    rgb = np.stack([luma + 1.596 * red, luma - 0.813 * red - 0.392 * blue, luma + 2.017 * blue], -1)
+    return np.rint(rgb).clip(0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "name", ["arm_wrestling.mp4", "pancake_h264.mkv", "nasa_h264_aac.mp4", "h265.mp4", "testsrc2_vp9.webm"]
+)
+def test_the_arithmetic_of_the_gpu_is_within_two_of_the_cpus_and_seldom_more_than_one(
+    name: str, media: Path, info_of: InfoOf
+) -> None:
+    data = (media / name).read_bytes()
+    info = info_of(data, name[-3:])
+    (ours,) = PyAVDecoder().decode([request(data, info, 0, 1, 2)])
+    assert isinstance(ours, Decoded)
+    with av.open(str(media / name)) as container:
+        frames = list(islice(container.decode(container.streams[info.stream]), 3))  # type: ignore[arg-type]
+    for frame, expected in zip(frames, ours.frames.numpy(), strict=True):
+        apart = np.abs(as_on_a_gpu(frame).astype(int) - expected)
+        assert apart.max() <= 2
+        assert (apart > 1).mean() < 2e-3
