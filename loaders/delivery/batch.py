@@ -110,9 +110,13 @@ class Batch:
 
     def _hold(self) -> None:
         """Device memory is not used again before the current stream is done with it."""
-        for tensor in self._tensors.values():
+        for tensor in self._held():
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def _held(self) -> list[torch.Tensor]:
+        """All that the loader's stream wrote, and the trainer's reads."""
+        return list(self._tensors.values())
 
     def _target(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """What all samples' tensors of this name are written into; the first one's shape and dtype decide."""
@@ -164,9 +168,10 @@ def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> N
         target.copy_(video, non_blocking=True)
         return
     mean, std = output.mean or (0.0, 0.0, 0.0), output.std or (1.0, 1.0, 1.0)
-    shift = torch.tensor(mean, device=video.device).view(3, 1, 1) * 255
-    scale = 1 / (torch.tensor(std, device=video.device).view(3, 1, 1) * 255)
-    if target.dtype == torch.float32 and target.device == video.device:  # computed in place, without a copy between
+    video = video.to(target.device, non_blocking=True)  # bytes go there, not floats of them
+    numbers = (torch.tensor(mean) * 255, 1 / (torch.tensor(std) * 255))
+    shift, scale = (three.view(3, 1, 1).to(video.device, non_blocking=True) for three in numbers)
+    if target.dtype == torch.float32:  # computed in place, without a copy between
         target.copy_(video).sub_(shift).mul_(scale)
     else:
         target.copy_(video.float().sub_(shift).mul_(scale), non_blocking=True)

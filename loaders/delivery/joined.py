@@ -49,6 +49,9 @@ class JoinedBatch(Batch):
             sample = Finished(sample.sample, {self._name: IN_PLACE}, sample.values, sample.refusals)
         self.samples[slot] = sample
 
+    def _held(self) -> list[torch.Tensor]:
+        return [*super()._held(), *self._other.values()]
+
     def _joined(self) -> torch.Tensor:
         with self._lock:
             if self._name not in self._tensors:

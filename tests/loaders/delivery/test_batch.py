@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataio.core.errors import CorruptionError, DeadlineError, UsageError
 from dataio.shards.contract import Files, Member, Sample
 from loaders.contract import Finished, Layout, Place
 from loaders.delivery import prefetch
-from loaders.delivery.batch import Batch, Output
+from loaders.delivery.batch import Batch, Output, write_pixels
 from loaders.delivery.buffers import Buffers
 from loaders.delivery.joined import JoinedBatch
 from loaders.delivery.prefetch import Prefetcher
@@ -203,3 +204,39 @@ def test_files_of_which_something_was_left_out_or_replaced_are_in_memory_of_the_
     joined = batch.tensors()["bytes"]
     assert joined.tolist() == [0] * 3 + [1] * (other or 0) + [2] * 3
     assert joined.data_ptr() in ring.addresses
+
+
+class Crossing(TorchDispatchMode):
+    """Notes what goes from main memory to another device: how many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
+        if isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor) and made.device != given.device:
+            self.nbytes += given.nbytes
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("axes", ["TCHW", "THWC"])
+def test_pixels_that_a_processor_decoded_go_to_the_device_as_bytes_and_become_floats_there(
+    dtype: torch.dtype, axes: str
+) -> None:
+    there, video = torch.device("meta"), torch.zeros(4, 3, 8, 6, dtype=torch.uint8)
+    shape = (4, 3, 8, 6) if axes == "TCHW" else (4, 8, 6, 3)
+    output = Output(there, False, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), dtype, axes)
+    with Crossing() as crossing:
+        write_pixels(torch.empty(shape, dtype=dtype, device=there), video, output)
+    assert crossing.nbytes == video.nbytes + 2 * 3 * 4, "the pixels, and three numbers twice"
+
+
+def test_all_that_goes_into_a_batch_is_held_until_the_trainers_stream_has_read_it() -> None:
+    files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(2)]
+    batch = JoinedBatch(files, Layout(("bytes",)), CPU, Buffers(CPU.device))
+    for slot, (place, length) in enumerate(zip(places(0, 1), (3, 5), strict=True)):
+        batch.put(slot, Finished(place.sample, {"bytes": torch.zeros(length, dtype=torch.uint8)}))
+    assert sorted(len(tensor) for tensor in batch._held()) == [5, 6]
