@@ -27,6 +27,7 @@ from dataio.core.log import get_logger
 
 _ROUND = 2 << 20
 _PAGE = 4096
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable: a state may be on several
 _log = get_logger(__name__)
 
 
@@ -74,11 +75,20 @@ def _advise(mapped: mmap.mmap) -> None:
         _log.debug("no huge pages for the arena: %s", error)
 
 
+def _device_here() -> contextlib.AbstractContextManager[object]:
+    """Makes the caller's device that of another thread, which begins on device 0: registering memory from there would make a
+    context of this process on it, of some hundred MiB, beside the rank whose device it is."""
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return torch.cuda.device(torch.cuda.current_device())
+
+
 def _pin(tensor: torch.Tensor) -> bool:
     if not torch.cuda.is_available():
         return False
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    failed = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    failed = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel(), _FOR_ALL_DEVICES))
     if failed:
         # CUDA would tell the next kernel's launch of it, which is the trainer's
         with contextlib.suppress(RuntimeError):
@@ -132,7 +142,7 @@ class Staging:
             if self._owned or self._closed:
                 return False
             self._owned = True
-        threading.Thread(target=self._warm_up, args=(layout,), name="millrace-warm-up").start()
+        threading.Thread(target=self._warm_up, args=(layout, _device_here()), name="millrace-warm-up").start()
         return True
 
     def give_back(self) -> None:
@@ -164,9 +174,10 @@ class Staging:
                 self._arena.close()
                 self._arena = None
 
-    def _warm_up(self, layout: Layout) -> None:
+    def _warm_up(self, layout: Layout, here: contextlib.AbstractContextManager[object]) -> None:
         try:
-            self._fitting(layout)
+            with here:
+                self._fitting(layout)
         except MillraceError as error:  # the save that needs the arena will say the same to somebody who listens
             _log.warning("the staging arena could not be made ahead of time: %s", error)
         finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -95,3 +97,32 @@ def test_descriptors_are_given_back() -> None:
         staging.close()  # a save is in flight: its memory stays until it ends
         staging.give_back()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_arena_that_is_made_ahead_of_time_is_pinned_from_the_trainers_device(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each rank of a node would have a context, with its memory, on device 0."""
+    current = threading.local()  # as CUDA has it: every thread begins on device 0
+    current.device = 3
+    pinned_from: list[int] = []
+
+    @contextlib.contextmanager
+    def device(number: int) -> Iterator[None]:
+        before, current.device = getattr(current, "device", 0), number
+        yield
+        current.device = before
+
+    def pin(_: torch.Tensor) -> bool:
+        pinned_from.append(getattr(current, "device", 0))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr("checkpoint.staging.arena._pin", pin)
+    layout = layout_of(5)[1]
+    assert staging.warm_up(layout)
+    staging.take(layout, 30)
+    staging.give_back()
+    assert pinned_from == [3]
