@@ -11,25 +11,38 @@ the copy itself, to everyone who waits. When an error is raised, also by the con
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from checkpoint.collector import held_off
 from checkpoint.format.layout import Layout, TensorSpec
 from checkpoint.staging.arena import Arena
 from checkpoint.staging.copies import LATE, PIECE, Crew
-from checkpoint.state.kinds import as_bits, has_plain_memory, memory_of
+from checkpoint.state.kinds import as_bits, has_plain_memory
 from dataio.core.crashpoints import declare
 from dataio.core.errors import DeadlineError, UsageError
+from dataio.core.limits import MIB
 
 _mid_stage = declare("ckpt.mid-stage", "the state is half copied, nothing of the attempt is stored")
 
-_Copy = tuple[torch.Tensor, int, int, int]
-"""A tensor, and the run of its bytes (start, length) that goes to this place of the arena."""
+_Copy = tuple[torch.Tensor, int | None, int, int]
+"""A tensor, and the run of its bytes (start, length) that goes to this place of the arena; no start: it is no such run."""
+_TURN, _MANY = MIB, 4096
+"""Small tensors are copied in one go, as many as have so many bytes together, or so many of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is to be copied: tensors of devices with their places, and what threads copy, by what one takes at a time."""
+
+    of_devices: list[tuple[torch.Tensor, int]]
+    of_host: list[list[_Copy]]
 
 
 class Copying:
@@ -54,23 +67,24 @@ class Copying:
         self._idle, self._at_work = threading.Condition(), set[int]()
         self._watched = [(specs[i].name, tensors[i], tensors[i]._version) for i in late]
         self._events: list[torch.cuda.Event] = []
-        self._todo: deque[_Copy] = deque()
-        rows = [(tensors[i].detach(), at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
+        self._todo: deque[list[_Copy]] = deque()
+        with held_off():
+            rows = [(tensors[i], at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
+            now, later = (_part(rows, of_late) for of_late in (False, True))
         try:
-            self._begin(crew, rows)
+            self._begin(crew, now, later)
             if not late:
                 self.join()
         except BaseException:
             self.cancel()
             raise
 
-    def _begin(self, crew: Crew, rows: Sequence[tuple[torch.Tensor, int, bool]]) -> None:
-        for now in (True, False):
-            part = [(tensor, at) for tensor, at, is_late in rows if is_late != now]
-            self._enqueue_devices([row for row in part if row[0].device.type == "cuda"], hold=now)
-            self._todo.extend(p for row in part if row[0].device.type != "cuda" for p in _pieces(*row))
-            if now:
-                self._copy_now(crew)
+    def _begin(self, crew: Crew, now: _Part, later: _Part) -> None:
+        self._enqueue_devices(now.of_devices, hold=True)
+        self._todo.extend(now.of_host)
+        self._copy_now(crew)
+        self._enqueue_devices(later.of_devices, hold=False)
+        self._todo.extend(later.of_host)
         for _ in range(min(LATE, crew.size, len(self._todo))):
             crew.submit(self._work)
 
@@ -163,8 +177,9 @@ class Copying:
                     if not self._todo:
                         return
                     self._at_work.add(threading.get_ident())
-                    source, start, length, at = self._todo.popleft()
-                _copy(self._arena, source, start, length, at)
+                    turn = self._todo.popleft()
+                for each in turn:
+                    _copy(self._arena, *each)
                 _mid_stage()
             except BaseException as error:  # also an interrupt: what it cut short is not in the arena
                 self._todo.clear()
@@ -194,23 +209,52 @@ class Copying:
                 event.wait(torch.cuda.current_stream(device))
 
 
+def _part(rows: Iterable[tuple[torch.Tensor, int, bool]], late: bool) -> _Part:
+    devices: list[tuple[torch.Tensor, int]] = []
+    host: list[tuple[torch.Tensor, int]] = []
+    for tensor, at, is_late in rows:
+        if is_late == late:
+            # what is copied later keeps its memory, whatever the trainer puts in its place
+            part = (tensor.detach() if late else tensor, at)
+            (devices if tensor.device.type == "cuda" else host).append(part)
+    return _Part(devices, list(_turns(host)))
+
+
+def _turns(rows: Iterable[tuple[torch.Tensor, int]]) -> Iterator[list[_Copy]]:
+    """What a thread copies before it looks again."""
+    turn: list[_Copy] = []
+    size = 0
+    for row in rows:
+        for piece in _pieces(*row):
+            turn.append(piece)
+            size += piece[2]
+            if size >= _TURN or len(turn) == _MANY:
+                yield turn
+                turn, size = [], 0
+    if turn:
+        yield turn
+
+
 def _pieces(tensor: torch.Tensor, at: int) -> Iterator[_Copy]:
     size = tensor.numel() * tensor.element_size()
-    step = PIECE if has_plain_memory(tensor) else size
-    return ((tensor, start, min(step, size - start), at + start) for start in range(0, size, step))
+    if not has_plain_memory(tensor):
+        yield tensor, None, size, at
+        return
+    for start in range(0, size, PIECE):
+        yield tensor, start, min(PIECE, size - start), at + start
 
 
-def _copy(arena: Arena, source: torch.Tensor, start: int, length: int, at: int) -> None:
-    if not has_plain_memory(source):
+def _copy(arena: Arena, source: torch.Tensor, start: int | None, length: int, at: int) -> None:
+    if start is None:
         _copy_strided(arena, source, at)
         return
-    view = memory_of(source)[start : start + length]
-    np.copyto(arena.bytes[at : at + length], np.frombuffer(view, np.uint8))
+    assert at + length <= arena.size
+    ctypes.memmove(arena.tensor.data_ptr() + at, source.data_ptr() + start, length)
 
 
 def _copy_strided(arena: Arena, source: torch.Tensor, at: int) -> None:
     """From another device, or from memory that is not one run of the tensor's bytes."""
-    bits = as_bits(source.resolve_conj().resolve_neg())
+    bits = as_bits(source.detach().resolve_conj().resolve_neg())
     size = source.numel() * source.element_size()
     target = arena.tensor[at : at + size].view(bits.dtype).view(bits.shape)
     target.copy_(bits, non_blocking=True)

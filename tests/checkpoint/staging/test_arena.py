@@ -13,6 +13,7 @@ import torch
 
 from checkpoint.format.chunk import whole
 from checkpoint.format.layout import Layout, TensorSpec, lay_out
+from checkpoint.staging import copying
 from checkpoint.staging.arena import Arena, Staging
 from checkpoint.staging.copying import Copying
 from dataio.core.errors import CapacityError, DeadlineError
@@ -72,6 +73,25 @@ def test_gaps_of_a_new_layout_hold_nothing_of_the_old_one(staging: Staging) -> N
 def test_pieces_of_large_tensors_land_in_order(staging: Staging) -> None:
     large = torch.randint(0, 256, (40 << 20,), dtype=torch.uint8)
     assert stage(staging, large) == bytes(large.numpy())
+
+
+def test_small_tensors_are_copied_many_at_a_time(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of experts has a hundred thousand; threads that meet at a lock for each take longer than the copies."""
+    turns: list[int] = []
+    monkeypatch.setattr(copying, "_mid_stage", lambda: turns.append(1))
+    tensors = [torch.full((16,), i % 251, dtype=torch.uint8) for i in range(3 * copying._MANY)]
+    assert stage(staging, *tensors) == b"".join(bytes(each.numpy()) for each in tensors)
+    assert 1 < len(turns) <= 4
+
+
+def test_parameters_that_are_no_run_of_memory_are_copied_as_they_are(staging: Staging) -> None:
+    wide = torch.arange(12.0).reshape(3, 4)
+    specs = [TensorSpec("t", "float32", whole((4, 3)))]
+    arena = staging.take(lay_out(specs), 1)
+    Copying(staging.crew, arena, [torch.nn.Parameter(wide.t())], specs, lay_out(specs))
+    staging.give_back()
+    assert bytes(arena.view()[:48]) == wide.t().contiguous().numpy().tobytes()
+    assert not arena.tensor.requires_grad
 
 
 def test_an_abandoned_arena_is_never_handed_out_again(staging: Staging) -> None:
