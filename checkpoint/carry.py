@@ -147,7 +147,8 @@ def _commit(
         held.complete(manifest, encoded)
         emit(Released())
         _arena_released()
-        if not store.put_if_absent(attempt.manifest_key(plan.rank), encoded):
+        stands = store.put_if_absent(attempt.manifest_key(plan.rank), encoded)
+        if not stands:
             held.replaced()  # another carrier's will do
         _manifest_written()
         emit(Committing())
@@ -155,7 +156,8 @@ def _commit(
         held.committed(found)
         lease.release()
         _lease_deleted()
-    return result_of(store, attempt, plan.rank, found, manifest) | {"seconds": clock.monotonic() - began}
+    result = _told(attempt, found, manifest) if stands else result_of(store, attempt, plan.rank, found, manifest)
+    return result | {"seconds": clock.monotonic() - began}
 
 
 def _look_first(store: Store, attempt: Attempt) -> Commit | None:
@@ -212,12 +214,16 @@ def result_of(
         if mine is None:
             raise
         manifest = mine
+    return _told(attempt, found, manifest)
+
+
+def _told(attempt: Attempt, found: Commit, manifest: manifests.Manifest) -> dict[str, object]:
     return {
         "run": attempt.run,
         "timeline": attempt.timeline,
         "step": attempt.step,
         "attempt": attempt.id,
-        "rank": rank,
+        "rank": manifest.rank,
         "bytes_state": manifest.bytes_state,
         "bytes_written": manifest.bytes_written,
         "bytes_deduplicated": manifest.bytes_deduplicated,

@@ -71,13 +71,14 @@ def in_bands(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[list[
 
 def lay_out(specs: Sequence[TensorSpec]) -> Layout:
     """Places for `specs`, in their order."""
+    sizes = [spec.nbytes for spec in specs]
     offsets = [0] * len(specs)
     end = small_bytes = 0
     for small in (True, False):
-        for i, spec in enumerate(specs):
-            if is_small(spec.nbytes) == small:
+        for i, size in enumerate(sizes):
+            if is_small(size) == small:
                 offsets[i] = end = _up(end, SMALL_ALIGN if small else ALIGN)
-                end += spec.nbytes
+                end += size
         if small:
             small_bytes = end
     return Layout(tuple(offsets), small_bytes, end)
@@ -93,8 +94,8 @@ def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], l
     found = [Piece(start, length) for start, length in cut(layout.small_bytes, FINE_CHUNK_BYTES)]
     spans: list[list[PieceSpan]] = []
     for spec, at in zip(specs, layout.offsets, strict=True):
-        if is_small(spec.nbytes):
-            spans.append(list(_small_spans(at, spec.nbytes)))
+        if is_small(size := spec.nbytes):
+            spans.append(list(_small_spans(at, size)))
             continue
         own = [Piece(at + start, length) for start, length in bands.pieces(spec.box, dtypes.ITEM_BYTES[spec.dtype])]
         spans.append([PieceSpan(len(found) + i, 0, piece.length) for i, piece in enumerate(own)])

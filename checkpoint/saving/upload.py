@@ -45,8 +45,11 @@ class ArenaBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Everything that a plan's manifest is to say of packs and chunks: `digests` by piece, `known` what was there before."""
+    """Everything that a plan's manifest is to say of tensors, packs and chunks: `spans` by spec, `digests` by piece, `known` what
+    was there before."""
 
+    specs: list[layout.TensorSpec]
+    spans: list[list[layout.PieceSpan]]
     tables: Tables
     digests: list[bytes]
     known: dedup.Known
@@ -116,7 +119,7 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
     ) as pool:  # ends with this call, however it ends
         for _ in pack.write_all(store, key_of, new_chunks(), packed, taken.took):
             _first_pack()
-    return Stored(tables, digests, known)
+    return Stored(specs, spans, tables, digests, known)
 
 
 def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterator[pack.NewChunk]:
@@ -153,8 +156,6 @@ def _hashed(
 def manifest_of(plan: PutPlan, stored: Stored, clock: Clock) -> manifests.Manifest:
     """The rank's manifest."""
     tables, digests = stored.tables, stored.digests
-    specs = [tensor.spec() for tensor in plan.tensors]
-    _, spans = layout.cut_all(specs, layout.lay_out(specs))
     tensors = tuple(
         manifests.Tensor(
             spec.name,
@@ -165,7 +166,7 @@ def manifest_of(plan: PutPlan, stored: Stored, clock: Clock) -> manifests.Manife
             spec.replicated,
             tuple(manifests.Span(tables.number[digests[s.piece]], s.start, s.length) for s in own),
         )
-        for spec, own in zip(specs, spans, strict=True)
+        for spec, own in zip(stored.specs, stored.spans, strict=True)
     )
     return manifests.Manifest(
         version=manifests.version_for(chunk.codec for chunk in tables.chunks),

@@ -200,9 +200,17 @@ class LetGo(Wrapped):
         return won
 
 
+class Again(Wrapped):
+    """A store in which an earlier carrier of every plan has been already, as far as its manifest."""
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        won, at = self.inner.put_if_absent(key, data), names.parse_step_key(key)
+        return won and not (at is not None and at.kind == "manifest")
+
+
 def test_a_save_that_was_committed_says_so_though_retention_has_let_it_go_already(store: Store) -> None:
     made = make(store, tiny_state(1), step=1, number=begin(store))
-    result = carry(made.arena, made.encoded, lambda _: None, store=LetGo(store))
+    result = carry(made.arena, made.encoded, lambda _: None, store=LetGo(Again(store)))
     assert result["attempt"] == made.plan.attempt
     assert [base.step for base in repository.visible(store, RUN)] == [2]
 
@@ -229,12 +237,13 @@ def two_ranks(store: Store, number: int, step: int, **more: object) -> list[Made
 
 
 class GoneOnceCommitted(Wrapped):
-    """A store that does not answer for manifests any more when there is a COMMIT."""
+    """A store that does not answer for manifests any more when there is a COMMIT. `read`: how many it was asked for."""
 
-    fired = False
+    fired, read = False, 0
 
     def get(self, key: str, *, max_bytes: int = SMALL_OBJECT_BYTES) -> bytes:
         at = names.parse_step_key(key)
+        self.read += at is not None and at.kind == "manifest"
         if at is not None and at.kind == "manifest" and self.inner.exists(names.commit(RUN, at.timeline, at.step)):
             self.fired = True
             raise TransientError("the store went away")
@@ -242,12 +251,21 @@ class GoneOnceCommitted(Wrapped):
 
 
 def test_a_save_that_was_committed_says_so_though_the_store_went_away_just_then(store: Store) -> None:
-    away = GoneOnceCommitted(store)
+    away = GoneOnceCommitted(Again(store))
     made = make(store, tiny_state(1), step=1, number=begin(store))
     result = carry(made.arena, made.encoded, lambda _: None, store=away)
     assert away.fired
     assert (result["step"], result["attempt"]) == (1, made.plan.attempt)
     assert latest(store) == Base(made.plan.timeline, 1, made.plan.attempt)
+
+
+def test_a_manifest_that_stands_is_not_read_again_for_what_it_says(store: Store) -> None:
+    """It may have millions of chunks; the seal of the fate has read it once already."""
+    away = GoneOnceCommitted(store)
+    made = make(store, tiny_state(1), step=1, number=begin(store))
+    result = carry(made.arena, made.encoded, lambda _: None, store=away)
+    assert (away.fired, away.read) == (False, 1)
+    assert (result["step"], result["rank"], result["attempt"]) == (1, 0, made.plan.attempt)
 
 
 def test_two_ranks_commit_one_step_whoever_comes_last(store: Store) -> None:
