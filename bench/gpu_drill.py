@@ -1,18 +1,20 @@
 """The GPU drill: all that only a GPU can show about Millrace, in one command, on a machine with a GPU and torch.
 
-    python bench/gpu_drill.py                    put the wheels together, install what is missing, run all parts
+    python bench/gpu_drill.py                    put the wheels together, install what is missing, run what can be run
     python bench/gpu_drill.py --dry-run          without a GPU: list all parts and run what of them needs none
     python bench/gpu_drill.py --parts nvdec,lazy
     python bench/gpu_drill.py fetch              where there is a network: fetch wheels for CPython 3.12, cut them into pieces
 
 It needs Python 3.11 or newer, torch with CUDA, no network, and the checkout it lies in. Pieces lie in `.drill/pieces` of the
-checkout, at most 56 MiB each, so that they can travel one by one; packages go to `.drill/site`, and the machine's own stay.
+checkout, at most 50 MiB each, so that they can travel one by one; packages go to `.drill/site`, and the machine's own stay.
 Standard library only, so that it starts anywhere; each part runs in a process group of its own, for at most what `SECONDS`
 allows it, and leaves `.drill/out/parts/NAME.json`, written anew with every figure. A part that is done is not run again
-(`--again`): a drill cut short goes on where it stopped, also when it gets an empty `$OUT` each time, as results are copied there.
-Invariant: every part that was ever begun is in the results, also when it failed, was cut off (with what it had measured) or had
-no time; the card's settings are not touched, and no process outlives its part.
-Failure behaviour: exit code 1 when a part failed; 2 for wrong use or missing pieces, with what to do.
+(`--again`), unless more of the packages that it can use are here by now: a drill cut short goes on where it stopped, and one that
+gets its wheels piece by piece does more each time, also when it gets an empty `$OUT`, as results are copied there.
+Invariant: every part that was ever begun is in the results, also when it failed, was cut off (with what it had measured), had
+no time, or lacks a package, which it names; the card's settings are not touched, and no process outlives its part.
+Failure behaviour: exit code 1 when a part failed or had no time; 2 for wrong use or damaged wheels, with what to do. A part that
+lacks a package is no failure.
 """
 
 from __future__ import annotations
@@ -43,9 +45,26 @@ SECONDS = {
     "lazy": 240,
     "restore": 180,
     "gds": 180,
+    "checks": 240,
     "tests": 540,
 }
 """What a part gets at most, so that one which hangs costs the others nothing."""
+_STATE = ("torch", "numpy", "msgspec", "blake3", "zstandard", "xxhash", "prometheus_client", "fsspec")
+_CLIPS = (*_STATE, "av", "simplejpeg", "pyarrow", "duckdb", "rich")
+NEEDS: dict[str, tuple[str, ...]] = {
+    "probe": (),
+    "nvdec": (*_CLIPS, "nvidia.dali"),
+    "feed": _CLIPS,
+    "staging": _STATE,
+    "lazy": _STATE,
+    "restore": _STATE,
+    "gds": _STATE,
+    "checks": _STATE,
+    "tests": (*_CLIPS, "pytest", "pytest_timeout", "hypothesis", "nvidia.dali"),
+}
+"""Without these a part cannot be run."""
+USES: dict[str, tuple[str, ...]] = {"feed": ("nvidia.dali",), "checks": ("av", "nvidia.dali"), "probe": NEEDS["tests"]}
+"""With these it shows more."""
 LEAST_SECONDS = 5
 """With less left a part is not begun."""
 PARTS = tuple(SECONDS)
@@ -95,7 +114,8 @@ def _fetch(args: argparse.Namespace) -> int:
 
     without = {name.strip().lower().replace("_", "-") for name in args.without.split(",")}
     fetched = wheels.fetch(HOME / f"wheels-{args.python}", ROOT / "constraints.txt", args.python)
-    found = [path for path in fetched if path.name.split("-")[0].lower().replace("_", "-") not in without]
+    wanted = [path for path in fetched if path.name.split("-")[0].lower().replace("_", "-") not in without]
+    found = [wheels.smaller(path, HOME / f"small-{args.python}", args.python) for path in wanted]
     manifest = wheels.split(found, args.pieces)
     size = sum(entry["bytes"] for entry in manifest["wheels"])
     print(f"{len(found)} wheels, {size / 2**20:.0f} MiB, in {len(manifest['pieces'])} pieces in {args.pieces}")
@@ -111,13 +131,48 @@ def _drill(args: argparse.Namespace) -> int:
         print(f"{'*' if name in names else ' '} {name:8} {_line(name)}", flush=True)
     (args.out / "parts").mkdir(parents=True, exist_ok=True)
     environ = _environ(args)
+    absent = _absent(environ)
+    print(f"not here: {', '.join(absent) or 'nothing'}", flush=True)
     began, found = time.monotonic(), dict[str, dict[str, Any]]()
     for name in names:
         left = args.budget - (time.monotonic() - began)
-        found[name] = _part(name, args, environ, min(args.limit, SECONDS[name], left))
+        if lacking := [package for package in NEEDS[name] if package in absent]:
+            found[name] = _lacking(name, args, lacking)
+        else:
+            uses = [package for package in USES.get(name, ()) if package not in absent]
+            found[name] = _part(name, args, environ, min(args.limit, SECONDS[name], left), uses)
         _leave(args.out, _all(args.out, found), args.dry_run)
     print(f"\nwrote {args.out / 'drill.json'} and {args.out / 'drill.md'}")
-    return 1 if any(part["status"] != "done" or _errors(part) for part in found.values()) else 0
+    bad = [part for part in found.values() if (part["status"] != "done" and not part.get("lacking")) or _errors(part)]
+    return 1 if bad else 0
+
+
+def _absent(environ: dict[str, str]) -> list[str]:
+    """The packages of all parts that this Python cannot find."""
+    names = sorted({name for part in PARTS for name in (*NEEDS[part], *USES.get(part, ()))})
+    program = (
+        "import importlib.util, sys\n"
+        "def found(name):\n"
+        "    try:\n"
+        "        return importlib.util.find_spec(name) is not None\n"
+        "    except ImportError:\n"
+        "        return False\n"
+        "print(*[name for name in sys.argv[1:] if not found(name)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names], env=environ, capture_output=True, text=True, timeout=120
+    )
+    return done.stdout.split()
+
+
+def _lacking(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dict[str, Any]:
+    """What is said of a part that lacks packages; what it measured with them before stays."""
+    known = _read(args.out / "parts" / f"{name}.json")
+    if known and known.get("status") == "done":
+        return known
+    why = f"not here: {', '.join(lacking)}; `fetch` brings it, where there is a network"
+    print(f"{name}: skipped, {why}", flush=True)
+    return {"name": name, "status": "skipped", "why": why, "lacking": list(lacking)}
 
 
 def _all(out: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -145,11 +200,11 @@ def _environ(args: argparse.Namespace) -> dict[str, str]:
     """The variables for the parts: the wheels that were brought are installed and found, after the machine's own packages."""
     from bench.drill import wheels
 
-    manifest = args.pieces / wheels.MANIFEST
-    if manifest.exists() and not wheels.is_installed(manifest, args.site):
+    if (args.pieces / wheels.MANIFEST).exists() and not wheels.is_installed(args.pieces, args.site):
         installed = wheels.install(wheels.join(args.pieces, HOME / "wheels"), args.site)
-        wheels.note_installed(manifest, args.site)
-        print(f"installed {len(installed)} wheels into {args.site}", flush=True)
+        wheels.note_installed(args.pieces, args.site)
+        lacking = ", ".join(wheels.missing(args.pieces)) or "none"
+        print(f"installed {len(installed)} wheels into {args.site}; pieces that are missing: {lacking}", flush=True)
     wheels.register(ROOT / "pyproject.toml", args.site)
     paths = [str(ROOT), str(args.site), os.environ.get("PYTHONPATH", "")]
     cufile = {"CUFILE_ENV_PATH_JSON": str(_cufile(args.out)), **os.environ}
@@ -164,10 +219,13 @@ def _cufile(out: Path) -> Path:
     return path
 
 
-def _part(name: str, args: argparse.Namespace, environ: dict[str, str], seconds: float) -> dict[str, Any]:
+def _part(
+    name: str, args: argparse.Namespace, environ: dict[str, str], seconds: float, uses: Sequence[str] = ()
+) -> dict[str, Any]:
     path = args.out / "parts" / f"{name}.json"
     known = _read(path)
-    if known and not args.again and known.get("status") == "done" and known.get("dry") == args.dry_run:
+    same = known and known.get("dry") == args.dry_run and known.get("uses", []) == list(uses)
+    if known and same and not args.again and known.get("status") == "done":
         print(f"{name}: done before", flush=True)
         return known
     if seconds < LEAST_SECONDS:
@@ -180,7 +238,7 @@ def _part(name: str, args: argparse.Namespace, environ: dict[str, str], seconds:
     found: dict[str, Any] = _read(path) or {"name": name, "status": "failed"}
     if found["status"] != "done":
         found["why"] = why
-    found |= {"seconds": round(time.monotonic() - began, 1), "dry": args.dry_run}
+    found |= {"seconds": round(time.monotonic() - began, 1), "dry": args.dry_run, "uses": list(uses)}
     path.write_text(json.dumps(found, indent=1))
     print(
         f"{name}: {found['status']} in {found['seconds']} s {'; '.join(_errors(found)) or found.get('why', '')}"[:600],
@@ -241,7 +299,7 @@ def _leave(out: Path, parts: list[dict[str, Any]], dry: bool) -> None:
                 "gpu": part.get("settings", {}).get("name", "none"),
                 "packages": {"torch": part.get("settings", {}).get("torch")},
             }
-    known = [{key: value for key, value in part.items() if key != "dry"} for part in parts]
+    known = [{key: value for key, value in part.items() if key not in ("dry", "uses", "lacking")} for part in parts]
     command = ["python", "bench/gpu_drill.py", *(["--dry-run"] if dry else [])]
     started = datetime.now(UTC).isoformat(timespec="seconds")
     run = {

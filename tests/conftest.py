@@ -25,7 +25,7 @@ settings.register_profile("explore", settings.get_profile("millrace"), derandomi
 settings.load_profile("millrace")
 
 _PLACE = pytest.StashKey[Place]()
-_MEDIA = Path(__file__).resolve().parents[2] / "shared" / "media"
+_MEDIA = Path(os.environ.get("MILLRACE_TESTS_MEDIA") or Path(__file__).resolve().parents[2] / "shared" / "media")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,7 @@
-"""Wheels for a machine without a network: fetched, split into pieces, carried, put together again and installed.
+"""Wheels for a machine without a network: fetched, made smaller, split into pieces, carried, put together again and installed.
 
-Standard library only, as it runs before anything is installed.
+Standard library only, as it runs before anything is installed. What most parts need comes first, so that the first piece is of
+use by itself: whatever wheels are whole, with the pieces that have arrived, can be put together.
 Invariant: a wheel is used only when its SHA-256 is the one of the manifest; pieces are at most `PIECE_BYTES`. File names
 come from the manifest and are checked: no folder, nothing but wheels. Failure behaviour: `DrillError` that names the file
 and what to do.
@@ -13,19 +14,26 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-PIECE_BYTES = 56 << 20
-"""A checkout and a piece together stay below 64 MiB."""
+PIECE_BYTES = 50 << 20
+"""A checkout, real clips and a piece together stay below 64 MiB."""
 MANIFEST = "manifest.json"
-_MARK = "installed.sha256"
+_MARK = "installed.json"
 NEEDED = (
-    *("nvidia-dali-cuda130", "av", "blake3", "zstandard", "msgspec", "obstore", "s3fs", "duckdb", "pyarrow", "xxhash"),
-    *("prometheus-client", "rich", "numpy", "fsspec", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
+    *("msgspec", "blake3", "zstandard", "xxhash", "prometheus-client", "fsspec", "rich", "numpy", "pyarrow"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "duckdb"),
+    *("simplejpeg", "soundfile", "av"),
+    "nvidia-dali-cuda130",
 )
-"""What Millrace imports on a GPU machine beside torch, which is there; dependencies follow."""
+"""What Millrace imports on a GPU machine beside torch, which is there, in the order in which it is carried; dependencies come
+before what needs them. Stores on a network are not drilled."""
+_UNUSED = re.compile(r"nvidia_(libnvcomp|nvimgcodec|nvjpeg|nvjpeg2k|nvtiff)[_-]")
+"""What DALI opens only for pictures and packed arrays."""
+_OTHERS = re.compile(r"\.cpython-(\d+t?)-[a-z0-9_-]+\.so$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,180}\.whl")
 _PIECE = re.compile(r"[0-9]{4}\.piece")
 _GLIBC = (17, 24, 26, 27, 28, 31, 34, 35)
@@ -45,7 +53,36 @@ def fetch(folder: Path, constraints: Path, python: str = "3.12", needed: Sequenc
     done = subprocess.run([*command, *needed], capture_output=True, text=True)
     if done.returncode:
         raise DrillError(f"pip could not fetch the wheels: {done.stderr.strip()[-800:]}")
-    return sorted(folder.glob("*.whl"))
+    return in_order(path for path in folder.glob("*.whl") if not _UNUSED.match(path.name))
+
+
+def in_order(wheels: Iterable[Path]) -> list[Path]:
+    """As `NEEDED` has them; dependencies before all, small ones first."""
+    return sorted(wheels, key=lambda path: (_place(path), path.stat().st_size))
+
+
+def _place(wheel: Path) -> int:
+    names = [name.replace("-", "_") for name in NEEDED]
+    return names.index(_distribution(wheel)) if _distribution(wheel) in names else -1
+
+
+def _distribution(wheel: Path) -> str:
+    return wheel.name.split("-")[0].lower()
+
+
+def smaller(wheel: Path, folder: Path, python: str) -> Path:
+    """The wheel, packed more tightly, without what is for other Pythons; it is installed as any other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target, ours = folder / wheel.name, python.replace(".", "")
+    partial = target.with_suffix(".partial")
+    if not target.exists():
+        with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(partial, "w", zipfile.ZIP_LZMA) as packed:
+            for entry in source.infolist():
+                other = _OTHERS.search(entry.filename)
+                if other is None or other[1] == ours:
+                    packed.writestr(entry, source.read(entry), zipfile.ZIP_LZMA)
+        partial.replace(target)
+    return target
 
 
 def split(wheels: Sequence[Path], pieces: Path, most: int = PIECE_BYTES) -> dict[str, Any]:
@@ -106,13 +143,22 @@ def _arrived(pieces: Path, entry: dict[str, Any]) -> bool:
 
 
 def join(pieces: Path, folder: Path) -> list[Path]:
-    """The wheels of all pieces, in `folder`, every digest checked."""
-    manifest = _manifest(pieces)
-    if lacking := [entry["name"] for entry in manifest["pieces"] if not _arrived(pieces, entry)]:
-        raise DrillError(f"pieces missing or damaged in {pieces}: {', '.join(lacking)}; carry them again")
+    """The wheels that are whole with the pieces that have arrived, in `folder`, every digest checked."""
+    manifest, lacking, start, at = _manifest(pieces), set(missing(pieces)), 0, 0
+    bounds = []
+    for entry in manifest["pieces"]:
+        bounds.append((entry["name"], start, start := start + int(entry["bytes"])))
     folder.mkdir(parents=True, exist_ok=True)
-    source = _Stream([pieces / entry["name"] for entry in manifest["pieces"]])
-    return [_one(source, entry, folder) for entry in manifest["wheels"]]
+    found = []
+    for entry in manifest["wheels"]:
+        end = at + int(entry["bytes"])
+        touched = [(name, begins) for name, begins, ends in bounds if begins < end and at < ends]
+        if not lacking.intersection(name for name, _ in touched):
+            source = _Stream([pieces / name for name, _ in touched])
+            source.skip(at - touched[0][1] if touched else 0)
+            found.append(_one(source, entry, folder))
+        at = end
+    return found
 
 
 def _one(source: _Stream, entry: dict[str, Any], folder: Path) -> Path:
@@ -134,6 +180,10 @@ class _Stream:
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths, self._held = list(paths), b""
+
+    def skip(self, size: int) -> None:
+        while size:
+            size -= len(self.read(size))
 
     def read(self, size: int) -> bytes:
         if not self._held:
@@ -177,16 +227,23 @@ def install(wheels: Sequence[Path], site: Path) -> list[str]:
     return [wheel.name for wheel in wanted]
 
 
-def is_installed(manifest: Path, site: Path) -> bool:
-    """Whether what this manifest names lies in `site` already, whole."""
-    mark = site / _MARK
-    return mark.is_file() and mark.read_text() == hashlib.sha256(manifest.read_bytes()).hexdigest()
+def is_installed(pieces: Path, site: Path) -> bool:
+    """Whether all that has arrived of these pieces was installed into `site` before."""
+    try:
+        return bool(json.loads((site / _MARK).read_text()) == _arrivals(pieces))
+    except (OSError, ValueError):
+        return False
 
 
-def note_installed(manifest: Path, site: Path) -> None:
-    """Say so to later starts; called when all is there."""
+def note_installed(pieces: Path, site: Path) -> None:
+    """Say so to later starts."""
     site.mkdir(parents=True, exist_ok=True)
-    (site / _MARK).write_text(hashlib.sha256(manifest.read_bytes()).hexdigest())
+    (site / _MARK).write_text(json.dumps(_arrivals(pieces)))
+
+
+def _arrivals(pieces: Path) -> list[str]:
+    """The digests of the pieces that are here, whole."""
+    return [str(entry["sha256"]) for entry in _manifest(pieces)["pieces"] if _arrived(pieces, entry)]
 
 
 def register(project: Path, site: Path) -> None:

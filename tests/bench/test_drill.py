@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ from hypothesis import strategies as st
 
 from bench import gpu_drill
 from bench.core import results
-from bench.drill import dmon, wheels
+from bench.drill import checks, dmon, wheels
+from bench.drill import tests as gpu_tests
 from bench.drill.wheels import DrillError
 
 DRILL = Path(gpu_drill.__file__)
@@ -55,11 +57,12 @@ def test_wheels_travel_in_pieces_and_install_without_a_network(tmp_path: Path) -
     assert max(path.stat().st_size for path in (tmp_path / "pieces").glob("*.piece")) <= 4096
     joined = wheels.join(tmp_path / "pieces", tmp_path / "joined")
     assert [path.read_bytes() for path in joined] == [path.read_bytes() for path in made]
-    manifest_file = tmp_path / "pieces" / "manifest.json"
-    assert not wheels.is_installed(manifest_file, tmp_path / "site")
+    assert not wheels.is_installed(tmp_path / "pieces", tmp_path / "site")
     assert wheels.install(joined, tmp_path / "site") == [path.name for path in made]
-    wheels.note_installed(manifest_file, tmp_path / "site")
-    assert wheels.is_installed(manifest_file, tmp_path / "site")
+    wheels.note_installed(tmp_path / "pieces", tmp_path / "site")
+    assert wheels.is_installed(tmp_path / "pieces", tmp_path / "site")
+    (tmp_path / "pieces" / "0000.piece").unlink()
+    assert not wheels.is_installed(tmp_path / "pieces", tmp_path / "site"), "something else has arrived"
     done = subprocess.run(
         [sys.executable, "-c", "import drilltest2; print(len(drilltest2.DATA), drilltest2.__file__)"],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
@@ -104,14 +107,42 @@ def test_any_files_come_back_whole_from_pieces_of_any_size(contents: list[bytes]
         assert [path.read_bytes() for path in wheels.join(folder / "pieces", folder / "out")] == contents
 
 
-def test_missing_and_damaged_pieces_are_named(tmp_path: Path) -> None:
-    wheels.split([make_wheel(tmp_path / "made", "drilltest", 5000)], tmp_path / "pieces", most=2048)
-    (tmp_path / "pieces" / "0001.piece").unlink()
-    damaged = tmp_path / "pieces" / "0002.piece"
+def test_wheels_are_put_together_as_far_as_their_pieces_arrived_whole(tmp_path: Path) -> None:
+    made = [make_wheel(tmp_path / "made", f"drilltest{n}", 2000 * (n + 1)) for n in range(4)]
+    wheels.split(made, tmp_path / "pieces", most=2048)
+    pieces = sorted((tmp_path / "pieces").glob("*.piece"))
+    ends = [sum(path.stat().st_size for path in made[: n + 1]) for n in range(4)]
+    gone, damaged = pieces[ends[0] // 2048 + 1], pieces[-1]
+    gone.unlink()
     damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
-    assert wheels.missing(tmp_path / "pieces") == ["0001.piece", "0002.piece"]
-    with pytest.raises(DrillError, match=r"0001\.piece, 0002\.piece; carry them again"):
-        wheels.join(tmp_path / "pieces", tmp_path / "joined")
+    assert wheels.missing(tmp_path / "pieces") == [gone.name, damaged.name]
+    joined = wheels.join(tmp_path / "pieces", tmp_path / "joined")
+    assert [path.name for path in joined] == [made[0].name, made[2].name]
+    assert [path.read_bytes() for path in joined] == [made[0].read_bytes(), made[2].read_bytes()]
+
+
+def test_a_wheel_made_smaller_is_installed_as_it_was_but_for_what_is_for_other_pythons(tmp_path: Path) -> None:
+    made = make_wheel(tmp_path / "made", "drilltest", 9000)
+    with zipfile.ZipFile(made, "a") as archive:
+        for version in ("311", "312", "312t"):
+            archive.writestr(f"drilltest_native.cpython-{version}-x86_64-linux-gnu.so", version)
+    small = wheels.smaller(made, tmp_path / "small", "3.12")
+    assert small.stat().st_size < made.stat().st_size
+    assert wheels.install([small], tmp_path / "site") == [made.name]
+    assert "DATA" in (tmp_path / "site" / "drilltest.py").read_text()
+    assert [path.name.split("-")[1] for path in (tmp_path / "site").glob("*.so")] == ["312"]
+
+
+def test_what_most_parts_need_is_carried_first_and_dali_last() -> None:
+    names = ["nvidia_dali_cuda130-2.4-x.whl", "av-18-x.whl", "libcst-1-x.whl", "msgspec-1-x.whl", "numpy-2-x.whl"]
+    ordered = sorted(map(Path, names), key=wheels._place)
+    assert [path.name.split("-")[0] for path in ordered] == ["libcst", "msgspec", "numpy", "av", "nvidia_dali_cuda130"]
+
+
+def test_what_the_drill_brings_is_all_that_the_project_needs_but_for_stores_on_a_network() -> None:
+    project = tomllib.loads((gpu_drill.ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[^a-z0-9-]", line)[0] for line in project["dependencies"]}
+    assert needed - set(wheels.NEEDED) == {"torch", "s3fs"}
 
 
 @pytest.mark.parametrize("name", ["../evil.whl", "/etc/passwd", "a/b.whl", "evil.py", ""])
@@ -149,7 +180,7 @@ def test_a_dry_run_lists_all_parts_runs_what_needs_no_gpu_and_goes_on_where_it_s
     done = drill(tmp_path, "--parts", "probe")
     assert done.returncode == 0, done.stdout + done.stderr
     listed = [line.split()[0] for line in done.stdout.splitlines()[:8]]
-    assert listed == ["*", "nvdec", "feed", "staging", "lazy", "restore", "gds", "tests"]
+    assert listed == ["*", "nvdec", "feed", "staging", "lazy", "restore", "gds", "checks"]
     (probe,) = results.read(tmp_path / "drill.json").parts
     assert (probe.name, probe.status) == ("probe", "done")
     assert probe.notes == ["no GPU is here: torch.cuda.is_available() is False"]
@@ -276,3 +307,47 @@ def test_the_table_of_nvidia_smi_is_read_by_its_own_heading() -> None:
     assert dmon.parse(text * 2)["dec"] == [88, 88]
     assert dmon.parse(text).get("jpg", []) == []
     assert dmon.parse("no table") == {}
+
+
+def test_a_part_that_lacks_a_package_says_which_fails_nothing_and_is_run_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_drill, "_absent", lambda environ: ["av", "nvidia.dali"])
+    monkeypatch.setattr(gpu_drill, "_environ", lambda args: {**os.environ, "PYTHONPATH": str(gpu_drill.ROOT)})
+    command = ["--dry-run", "--out", str(tmp_path), "--parts", "nvdec,checks"]
+    assert gpu_drill.main(command) == 0
+    assert "nvdec: skipped, not here: av, nvidia.dali; `fetch` brings it" in capsys.readouterr().out
+    nvdec, checks = results.read(tmp_path / "drill.json").parts
+    assert (nvdec.status, checks.status) == ("skipped", "done")
+    assert gpu_drill.main(command) == 0
+    assert "checks: done before" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_drill, "_absent", lambda environ: [])
+    assert gpu_drill.main(["--dry-run", "--out", str(tmp_path), "--parts", "checks"]) == 0
+    assert "checks: done in" in capsys.readouterr().out, "with DALI it would show more"
+
+
+def test_packages_that_this_python_cannot_find_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"PYTHONPATH": str(gpu_drill.ROOT), "PATH": os.environ["PATH"]}
+    found = gpu_drill._absent(environ)
+    assert not {"torch", "av"} & set(found)
+    monkeypatch.setitem(gpu_drill.NEEDS, "gds", ("torch", "nothing_of_this_name", "nvidia.nothing", "nobody.at_all"))
+    assert {"nothing_of_this_name", "nvidia.nothing", "nobody.at_all"} <= set(gpu_drill._absent(environ))
+
+
+def test_the_checks_of_saves_and_batches_pass_where_nothing_runs_behind_the_program() -> None:
+    checks.saves("cpu", 1 << 20)
+    checks.batches("cpu", 12)
+
+
+def test_the_checks_of_saves_and_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaders.delivery.batch.write_pixels", lambda target, *_: target.zero_())
+    with pytest.raises(AssertionError, match="batches held something else"):
+        checks.batches("cpu", 12)
+    monkeypatch.setattr("checkpoint.staging.copying._copy", lambda *_: None)
+    with pytest.raises(AssertionError, match="is not what it was at step 1"):
+        checks.saves("cpu", 1 << 20)
+
+
+def test_only_files_with_tests_for_a_gpu_are_collected() -> None:
+    assert "tests/loaders/decode/test_frames.py" in gpu_tests.files()
+    assert "tests/bench/test_report.py" not in gpu_tests.files()

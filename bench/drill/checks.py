@@ -1,0 +1,242 @@
+"""What only a card can show to be right, each a check that can fail; and what DALI makes of the streams that it is not given.
+
+Checks that need a package that is not here are a note. What DALI does with what `loaders.decode.nvdec` keeps from it is told, and
+fails nothing: where it is right, the rule is stricter than it need be.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.drill.result import PartResult
+
+LINE = "order of streams, pinned arenas, hand-over of batches, memory of decoders: right or wrong"
+_MIB = 1 << 20
+_MANY = 128
+"""1080p clips, one after the other: more than DALI's cache of decoders holds, if none is found again."""
+_MOST_GROWN = 4096
+"""MiB that decoders may take meanwhile."""
+
+
+def run(gpu: bool) -> PartResult:
+    """All checks; without a GPU they are listed."""
+    part = PartResult("checks", "What only a card can show")
+    part.metric("right", "right", "1", "higher")
+    part.metric("grown", "device memory that decoders took", "MiB", limit=_MOST_GROWN)
+    part.metric("wrong", "frames that DALI decodes wrongly past the rule", "%")
+    for check, packages in CHECKS.items():
+        name = check.__name__.replace("_", " ")
+        lacking = [package for package in packages if not _here(package)]
+        if not gpu or lacking:
+            part.notes.append(f"{name}: not checked, {'no GPU' if not gpu else 'not here: ' + ', '.join(lacking)}")
+            continue
+        try:
+            check(part, name)
+            part.add(name, "right", 1)
+        except Exception as error:
+            part.add(name, "right", 0)
+            part.fail(name, f"{type(error).__name__}: {error}")
+    return part
+
+
+def _here(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
+def _expect(right: bool, wrong: str) -> None:
+    if not right:
+        raise AssertionError(wrong)
+
+
+def the_arena_is_pinned(part: PartResult, name: str) -> None:
+    """`cudaHostRegister` takes a sealed memfd with huge pages."""
+    from checkpoint.staging.arena import Arena
+
+    arena = Arena(64 * _MIB)
+    try:
+        _expect(arena._pinned, "the sealed memfd was not taken: see the log")
+        _expect(arena.tensor.is_pinned(), "torch takes the arena for pageable memory")
+    finally:
+        arena.close()
+
+
+def a_save_holds_what_was_there_when_it_was_called(part: PartResult, name: str) -> None:
+    """The state is written by the device, still at it, when `save` is called, and again as soon as the save allows."""
+    import torch
+
+    saves("cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        saves("cuda")
+
+
+def saves(device: str, size: int = 64 * _MIB) -> None:
+    """On the current stream, staged both ways."""
+    import torch
+
+    from checkpoint import Checkpointer
+
+    weight = torch.nn.Parameter(torch.zeros(size // 4, device=device))
+    optimizer, buffer = torch.optim.SGD([weight], lr=1.0), torch.zeros(size // 16, device=device)
+    for mode in ("eager", "lazy"):
+        with (
+            tempfile.TemporaryDirectory(prefix="mrb-") as folder,
+            Checkpointer(folder, run="drill", sidecar=None, staging=mode) as checkpointer,
+        ):
+            for step in (1, 2):
+                _slow(device)
+                with torch.no_grad():
+                    weight.fill_(step)
+                buffer.fill_(step)
+                handle = checkpointer.save(step, {"w": weight, "b": buffer, "o": optimizer})
+                buffer.fill_(-1)
+                weight.grad = torch.full_like(weight, 100.0)
+                _slow(device)
+                optimizer.step()
+                handle.result(120)
+                found = {"w": torch.zeros_like(weight), "b": torch.zeros_like(buffer)}
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                checkpointer.restore(found, step=step, strict=False)
+                for key, tensor in found.items():
+                    _expect(bool((tensor == step).all()), f"{mode}: {key!r} is not what it was at step {step}")
+
+
+def _slow(device: str) -> None:
+    """Some tens of milliseconds of work for the current stream."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+
+
+def a_batch_stays_what_it_is_while_another_stream_reads_it(part: PartResult, name: str) -> None:
+    """Batches are let go while the trainer's stream still reads them, and the loader's stream writes the next ones."""
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        batches("cuda", 200)
+
+
+def batches(device: str, count: int) -> None:
+    """So many, on the current stream; each has values of its own."""
+    import torch
+
+    from loaders.contract import Finished, Layout, Place
+    from loaders.delivery.batch import Output
+    from loaders.delivery.prefetch import Prefetcher
+
+    def made(places: Any, _rooms: object) -> list[Finished]:
+        return [
+            Finished(place.sample, {"video": torch.full((4, 3, 64, 64), place.virtual % 251, dtype=torch.uint8)})
+            for place in places
+        ]
+
+    output = Output(torch.device(device), False, (0.0,) * 3, (1.0,) * 3)
+    ahead, wrong = Prefetcher(made, Layout(("video",)), output, 8), torch.zeros((), device=device)
+    try:
+        for number in range(count):
+            ahead.start([Place(0, 8 * number + n, _sample(n)) for n in range(8)])
+            if number < 3:
+                continue
+            video, first = ahead.next().tensors()["video"], 8 * (number - 3)
+            if number % 10 == 0:
+                _slow(device)  # the next batches are made before this one is read
+            expected = (torch.arange(first, first + 8, device=device) % 251).float() / 255
+            wrong += ((video - expected.view(8, 1, 1, 1, 1)).abs() > 1e-6).any()
+            del video
+        _expect(float(wrong) == 0, f"{int(wrong)} batches held something else when they were read")
+    finally:
+        ahead.close()
+
+
+def _sample(number: int) -> Any:
+    from dataio.shards.contract import Sample
+
+    return Sample(number, f"key{number}", "shards/0.tar", (), 1.0)
+
+
+def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
+    """And the driver's library for video is here."""
+    import torch
+
+    from loaders.decode import nvdec
+    from loaders.decode.dali import gpu_count
+
+    _expect(gpu_count() == torch.cuda.device_count(), f"DALI sees {gpu_count()}, torch {torch.cuda.device_count()}")
+    _expect(nvdec.missing() is None, str(nvdec.missing()))
+
+
+def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
+    """DALI keeps up to a hundred decoders for later; those of 1080p, whose coded height is another, must be found again too."""
+    import torch
+
+    from bench.drill.nvdec import make, request_for
+    from loaders.decode.dali import DaliDecoder
+
+    with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
+        path = Path(folder) / "clip.mp4"
+        make(path, "libx264", 1920, 1080)
+        decoder, asked = DaliDecoder(0), request_for(path)
+        decoder.decode([asked] * 16)
+        before = torch.cuda.mem_get_info()[0]
+        for _ in range(_MANY // 16):
+            decoder.decode([asked] * 16)
+            torch.cuda.empty_cache()
+        grown = (before - torch.cuda.mem_get_info()[0]) / _MIB
+        decoder.close()
+    part.add(name, "grown", grown)
+    _expect(grown <= _MOST_GROWN, f"{grown:.0f} MiB for {_MANY} clips")
+
+
+def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None:
+    """AV1 that shows pictures again, and interlaced H.264: where frames are right, the rule is too strict."""
+    from bench.drill.nvdec import make, request_for
+    from loaders.decode.dali import DaliDecoder
+    from loaders.decode.pyav import PyAVDecoder
+
+    kinds = {"AV1": ("libsvtav1", "mkv", None), "interlaced": ("libx264", "mp4", {"x264-params": "interlaced=1"})}
+    with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
+        for kind, (encoder, suffix, options) in kinds.items():
+            path = Path(folder) / f"{kind}.{suffix}"
+            make(path, encoder, 640, 368, options)
+            asked: Any = request_for(path)
+            cpu: Any = PyAVDecoder().decode([asked])[0]
+            with _unguarded():
+                gpu: Any = DaliDecoder(0).decode([asked])[0]
+            if isinstance(gpu, Exception):
+                part.notes.append(f"{kind}: DALI refuses it by itself: {gpu}")
+                continue
+            apart = (gpu.frames.cpu().int() - cpu.frames.int()).abs().flatten(1).max(1).values
+            part.add(kind, "wrong", 100 * float((apart > 2).float().mean()))
+
+
+@contextmanager
+def _unguarded() -> Iterator[None]:
+    from loaders.decode import nvdec
+
+    check = nvdec.check
+    nvdec.check = lambda *_: None
+    try:
+        yield
+    finally:
+        nvdec.check = check
+
+
+_DECODING = ("av", "simplejpeg", "nvidia.dali")
+CHECKS: dict[Callable[[PartResult, str], None], tuple[str, ...]] = {
+    the_arena_is_pinned: (),
+    a_save_holds_what_was_there_when_it_was_called: (),
+    a_batch_stays_what_it_is_while_another_stream_reads_it: ("av", "simplejpeg"),
+    dali_sees_the_cards_that_torch_sees: _DECODING,
+    decoders_are_not_heaped_up: _DECODING,
+    what_dali_makes_of_what_it_is_not_given: _DECODING,
+}
+"""Each check, and the packages that it needs."""
