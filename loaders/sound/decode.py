@@ -28,19 +28,18 @@ from loaders.sound.excerpts import cut
 from loaders.sound.excerpts.contract import Excerpt
 from loaders.sound.excerpts.cut import WARM_UP
 from loaders.sound.excerpts.decoded import decoded
-from loaders.sound.flac import read_flac
 from loaders.sound.layout import F32 as F32
 from loaders.sound.layout import Head, heard, pts
 from loaders.sound.resample import resampled
-from loaders.sound.spec import LAYOUTS, AudioSpec
+from loaders.sound.spec import AudioSpec
 
 Made = tuple[F32, Fraction]
 """(channels, samples) as they are wanted, and up to which second there is sound."""
 Hear = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
 """`decode_audio`, here or in another process."""
 
-_EDGE = Fraction(1, 20)
-"""Seconds around the window that the resampler's filter looks at."""
+_EDGE = Fraction(1, 25)
+"""Seconds around the window that the resampler's filter looks at; whole samples of every usual rate, so that none is shifted."""
 _WITHOUT_MEMORY = frozenset(["flac", "alac", "pcm_u8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s32le", "pcm_f32le"])
 """Codecs of which every frame says all by itself."""
 
@@ -69,9 +68,6 @@ def _found(
     data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
 ) -> Made | None:
     """The window and what lies around it; None if it is all silence."""
-    known = read_flac(data, info, start - _EDGE, seconds + 2 * _EDGE)
-    if known is not None:
-        return resampled(known[0], info.sample_rate, LAYOUTS[info.channels], spec), known[1]
     found = cut.closed(data, info, start - _EDGE, start + seconds + _EDGE, from_first)
     made = None if found is None else _at_once(found[0], info, found[1], seconds, spec)
     if made is not None:

@@ -24,7 +24,6 @@ from av.audio.frame import AudioFrame
 from dataio.core.errors import CorruptionError, UnsupportedError
 
 F32 = npt.NDArray[np.float32]
-I16 = npt.NDArray[np.int16]
 _ROUNDED = Fraction(1, 1000)
 """Seconds in which Matroska, WebM and FLV count, and with them MP4 made of those."""
 _KINDS: dict[str, tuple[Any, int, int]] = {

@@ -18,9 +18,10 @@ from loaders.sound.nameless import Bytes
 
 class Excerpt(msgspec.Struct, frozen=True):
     """A file: `parts` one after the other, for libav's `demuxer`, maybe with options. `shift` and `until`, behind which is no
-    sound if it is known, are seconds of the recording's time line."""
+    sound if it is known, are seconds of the recording's time line. `whole` from its beginning: nothing sounds before zero."""
 
     parts: Sequence[Bytes]
     demuxer: str
     shift: Fraction = Fraction(0)
     until: Fraction | None = None
+    whole: bool = False

@@ -32,7 +32,7 @@ def closed(
     sound's first sample."""
     found, at = None, start
     if info.ext in flac.EXTENSIONS:
-        found = flac.excerpt(data, start, end)
+        found = flac.excerpt(data, info, start, end)
     elif info.ext in wav.EXTENSIONS:
         found = wav.excerpt(data, info, start, end)
     elif info.ext in mp4.EXTENSIONS:

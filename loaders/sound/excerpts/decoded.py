@@ -4,6 +4,7 @@ Purpose: packets hold some milliseconds. Threads that take and give back the loc
 them hardly do more than one, and samples are copied between steps. FFmpeg's filters do all of it by themselves: `amovie` opens,
 demultiplexes and decodes, `atrim` cuts by stamps, and what is as wanted comes out in one piece.
 Invariant: the samples are those of `loaders.sound.layout` and `loaders.sound.resample`, to the bit.
+Before the recording and behind it is silence, which is put around what there is before that is resampled.
 Failure behaviour: None for what cannot be decoded, or does not fill the stretch: whoever asked finds out what is wrong.
 One thread decodes: FFmpeg's own frame threads ask a decoder for buffers that is being freed.
 """
@@ -14,13 +15,14 @@ from fractions import Fraction
 from typing import Any, cast
 
 import av.error
+import numpy as np
 from av.filter import Graph
 
 from dataio.shards.contract import AudioInfo
 from loaders.sound.excerpts.contract import Excerpt
 from loaders.sound.layout import F32
 from loaders.sound.nameless import nameless
-from loaders.sound.resample import at_most, in_pieces_to
+from loaders.sound.resample import at_most, in_pieces_to, resampled
 from loaders.sound.spec import LAYOUTS, AudioSpec
 
 
@@ -29,23 +31,33 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     times the ratio of rates), and how many of `count` are sound."""
     rate = info.sample_rate
     begin = first - round(excerpt.shift * rate)
+    silent = max(0, -begin) if excerpt.whole else 0
     left = count if excerpt.until is None else min(count, int(excerpt.until * rate) - first)
     made = round(Fraction(count * spec.sample_rate, rate))
-    if left <= 0:
+    if left <= silent:
         return None
-    filters = [f"aformat=sample_rates={rate}", f"atrim=start_pts={begin}:end_pts={begin + left}"]
-    filters += [f"apad=whole_len={count}"] if left < count else []
-    filters += [*_chosen(info.channels, spec), *in_pieces_to(spec), at_most(made)]
+    filters = [f"aformat=sample_rates={rate}", f"atrim=start_pts={begin + silent}:end_pts={begin + left}"]
+    if part := silent or left < count:
+        made = left - silent
+        filters += [f"aformat=sample_fmts=fltp:sample_rates={rate}", at_most(made)]
+    else:
+        filters += [*_chosen(info.channels, spec), *in_pieces_to(spec), at_most(made)]
     try:
         with nameless(excerpt.parts) as descriptor:
             source = f"amovie=filename=/proc/self/fd/{descriptor}:format_name={excerpt.demuxer}"
             frame = _pulled([source, *filters, "abuffersink"])
     except (av.error.FFmpegError, OSError):
         return None
-    late = frame.pts is None or abs(frame.pts * frame.time_base - Fraction(begin, rate)) * spec.sample_rate > 1
-    if late or abs(frame.samples - made) > 1:  # there is a gap, or an overlap
+    late = (
+        frame.pts is None or abs(frame.pts * frame.time_base - Fraction(begin + silent, rate)) * frame.sample_rate > 1
+    )
+    if late or abs(frame.samples - made) > (not part):  # there is a gap, or an overlap, or it broke off
         return None
-    return cast(F32, frame.to_ndarray()), left
+    if not part:
+        return cast(F32, frame.to_ndarray()), left
+    canvas = np.zeros((len(frame.layout.channels), count), np.float32)
+    canvas[:, silent:left] = frame.to_ndarray()
+    return resampled(canvas, rate, frame.layout.name, spec), left
 
 
 def _chosen(channels: int, spec: AudioSpec) -> list[str]:

@@ -2,10 +2,10 @@
 
 Purpose: every frame says which one it is, so that an instant is found in some reads; frames can be put behind the file's header
 as they are. libav looks for it too, with more reads, and from the file's beginning near its end.
-Invariants: frames are the file's, whole, from the one that holds `low` to the one that holds `high`; they keep their numbers.
-Only files whose frames have all as many samples, which are those that count frames.
-Failure behaviour: None for what is no FLAC and where no frame is found, for the first frame and the last; libav reads the file
-then. What looks like a frame, by its checksum of eight bits and its number, and is none, gives stamps that nobody takes.
+Invariants: frames are the file's, whole, from the one that holds `low` to the one that holds `high`, or from the first or to the
+last. Only files whose frames have all as many samples, which are those that count frames.
+Failure behaviour: None for what is no FLAC, where no frame is found, and where the last is missing; libav reads the file then.
+What looks like a frame, by its checksum of eight bits and its number, and is none, gives samples that nobody takes.
 """
 
 from __future__ import annotations
@@ -16,44 +16,62 @@ from fractions import Fraction
 import msgspec
 
 from dataio.core import limits
+from dataio.shards.contract import AudioInfo
 from loaders.partial.file import Media
+from loaders.sound.excerpts import matroska
 from loaders.sound.excerpts.contract import Excerpt
-from loaders.sound.excerpts.seek import Mark, before
+from loaders.sound.excerpts.seek import NEAR, Mark, before
 
 EXTENSIONS = frozenset(["flac"])
-_STREAMINFO = 34
+_OPENING, _STREAMINFO = b"fLaC\x80\x00\x00\x22", 34
 _MOST_BLOCKS = 64
-_MOST_OF_FRAME_HEADER = 16
+_SYNC = b"\xff\xf8"
+_ALIKE, _MOST_OF_FRAME_HEADER = 4, 16
 _FIRST_BYTES, _NEXT_BYTES = 16 * limits.KIB, 64 * limits.KIB
 _LARGEST = 1 * limits.MIB
 """Bytes of a frame, about: 65,535 samples of eight channels are none that anybody has seen."""
+_NEAR_IN_MEMORY = 8 * limits.KIB
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """Of a file: the block that says what is in it, where its frames begin, how many samples each has, and all."""
+    """Of a file: the block that says what is in it, where its frames begin, how the first one does, how many samples each has,
+    and all."""
 
     info: bytes
     end: int
+    first: bytes
     block: int
     samples: int
 
+    @property
+    def rate(self) -> int:
+        return int.from_bytes(self.info[10:13], "big") >> 4
 
-def excerpt(data: Media, low: Fraction, high: Fraction) -> Excerpt | None:
+    @property
+    def channels(self) -> int:
+        return (self.info[12] >> 1 & 7) + 1
+
+
+def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """From `low` to `high`, seconds of the file's own time line."""
     header = _header(data)
-    if header is None:
+    if header is None or (header.rate, header.channels) != (info.sample_rate, info.channels):
         return None
 
     def find(at: int) -> Mark | None:
         return next(_frames(data, at, header), None)
 
-    rate, whole = int.from_bytes(header.info[10:13], "big") >> 4, (len(data), header.samples)
-    first = before(find, (header.end, 0), whole, int(low * rate))
-    late = int(high * rate)
-    behind = next((at for at, samples in _frames(data, first[0], header) if samples > late), None)
-    if first[0] == header.end or behind is None:
+    near = _NEAR_IN_MEMORY if isinstance(data, memoryview) else NEAR
+    whole = len(data), header.samples
+    first = before(find, (header.end, 0), whole, int(low * header.rate), near)
+    last = before(find, first, whole, min(int(high * header.rate), header.samples - 1), near)
+    behind = find(last[0])
+    if behind is None and last[1] + header.block < header.samples:
         return None
-    return Excerpt([b"fLaC\x80\x00\x00\x22", header.info, data[first[0] : behind]], "flac")
+    frames = data[first[0] : len(data) if behind is None else behind[0]]
+    head = matroska.header(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, len(frames))
+    shift, until = Fraction(first[1], header.rate), Fraction(header.samples, header.rate)
+    return Excerpt([head, frames], "matroska", shift, until if behind is None else None, not first[1])
 
 
 def _header(data: Media) -> _Header | None:
@@ -71,10 +89,13 @@ def _header(data: Media) -> _Header | None:
             break
     else:
         return None
+    first = bytes(data[at : at + _ALIKE])
     least, most, samples = info[0:2], info[2:4], int.from_bytes(info[13:18], "big") & (1 << 36) - 1
-    if len(info) < _STREAMINFO or not samples or least != most:  # else frames may be counted by samples
+    if len(info) < _STREAMINFO or not samples or least != most or not any(most):  # frames may be counted by samples
         return None
-    return _Header(info, at, int.from_bytes(least, "big"), samples)
+    if len(first) < _ALIKE or not first.startswith(_SYNC):
+        return None
+    return _Header(info, at, first, int.from_bytes(least, "big"), samples)
 
 
 def _frames(data: Media, at: int, header: _Header) -> Iterator[Mark]:
@@ -82,17 +103,19 @@ def _frames(data: Media, at: int, header: _Header) -> Iterator[Mark]:
     at, size, begun = at + 1, _FIRST_BYTES, at
     while at - begun < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
         view, found = bytes(data[at : at + size]), -1
-        while (found := view.find(b"\xff\xf8", found + 1, len(view) - _MOST_OF_FRAME_HEADER)) >= 0:
-            number = _number(view[found : found + _MOST_OF_FRAME_HEADER])
-            if number is not None and number * header.block < header.samples:
+        while (found := view.find(_SYNC, found + 1, len(view) - _MOST_OF_FRAME_HEADER)) >= 0:
+            number = _number(view[found : found + _MOST_OF_FRAME_HEADER], header)
+            if number is not None:
                 yield at + found, number * header.block
                 begun = at + found
         at, size = at + max(1, len(view) - _MOST_OF_FRAME_HEADER), _NEXT_BYTES
 
 
-def _number(head: bytes) -> int | None:
-    """Which frame it is that begins so, if one does: all frames but the last one have as many samples."""
-    if len(head) < _MOST_OF_FRAME_HEADER or head[2] < 0x10 or head[2] & 0xF == 0xF or head[3] & 1 or head[3] >= 0xB0:
+def _number(head: bytes, file: _Header) -> int | None:
+    """Which frame it is that begins so, if one does: like the first, but for the number of samples in the last one."""
+    if len(head) < _MOST_OF_FRAME_HEADER or (head[2] ^ file.first[2]) & 0xF or (head[3] ^ file.first[3]) & 0xF:
+        return None
+    if head[2] < 0x10 or head[3] >= 0xB0:
         return None
     more = 0 if head[4] < 0x80 else 7 - (head[4] ^ 0xFF).bit_length()
     if head[4] >= 0x80 and not 1 <= more <= 5:
@@ -103,7 +126,10 @@ def _number(head: bytes) -> int | None:
             return None
         number = number << 6 | byte & 0x3F
     end = 5 + more + {6: 1, 7: 2}.get(head[2] >> 4, 0) + {12: 1, 13: 2, 14: 2}.get(head[2] & 0xF, 0)
-    return number if _crc8(head[:end]) == head[end] else None
+    last = (file.samples - 1) // file.block
+    if number > last or (number < last and head[2] != file.first[2]) or _crc8(head[:end]) != head[end]:
+        return None
+    return number
 
 
 def _crc8(data: bytes) -> int:

@@ -18,17 +18,18 @@ Find = Callable[[int], Mark | None]
 
 LOOKED_THROUGH = (16 * limits.KIB, 256 * limits.KIB)
 """Bytes in which a mark is looked for: in few, since what is not foreseen has to be fetched, and then in many."""
-_NEAR = 64 * limits.KIB
+NEAR = 64 * limits.KIB
+"""Bytes before what is wanted from which on marks are looked at one by one."""
 _GUESSES, _STEPS = 6, 40
 
 
-def before(find: Find, low: Mark, high: Mark, wanted: int) -> Mark:
+def before(find: Find, low: Mark, high: Mark, wanted: int, near: int = NEAR) -> Mark:
     """The last mark, from `low` to `high`, with no more than `wanted` samples before it."""
     for step in range(_STEPS):
         ahead = (high[0] - low[0]) * (wanted - low[1]) // max(1, high[1] - low[1])  # by its share
-        if min(ahead, high[0] - low[0]) <= _NEAR:
+        if min(ahead, high[0] - low[0]) <= near:
             break
-        at = low[0] + ahead - _NEAR // 2 if step < _GUESSES else (low[0] + high[0]) // 2
+        at = low[0] + ahead - near // 2 if step < _GUESSES else (low[0] + high[0]) // 2
         found = find(at)
         if found is None or found[0] >= high[0]:
             high = (at, high[1])

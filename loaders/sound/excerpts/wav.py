@@ -25,7 +25,7 @@ _UNKNOWN = 0xFFFFFFFF
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """From `low` to `high`, seconds from the first sample."""
-    found = _chunks(data) if info.codec in _CODECS and low >= 0 else None
+    found = _chunks(data) if info.codec in _CODECS else None
     if found is None:
         return None
     form, at, size = found
@@ -33,13 +33,14 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     if (channels, rate) != (info.channels, info.sample_rate) or width * 8 != channels * bits or size % width:
         return None
     samples = size // width
-    first, last = int(low * rate), min(samples, math.ceil(high * rate))
+    first, last = max(0, int(low * rate)), min(samples, math.ceil(high * rate))
     if first >= last:
         return None
     part = data[at + first * width : at + last * width]
     head = struct.pack("<4sI4s4sI", b"RIFF", 20 + len(form) + len(part), b"WAVE", b"fmt ", len(form)) + form
     head += struct.pack("<4sI", b"data", len(part))
-    return Excerpt([head, part], _DEMUXER, Fraction(first, rate), Fraction(samples, rate) if last == samples else None)
+    until = Fraction(samples, rate) if last == samples else None
+    return Excerpt([head, part], _DEMUXER, Fraction(first, rate), until, not first)
 
 
 def _chunks(data: Media) -> tuple[bytes, int, int] | None:

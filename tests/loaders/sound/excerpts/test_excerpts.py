@@ -103,7 +103,6 @@ class Ways:
             return made
 
         patch.setattr(decode, "_at_once", at_once)
-        patch.setattr(decode, "read_flac", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +293,11 @@ def test_whatever_pages_and_frames_say_nothing_else_is_raised(kind: str, at: int
     data = bytearray(file.data)
     data[at % len(data) : at % len(data) + len(value)] = value
     span = Fraction(4), Fraction(6)
-    found = ogg.excerpt(memoryview(data), file.info, *span) if kind == "Opus" else flac.excerpt(memoryview(data), *span)
+    found = (
+        ogg.excerpt(memoryview(data), file.info, *span)
+        if kind == "Opus"
+        else flac.excerpt(memoryview(data), file.info, *span)
+    )
     assert found is None or sum(len(part) for part in found.parts) < 2 * len(data)
 
 
