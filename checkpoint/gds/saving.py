@@ -10,6 +10,7 @@ Failure behaviour: as `SlicedState`; `TransientError` for a transfer that failed
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 
@@ -48,9 +49,8 @@ class DeviceSlices(SlicedState):
         self._start = arena.bytes.ctypes.data
         self._twins: set[int] = set()
         self._flat: tuple[int, torch.Tensor] | None = None
-        self._ready_to_read = _event(
-            self._device
-        )  # the feeder's copies come after what the trainer has given the device
+        # the feeder's copies come after what the trainer has given the device, and what the ring's memory was used for
+        self._ready_to_read = _event(self._device)
         super().__init__(arena, tensors, specs, layout)
 
     def twin(self, data: Buffer) -> torch.Tensor | None:
@@ -69,6 +69,12 @@ class DeviceSlices(SlicedState):
         self._twins.clear()
         while self._ring:
             self._direct.release(self._ring.pop())
+
+    def _feed(self) -> None:
+        with _stream_of_its_own(
+            self._device
+        ):  # on the trainer's, each slice would wait for the steps that he has queued meanwhile
+            super()._feed()
 
     def _gather(self, number: int, piece: Piece, target: npt.NDArray[np.uint8]) -> None:
         slot, parts = target.ctypes.data - self._start, self._parts[number]
@@ -149,6 +155,12 @@ class PackWriter(PosixStore):
                 self._open[1].close()
             self._open = path, (GpuFile(path, writing=True, direct=self._by) if path else None)
         return self._open[1]
+
+
+def _stream_of_its_own(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:

@@ -5,8 +5,11 @@ Those of a real GPU are marked `gpu`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from checkpoint import Checkpointer
 from checkpoint.dcp import RepositoryReader, RepositoryWriter
 from checkpoint.format.chunk import whole
-from checkpoint.gds import GdsStore, direct_for
+from checkpoint.gds import GdsStore, direct_for, saving
 from checkpoint.repository import steps as repository
 from checkpoint.repository.check import check
 from checkpoint.restoring import restore
@@ -214,6 +217,30 @@ def test_the_gpu_drill_measures_saves_and_restores_that_go_straight(tmp_path: Pa
     assert counts.written >= size
     assert counts.read >= size
     assert [len(values) for values in part.candidates["cuFile"]["metrics"].values()] == [1, 1]
+
+
+def test_slices_are_gathered_on_a_stream_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the trainer's stream each would wait for the steps that were queued meanwhile."""
+    inside, seen = threading.local(), list[bool]()
+
+    @contextlib.contextmanager
+    def stream(_: torch.device) -> Iterator[None]:
+        inside.yes = True
+        yield
+        inside.yes = False
+
+    gather = saving.DeviceSlices._gather
+
+    def spied(self: saving.DeviceSlices, *given: Any) -> None:
+        seen.append(getattr(inside, "yes", False))
+        gather(self, *given)
+
+    monkeypatch.setattr(saving, "_stream_of_its_own", stream)
+    monkeypatch.setattr(saving.DeviceSlices, "_gather", spied)
+    with Checkpointer(str(tmp_path), run="a", sidecar=None, gds=Counts().direct(), staging_bytes=RING) as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(RING + MIB, dtype=torch.uint8)}).result(60)
+    assert seen
+    assert all(seen)
 
 
 @pytest.mark.gpu
