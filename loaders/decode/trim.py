@@ -36,6 +36,7 @@ from dataio.shards.media.container import check_complete
 from dataio.shards.media.probe import is_shown
 from loaders.clip import Wanted
 from loaders.decode.contract import MAX_CLIP_BYTES, Request
+from loaders.decode.excerpt import Excerpt, excerpt, pays
 from loaders.partial.file import Media
 
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
@@ -117,7 +118,9 @@ def open_media(data: Media, *, trusting: bool = False, ext: str = "") -> Iterato
         options["codec_whitelist"] = "none"  # of those that look; ours are others
     try:
         demuxer = _DEMUXER_OF.get(ext) if trusting else None
-        with av.open(file, "r", demuxer, buffer_size=_READ_BYTES, options=options) as container:
+        with av.open(
+            file, "r", demuxer, metadata_errors="replace", buffer_size=_READ_BYTES, options=options
+        ) as container:  # titles may be in any encoding
             yield container
     except (av.FFmpegError, OSError, EOFError, CorruptionError) as error:
         if file.failed is not None:
@@ -136,8 +139,42 @@ def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]
     what `tells_all` only."""
     if request.info.width * request.info.height * 3 * len(request.wanted.values) > MAX_CLIP_BYTES:
         raise CapacityError("the decoded clip would be too large", hint="ask for fewer frames a clip")
-    with open_media(request.data, trusting=trusting, ext=request.info.ext) as container:
-        yield _read(container, request)
+    cut = _excerpt(request) if trusting else None
+    data, read = (request.data, _read) if cut is None else (cut, _read_excerpt)
+    with open_media(data, trusting=trusting, ext=request.info.ext) as container:
+        yield read(container, request)
+
+
+def _excerpt(request: Request) -> Excerpt | None:
+    """The clip's part of a film, where it can be told without libav."""
+    if request.info.codec not in _ONE_PACKET_ONE_FRAME or not pays(request.info):
+        return None
+    check_complete(cast(BinaryIO, ViewFile(request.data)), len(request.data))
+    return excerpt(request.data, request.info, request.wanted)
+
+
+def _read_excerpt(container: av.container.InputContainer, request: Request) -> Window:
+    """The same window: in an excerpt stamps count from another instant, and its end is no end of the video."""
+    wanted = request.wanted
+    stream = _video(container, 0)
+    with demuxed(container, stream) as packets:
+        kept, times, ended = _collect(_moved(packets, wanted.key.pts), wanted)
+    if ended:
+        raise CorruptionError(f"only {len(times)} frames follow the key frame at time stamp {wanted.key.pts}")
+    return Window(stream, kept, times, _picks(wanted, times), stamped=True)
+
+
+def _moved(packets: Packets, begin: int) -> Packets:
+    """The first packet at `begin`, and the others as much later as it."""
+    later: int | None = None
+    for packet in packets:
+        if packet.size == 0:
+            return  # the end
+        if packet.pts is None or packet.dts is None:
+            raise CorruptionError("a packet of MP4 has no time stamps")
+        later = begin - packet.pts if later is None else later
+        packet.pts, packet.dts = packet.pts + later, packet.dts + later
+        yield packet
 
 
 def tells_all(request: Request) -> bool:
@@ -147,10 +184,7 @@ def tells_all(request: Request) -> bool:
 
 def _read(container: av.container.InputContainer, request: Request) -> Window:
     info, wanted = request.info, request.wanted
-    stream = container.streams[info.stream] if info.stream < len(container.streams) else None
-    if not isinstance(stream, VideoStream):
-        raise CorruptionError(f"stream {info.stream} is not the video stream that the index lists")
-    stream.codec_context.options = _DECODING
+    stream = _video(container, info.stream)
     if _is_counted(container, info.codec):
         return _whole(container, stream, wanted, info.frames)
     packets, times, ended = _collect(_from_key(container, stream, wanted), wanted)
@@ -159,6 +193,14 @@ def _read(container: av.container.InputContainer, request: Request) -> Window:
             f"{len(times)} frames follow frame {wanted.key.index}, but the index lists {info.frames} in all"
         )
     return Window(stream, packets, times, _picks(wanted, times), all(p.pts is not None for p in packets))
+
+
+def _video(container: av.container.InputContainer, number: int) -> VideoStream:
+    stream = container.streams[number] if number < len(container.streams) else None
+    if not isinstance(stream, VideoStream) or stream.codec_context is None:  # of a codec that libav does not know
+        raise CorruptionError(f"stream {number} is not the video stream that the index lists")
+    stream.codec_context.options = _DECODING
+    return stream
 
 
 def demuxed(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import av
@@ -17,7 +18,7 @@ RATE = 48_000
 
 @dataclass(frozen=True)
 class Made:
-    """One file: `stamps` are its frames' times in units of 1/100 s."""
+    """One file: `stamps` are its frames' times in units of 1/100 s; `options` are the codec's, `muxed` the container's."""
 
     name: str
     codec: str
@@ -31,6 +32,7 @@ class Made:
     options: dict[str, str] = field(default_factory=dict)
     sound: str = ""
     second_video: bool = False
+    muxed: dict[str, str] = field(default_factory=dict)
 
 
 _VFR = tuple(np.cumsum([4, 1, 9, 2, 2, 30, 4, 3, 1, 7] * 4).tolist())
@@ -68,9 +70,15 @@ def picture(number: int, width: int, height: int) -> np.ndarray:
 
 def make(what: Made) -> bytes:
     """The file's bytes."""
-    target = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "made")
+        _encode(what, str(target))
+        return target.read_bytes()
+
+
+def _encode(what: Made, target: str) -> None:
     keep = {} if what.container in ("mpeg", "flv") else {"avoid_negative_ts": "disabled"}  # which cannot say them
-    with av.open(target, "w", format=what.container, container_options=keep) as output:
+    with av.open(target, "w", format=what.container, container_options=keep | what.muxed) as output:
         small = _video(output, what, what.width // 2, what.height // 2) if what.second_video else None
         stream = _video(output, what, what.width, what.height)
         sound: Any = output.add_stream(what.sound, rate=RATE, layout="mono") if what.sound else None
@@ -81,7 +89,6 @@ def make(what: Made) -> bytes:
             _write(output, what, small)
         if sound is not None:
             _write_sound(output, sound, (_stamps(what)[-1] + 4) / 100)
-    return target.getvalue()
 
 
 def _video(output: Any, what: Made, width: int, height: int) -> Any:

@@ -19,7 +19,7 @@ from dataio.core import metrics
 from dataio.shards.contract import Sample
 from dataio.shards.dataset import Dataset
 from loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window, engine
-from loaders.decode import isolated
+from loaders.decode import excerpt, isolated, trim
 from loaders.partial import needed
 from loaders.partial.file import PartialFile
 from loaders.partial.heads import HELD_BYTES
@@ -83,6 +83,20 @@ def test_clips_and_their_sound_are_those_of_whole_files(films: Path, expected: A
     assert alike(clips(films / "ds"), expected)
 
 
+def test_clips_of_excerpts_are_those_of_whole_files_and_read_no_more(
+    films: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, real, taken = read(), trim.excerpt, list[bool]()
+    assert alike(clips(films / "ds"), expected)
+    plainly = read() - before
+    monkeypatch.setattr(excerpt, "FEW", 0)
+    monkeypatch.setattr(trim, "excerpt", lambda *asked: (made := real(*asked), taken.append(made is not None))[0])
+    before = read()
+    assert alike(clips(films / "ds"), expected)
+    assert read() - before <= plainly
+    assert sum(taken) > CLIP.per_video
+
+
 @pytest.mark.parametrize("name", ["front-mp4", "back-mp4", "film-mkv"])
 def test_a_clip_costs_a_small_part_of_its_file(films: Path, name: str) -> None:
     with Dataset(str(films / "ds")) as dataset:
@@ -104,8 +118,10 @@ def test_clips_are_those_of_plain_decoding(films: Path) -> None:
         loader.close()
 
 
+@pytest.mark.parametrize("few", [0, excerpt.FEW])
 @pytest.mark.parametrize("name", ["front-mp4", "back-mp4", "film-mkv"])
-def test_what_a_clip_reads_was_foreseen(films: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_clip_reads_was_foreseen(films: Path, name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(excerpt, "FEW", few)
     missed, foreseen = list[int](), list[int]()
     fetch_on, foresee = PartialFile._fetch_on, PartialFile.foresee
     monkeypatch.setattr(PartialFile, "_fetch_on", lambda self, number: (missed.append(number), fetch_on(self, number)))

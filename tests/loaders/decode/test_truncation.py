@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from dataio.core.errors import MillraceError
+from dataio.core.errors import CorruptionError, MillraceError
 from dataio.shards.media.probe import probe
 from loaders.clip import Wanted
 from loaders.decode.choose import AutoDecoder
@@ -65,3 +65,16 @@ def test_a_cut_file_of_sound_gives_the_right_samples_or_silence_that_is_told_or_
             assert np.abs(found[:, : max(0, there - 960)] - right[:, : max(0, there - 960)]).max(initial=0) < 1e-3
             assert not found[:, there:].any()
         assert refused > 0
+
+
+@pytest.mark.parametrize(
+    ("found", "instead"), [(b"Lavf", b"\xe4\xf6\xfc!"), (b"avc1", b"\0\0\0\0")], ids=["a title in Latin-1", "no codec"]
+)
+def test_what_libav_cannot_say_of_a_file_is_no_error_or_one_of_ours(found: bytes, instead: bytes) -> None:
+    data = made.make(next(one for one in made.ALL if one.name == "h264.mp4"))
+    info = probe(data, ext="mp4").video
+    assert info is not None
+    request = Request(memoryview(data.replace(found, instead)), info, Wanted("index", (1, 2), info.key_frames[0]))
+    assert found in data
+    (outcome,) = AutoDecoder().decode([request])
+    assert isinstance(outcome, CorruptionError if found == b"avc1" else Decoded)

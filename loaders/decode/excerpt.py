@@ -1,0 +1,283 @@
+"""Excerpts of films in MP4 and MOV: the same file, of which the tables tell only a clip's packets.
+
+Purpose: libav makes an object of every packet, of sound too, when it opens a file: some milliseconds for ten minutes, and for
+hours about as many as decoding a clip takes. Here arrays are made of the pictures' tables, and those of an excerpt are written
+from a part of them. What says which codec it is, and how pictures are turned and coloured, is copied as it is; packets stay where
+they are.
+Invariants: packets are the file's, whole, with its bytes, stamps up to one shift, and key frames, from the clip's key frame to
+behind the next one. Only what one could hardly misread: one track without fragments, of one description, shown in one stretch, of
+which the excerpt lies inside; and where the index says the same: where both key frames lie in the file, and how many pictures are
+shown between them.
+Failure behaviour: None for everything else, which libav reads by itself. Errors of reading pass through.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from fractions import Fraction
+from operator import attrgetter
+
+import msgspec
+import numpy as np
+
+from dataio.core import limits
+from dataio.shards.contract import KeyFrame, VideoInfo
+from loaders.clip import Wanted
+from loaders.partial import boxes
+from loaders.partial.boxes import Boxes, Edit, Ints, Stored
+from loaders.partial.file import Media
+
+FEW = 2_000
+"""Frames; of a video that has fewer, libav has read the tables as quickly."""
+_MORE = 64
+"""Packets behind the next key frame: pictures come from a decoder later than they went in."""
+_MOST_OF_TABLES = 16 * limits.MIB
+_LARGE_BOX, _FULL_BOX = 16, 4
+"""Bytes before what is in a box: kind and length; version and flags."""
+_UNLIKELY = 1 << 28
+"""Ticks; of durations and delays that are longer, libav has opinions of its own."""
+_KNOWN = frozenset([b"stsd", b"stts", b"ctts", b"cslg", b"stss", b"sdtp", b"stsc", b"stsz", b"stco", b"co64"])
+_ENCRYPTED = frozenset([b"encv", b"drmi"])
+_pts, _index = attrgetter("pts"), attrgetter("index")
+
+
+class Excerpt:
+    """A file: `head`, all of the bytes of another one, and `tail`."""
+
+    def __init__(self, head: bytes, data: Media, tail: bytes) -> None:
+        self._head, self._data, self._tail = memoryview(head), data, memoryview(tail)
+
+    def __len__(self) -> int:
+        return len(self._head) + len(self._data) + len(self._tail)
+
+    def __getitem__(self, where: slice) -> memoryview:
+        start, end, _ = where.indices(len(self))
+        found, at = list[memoryview](), 0
+        for part in (self._head, self._data, self._tail):
+            low, high = max(0, start - at), min(len(part), end - at)
+            if low < high:
+                found.append(part[low:high])
+            at += len(part)
+        return found[0] if len(found) == 1 else memoryview(b"".join(found))
+
+
+class _Track(msgspec.Struct, frozen=True):
+    """The boxes of a track, of its media, of what is in them and of its tables, with what is shown of it, in ticks."""
+
+    movie: Boxes
+    track: Boxes
+    media: Boxes
+    middle: Boxes
+    tables: Boxes
+    edit: Edit
+    scale: int
+
+
+class _Packets(msgspec.Struct, frozen=True):
+    """Some of a track's, `behind` of them before the next key frame: where they lie, their bytes, how many ticks each lasts and
+    is shown later than decoded, at which tick of the track it is shown, which are key frames, unless all are, and what others
+    depend on, if that is told."""
+
+    behind: int
+    places: Ints
+    sizes: Ints
+    lasting: Ints
+    delayed: Ints
+    shown: Ints
+    keys: Ints | None
+    flags: memoryview | None
+
+
+def pays(info: VideoInfo) -> bool:
+    """Whether a file is of the kind, and long enough."""
+    return info.ext in boxes.EXTENSIONS and info.frames >= FEW
+
+
+def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
+    """The file in which stream 0 is this video from the key frame that is wanted to behind the next one after the clip."""
+    ends = _ends(info, wanted)
+    if ends is None:
+        return None
+    try:
+        moov = boxes.find(data)
+        track = None if moov is None else _track(moov, info)
+        packets = None if track is None else _packets(track.tables, *ends)
+    except boxes.WRONG:
+        return None
+    if track is None or packets is None or not _fits(track, packets, ends, len(data)):
+        return None
+    return _written(data, track, packets)
+
+
+def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
+    """The key frame that is wanted and the next one behind the clip, in files of which the index says where they lie. Neither the
+    first nor what follows the last: parts of those are left out by rules that are libav's."""
+    keys, key = info.key_frames, wanted.key
+    after = bisect_right(keys, wanted.values[-1], key=_index if wanted.by == "index" else _pts)
+    if after == len(keys) or keys[after].at < 0 or key.at < 0 or not keys[0].pts < key.pts < keys[after].pts:
+        return None
+    return key, keys[after]
+
+
+# --- what the file says
+
+
+def _track(moov: memoryview, info: VideoInfo) -> _Track | None:
+    """The track of this video, if it is a plain one."""
+    found = list(boxes.inside(moov))
+    movie = dict(found)
+    if b"mvex" in movie:
+        return None
+    track = boxes.once([view for kind, view in found if kind == b"trak"][info.stream])
+    media = boxes.once(track[b"mdia"])
+    middle = boxes.once(media[b"minf"])
+    tables = boxes.once(middle[b"stbl"])
+    scale, edit = boxes.ticks_per_second(media[b"mdhd"]), boxes.edited(track, boxes.ticks_per_second(movie[b"mvhd"]))
+    count, _, kind = struct.unpack_from(">II4s", tables[b"stsd"], 4)
+    plain = bytes(media[b"hdlr"][8:12]) == b"vide" and count == 1 and kind not in _ENCRYPTED
+    known = tables.keys() <= _KNOWN and not {b"stco", b"co64"} <= tables.keys()
+    if not plain or not known or edit is None or Fraction(1, scale) != info.time_base:
+        return None
+    return _Track(movie, track, media, middle, tables, edit, scale)
+
+
+def _packets(tables: Boxes, key: KeyFrame, after: KeyFrame) -> _Packets | None:
+    """Those from one key frame to some behind the other."""
+    sizes, chunks = boxes.sizes(tables[b"stsz"]), boxes.chunks(tables)
+    if sizes is None:
+        return None
+    count = len(sizes)
+    starts, times = boxes.first_of_chunk(tables, len(chunks)), boxes.numbers(tables[b"stts"], 2)
+    delays = boxes.numbers(tables[b"ctts"], 2, ">i4") if b"ctts" in tables else np.array([[count, 0]])
+    until, later = (np.cumsum(runs[:, 0], dtype=np.int64) for runs in (times, delays))
+    if not starts[-1] == until[-1] == later[-1] == count or not _likely(times, 1) or not _likely(delays, -_UNLIKELY):
+        return None
+    first, behind = (_at(place, sizes, chunks, starts) for place in (key.at, after.at))
+    if first is None or behind is None:
+        return None
+    end = min(count, behind + _MORE)
+    lasting, delayed = _each(times, until, first, end), _each(delays, later, first, end)
+    decoded = _ticks_before(times, until, first) + np.append(0, np.cumsum(lasting[:-1]))
+    return _Packets(
+        behind=behind - first,
+        places=_places(sizes, chunks, starts, first, end),
+        sizes=sizes[first:end].astype(np.int64),
+        lasting=lasting,
+        delayed=delayed,
+        shown=decoded + delayed,
+        keys=_keys(tables, first, end),
+        flags=_flags(tables, count, first, end),
+    )
+
+
+def _places(sizes: Stored, chunks: Stored, starts: Ints, first: int, end: int) -> Ints:
+    """At which bytes some packets begin: one behind the other in each chunk."""
+    chunk = np.searchsorted(starts, np.arange(first, end), side="right") - 1
+    begin = int(starts[chunk[0]])
+    before = np.append(0, np.cumsum(sizes[begin:end], dtype=np.int64))
+    found: Ints = chunks[chunk] + before[first - begin : -1] - before[starts[chunk] - begin]
+    return found
+
+
+def _keys(tables: Boxes, first: int, end: int) -> Ints | None:
+    """Which of some packets are key frames; None where all are."""
+    if b"stss" not in tables:
+        return None
+    keys: Ints = boxes.numbers(tables[b"stss"], 1)[:, 0].astype(np.int64) - 1
+    return keys[(keys >= first) & (keys < end)] - first
+
+
+def _flags(tables: Boxes, count: int, first: int, end: int) -> memoryview | None:
+    """Of some packets of so many, what others depend on."""
+    if b"sdtp" not in tables:
+        return None
+    if len(tables[b"sdtp"]) != _FULL_BOX + count:
+        raise ValueError("not a flag for each packet")
+    return tables[b"sdtp"][_FULL_BOX + first : _FULL_BOX + end]
+
+
+def _likely(runs: Stored, least: int) -> bool:
+    """Whether a table of runs (how many, of which value) is one that libav takes as it is."""
+    return bool(runs[:, 0].min() > 0 and least <= runs[:, 1].min() and runs[:, 1].max() < _UNLIKELY)
+
+
+def _at(place: int, sizes: Stored, chunks: Stored, starts: Ints) -> int | None:
+    """Which packet begins at this byte."""
+    chunk = int(np.searchsorted(chunks, place, side="right")) - 1
+    if chunk < 0:
+        return None
+    first, end = int(starts[chunk]), int(starts[chunk + 1])
+    begins = chunks[chunk] + np.append(0, np.cumsum(sizes[first : end - 1], dtype=np.int64))
+    found = int(np.searchsorted(begins, place))
+    return first + found if found < end - first and begins[found] == place else None
+
+
+def _each(runs: Stored, ends: Ints, first: int, end: int) -> Ints:
+    """The values of some packets, of a table of runs, which end before these ones."""
+    low, high = (int(run) for run in np.searchsorted(ends, [first, end - 1], side="right"))
+    until = np.minimum(ends[low : high + 1], end)
+    values: Ints = np.repeat(runs[low : high + 1, 1].astype(np.int64), np.diff(until, prepend=first))
+    return values
+
+
+def _ticks_before(runs: Stored, ends: Ints, packet: int) -> int:
+    """How many ticks all packets before this one last."""
+    run = int(np.searchsorted(ends, packet, side="right"))
+    whole = int(np.dot(runs[:run, 0].astype(np.int64), runs[:run, 1].astype(np.int64)))
+    return whole + (packet - int(ends[run - 1] if run else 0)) * int(runs[run, 1])
+
+
+def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], length: int) -> bool:
+    """Whether the tables and the index say the same, and nothing of the excerpt is cut off."""
+    key, after = ends
+    begin, end = int(packets.shown[0]), int(packets.shown[packets.behind])
+    edit, keys = track.edit, packets.keys
+    shown = np.count_nonzero((packets.shown >= begin) & (packets.shown < end))
+    until = edit.media + edit.seconds * track.scale
+    return bool(
+        end - begin == after.pts - key.pts
+        and shown == after.index - key.index
+        and edit.media <= begin
+        and (not edit.seconds or end <= until)
+        and (keys is None or {0, packets.behind} <= set(keys.tolist()))
+        and packets.sizes.min() > 0
+        and packets.places.min() >= 0
+        and (packets.places + packets.sizes).max() <= length
+    )
+
+
+# --- the file that is written
+
+
+def _written(data: Media, track: _Track, packets: _Packets) -> Excerpt | None:
+    """The tables come last, so that one knows how far all bytes are moved before they are written."""
+    head = boxes.brand(data)
+    head += struct.pack(">I4sQ", 1, b"mdat", _LARGE_BOX + len(data))
+    moov = _moov(track, packets, len(head))
+    return Excerpt(head, data, moov) if len(moov) <= _MOST_OF_TABLES else None
+
+
+def _moov(track: _Track, packets: _Packets, moved: int) -> bytes:
+    """The tables of these packets, all of which were moved by so many bytes."""
+    count = len(packets.sizes)
+    runs = np.ones((count, 2), np.int64)
+    tables = [boxes.box(kind, track.tables[kind]) for kind in (b"stsd", b"cslg") if kind in track.tables]
+    for kind, values in ((b"stts", packets.lasting), (b"ctts", packets.delayed)):
+        if kind in track.tables:
+            runs[:, 1] = values
+            tables.append(boxes.table(kind, count, runs, ">i4", version=track.tables[kind][0]))
+    if packets.keys is not None:
+        tables.append(boxes.table(b"stss", len(packets.keys), packets.keys + 1))
+    if packets.flags is not None:
+        tables.append(boxes.box(b"sdtp", bytes(_FULL_BOX), packets.flags))
+    tables += [
+        boxes.table(b"stsc", 1, [1, 1, 1]),
+        boxes.table(b"stsz", 0, np.append(count, packets.sizes)),
+        boxes.table(b"co64", count, packets.places + moved, ">i8"),
+    ]
+    middle = [boxes.box(kind, view) for kind, view in track.middle.items() if kind != b"stbl"]
+    minf = boxes.box(b"minf", *middle, boxes.box(b"stbl", *tables))
+    mdia = boxes.box(b"mdia", *(boxes.box(kind, track.media[kind]) for kind in (b"mdhd", b"hdlr")), minf)
+    trak = boxes.box(b"trak", boxes.box(b"tkhd", track.track[b"tkhd"]), mdia)
+    return boxes.box(b"moov", boxes.box(b"mvhd", track.movie[b"mvhd"]), trak)
