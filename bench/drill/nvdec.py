@@ -86,7 +86,7 @@ def request_for(path: Path) -> Any:
 
 def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
     """PyAV, the reference, first; the others are made only when it is done, so that one which cannot be costs it nothing."""
-    from loaders.decode.dali import DaliDecoder
+    from loaders.decode.dali import DaliDecoder, dali_installed
     from loaders.decode.pyav import PyAVDecoder
 
     yield "PyAV", PyAVDecoder()
@@ -94,7 +94,7 @@ def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
         yield "DALI, GPU", DaliDecoder(0)
         for threads in _THREADS:
             yield f"DALI, GPU, {threads} threads", DaliDecoder(0, threads)
-    elif codec == "vp9":
+    elif codec == "vp9" and dali_installed():
         yield "DALI, CPU", DaliDecoder()
 
 

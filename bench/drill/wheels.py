@@ -25,12 +25,12 @@ MANIFEST = "manifest.json"
 _MARK = "installed.json"
 NEEDED = (
     *("msgspec", "blake3", "zstandard", "xxhash", "prometheus-client", "fsspec", "rich", "numpy", "pyarrow"),
-    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "duckdb"),
-    *("simplejpeg", "soundfile", "av"),
+    *("duckdb", "simplejpeg", "soundfile", "av"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     "nvidia-dali-cuda130",
 )
-"""What Millrace imports on a GPU machine beside torch, which is there, in the order in which it is carried; dependencies come
-before what needs them. Stores on a network are not drilled."""
+"""What Millrace imports on a GPU machine beside torch, which is there, in the order in which it is carried: what states, clips
+and tests need, and DALI, with what any of these depends on before it. Stores on a network are not drilled."""
 _UNUSED = re.compile(r"nvidia_(libnvcomp|nvimgcodec|nvjpeg|nvjpeg2k|nvtiff)[_-]")
 """What DALI opens only for pictures and packed arrays."""
 _OTHERS = re.compile(r"\.cpython-(\d+t?)-[a-z0-9_-]+\.so$")
@@ -57,13 +57,13 @@ def fetch(folder: Path, constraints: Path, python: str = "3.12", needed: Sequenc
 
 
 def in_order(wheels: Iterable[Path]) -> list[Path]:
-    """As `NEEDED` has them; dependencies before all, small ones first."""
+    """As `NEEDED` has them; dependencies before the last, small ones first."""
     return sorted(wheels, key=lambda path: (_place(path), path.stat().st_size))
 
 
-def _place(wheel: Path) -> int:
+def _place(wheel: Path) -> float:
     names = [name.replace("-", "_") for name in NEEDED]
-    return names.index(_distribution(wheel)) if _distribution(wheel) in names else -1
+    return names.index(_distribution(wheel)) if _distribution(wheel) in names else len(names) - 1.5
 
 
 def _distribution(wheel: Path) -> str:

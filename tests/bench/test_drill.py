@@ -13,18 +13,25 @@ import time
 import tomllib
 import zipfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import gpu_drill
 from bench.core import results
-from bench.drill import checks, dmon, wheels
+from bench.drill import checks, dmon, nvdec, wheels
 from bench.drill import tests as gpu_tests
+from bench.drill.result import PartResult
 from bench.drill.wheels import DrillError
+from dataio.core.errors import MillraceError
+from loaders.decode import nvdec as decode_nvdec
+from loaders.decode.contract import Decoded, Request
+from loaders.decode.pyav import PyAVDecoder
 
 DRILL = Path(gpu_drill.__file__)
 
@@ -136,7 +143,7 @@ def test_a_wheel_made_smaller_is_installed_as_it_was_but_for_what_is_for_other_p
 def test_what_most_parts_need_is_carried_first_and_dali_last() -> None:
     names = ["nvidia_dali_cuda130-2.4-x.whl", "av-18-x.whl", "libcst-1-x.whl", "msgspec-1-x.whl", "numpy-2-x.whl"]
     ordered = sorted(map(Path, names), key=wheels._place)
-    assert [path.name.split("-")[0] for path in ordered] == ["libcst", "msgspec", "numpy", "av", "nvidia_dali_cuda130"]
+    assert [path.name.split("-")[0] for path in ordered] == ["msgspec", "numpy", "av", "libcst", "nvidia_dali_cuda130"]
 
 
 def test_what_the_drill_brings_is_all_that_the_project_needs_but_for_stores_on_a_network() -> None:
@@ -351,3 +358,75 @@ def test_the_checks_of_saves_and_batches_find_what_is_wrong(monkeypatch: pytest.
 def test_only_files_with_tests_for_a_gpu_are_collected() -> None:
     assert "tests/loaders/decode/test_frames.py" in gpu_tests.files()
     assert "tests/bench/test_report.py" not in gpu_tests.files()
+
+
+class Standing(PyAVDecoder):
+    """In the place of DALI on a GPU."""
+
+    seen: ClassVar[list[int]] = []
+    worse = 0
+
+    def __init__(self, device_id: int, threads: int = 4) -> None:
+        super().__init__()
+        self.seen.append(threads)
+
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+        return [
+            Decoded((one.frames.int() + self.worse).clamp(0, 255).to(torch.uint8), one.pts)
+            if isinstance(one, Decoded)
+            else one
+            for one in super().decode(requests)
+        ]
+
+
+@pytest.mark.parametrize("worse", [0, 3])
+def test_what_nvdec_decodes_is_compared_for_each_number_of_threads(
+    worse: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loaders.decode.dali.DaliDecoder", Standing)
+    monkeypatch.setattr(Standing, "worse", worse)
+    monkeypatch.setattr(Standing, "seen", [])
+    for name, value in (("_SECONDS", 0.0), ("_FRAMES", 4), ("_address", lambda: None)):
+        monkeypatch.setattr(nvdec, name, value)
+    monkeypatch.setattr(nvdec, "_CLIPS", dict.fromkeys(nvdec._CLIPS, 4))
+    nvdec.make(tmp_path / "clip.mp4", "libx264", 160, 144)
+    part = PartResult("nvdec", "Decoding")
+    nvdec._measure(part, "h264", 144, tmp_path / "clip.mp4", True)
+    assert Standing.seen == [4, 1, 2, 8]
+    assert sorted(part.candidates) == ["DALI, GPU", *(f"DALI, GPU, {n} threads" for n in (1, 2, 8)), "PyAV"]
+    for name, found in part.candidates.items():
+        assert found["metrics"]["h264_144_rate"]
+        assert bool(found["errors"]) == (worse > 2 and name != "PyAV")
+    if worse:
+        assert "pixels are off by up to 3" in part.candidates["DALI, GPU"]["errors"][0]
+
+
+def test_a_check_that_fails_is_an_error_of_the_part_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def this_is_wrong(part: PartResult, name: str) -> None:
+        checks._expect(False, "it is not as it should be")
+
+    def this_is_right(part: PartResult, name: str) -> None:
+        checks._expect(True, "")
+
+    def nobody_has_this(part: PartResult, name: str) -> None:
+        raise RuntimeError
+
+    known: Any = {this_is_wrong: (), this_is_right: ("torch",), nobody_has_this: ("nothing_of_this_name",)}
+    monkeypatch.setattr(checks, "CHECKS", known)
+    part = checks.run(True)
+    assert part.candidates["this is wrong"] == {
+        "metrics": {"right": [0]},
+        "errors": ["AssertionError: it is not as it should be"],
+    }
+    assert part.candidates["this is right"] == {"metrics": {"right": [1]}, "errors": []}
+    assert part.notes == ["nobody has this: not checked, not here: nothing_of_this_name"]
+
+
+def test_what_dali_is_not_given_is_told_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaders.decode.dali.DaliDecoder", Standing)
+    monkeypatch.setattr(nvdec, "_FRAMES", 6)
+    check, part = decode_nvdec.check, PartResult("checks", "Checks")
+    part.metric("wrong", "wrong", "%")
+    checks.what_dali_makes_of_what_it_is_not_given(part, "")
+    assert [part.candidates[kind]["metrics"]["wrong"] for kind in ("AV1", "interlaced")] == [[0.0], [0.0]]
+    assert decode_nvdec.check is check
