@@ -51,17 +51,15 @@ def decode_audio(
 
     `start` is on the file's own time line, or with `from_first` after the sound's first sample.
     """
-    seconds = Fraction(samples, spec.sample_rate)
-    sound = np.zeros((spec.channels, samples), np.float32)
-    found = _found(data, info, start, seconds, spec, from_first)
+    found = _found(data, info, start, Fraction(samples, spec.sample_rate), spec, from_first)
     if found is None:
-        return sound, 0
+        return np.zeros((spec.channels, samples), np.float32), 0
     (made, covered), first = found, round(_EDGE * spec.sample_rate)
-    part = made[:, first : first + samples]
-    sound[:, : part.shape[1]] = part
     real = min(samples, max(0, round((covered - _EDGE) * spec.sample_rate)))
-    sound[:, real:] = 0.0
-    return sound, real
+    part = made[:, first : first + real]
+    if part.shape[1] < samples:
+        part = np.pad(part, ((0, 0), (0, samples - part.shape[1])))
+    return part, real
 
 
 def _found(
