@@ -121,7 +121,8 @@ def _keep(
     held.complete(manifest, encoded)
     if held.kept is not None:
         book.finished(encoded)
-        emit(Released())
+        if book.safe:
+            emit(Released())
 
 
 def _commit(
@@ -145,14 +146,19 @@ def _commit(
         held.go_on(book.manifest)
         manifest, encoded = _packed(arena, plan, emit, store, book, clock)
         held.complete(manifest, encoded)
-        emit(Released())
+        if book.safe:
+            emit(Released())
         _arena_released()
         stands = store.put_if_absent(attempt.manifest_key(plan.rank), encoded)
         if not stands:
             held.replaced()  # another carrier's will do
         _manifest_written()
+        if not book.safe:
+            emit(Released())
         emit(Committing())
-        found = commit.finish(store, attempt, lease, timeout=plan.commit_timeout, gone=gone, clock=clock)
+        found = commit.finish(
+            store, attempt, lease, timeout=plan.commit_timeout, rank=plan.rank, gone=gone, clock=clock
+        )
         held.committed(found)
         lease.release()
         _lease_deleted()
@@ -277,7 +283,7 @@ def _read_plan(fd: int) -> bytes:
 
 
 def _print(event: Event) -> None:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):  # nobody reads, or the disk is full: the repository says what became of the save
         sys.stdout.write(to_json(event) + "\n")
         sys.stdout.flush()
 

@@ -34,6 +34,8 @@ from dataio.core.errors import (
 from dataio.store.contract import Store
 
 _POLL, _POLL_MAX = 0.02, 1.0
+_TURN_SECONDS = 2.0
+"""So long a rank that waited leaves the fate to the one that came last, and as much longer as its number says."""
 _REASON_CHARACTERS = 500
 Gone = Callable[[Sequence[int]], str]
 """Which of these ranks can never come, in words; "" when none is known to be."""
@@ -163,16 +165,21 @@ def finish(
     lease: LeaseKeeper,
     *,
     timeout: float,
+    rank: int = 0,
     gone: Gone = nobody,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Commit:
     """Take the attempt from "my manifest is written" to committed; wait at most `timeout` seconds for other ranks.
+
+    Whoever finds all manifests when it first looks, as the last rank does, checks them and seals the fate. The others leave that
+    to it, since each of them would read all manifests too, and take over, one after another, if it does not come to it.
 
     When a rank that has not come is `gone`, the attempt is aborted, for all who wait.
 
     A step that retention has let go by the time it is looked at, since newer ones came, was committed all the same.
     """
     deadline, pause, lost = clock.monotonic() + timeout, _POLL, ""
+    waited, turn = False, None
     while True:
         view = look(store, attempt, lease.alive())
         match decide(attempt, view):
@@ -184,7 +191,12 @@ def finish(
                     return view.commit
                 raise error
             case WriteFate():
-                write_fate(store, attempt, lease)
+                if waited and turn is None:
+                    pause, turn = _POLL, min(clock.monotonic() + _TURN_SECONDS * (1 + rank), deadline)
+                if turn is None or clock.monotonic() >= turn:
+                    write_fate(store, attempt, lease)
+                else:
+                    pause = _sleep(clock, pause, turn)
             case WriteCommit():
                 write_commit(store, attempt, clock)
             case Wait(missing):
@@ -195,8 +207,13 @@ def finish(
                     continue  # what is gone may have stored its manifest as the last thing it did: look once more
                 if clock.monotonic() >= deadline:
                     raise _late(attempt, missing, timeout)
-                clock.sleep(min(pause, max(deadline - clock.monotonic(), 0)))
-                pause = min(pause * 1.5, _POLL_MAX)
+                waited, pause = True, _sleep(clock, pause, deadline)
+
+
+def _sleep(clock: Clock, pause: float, until: float) -> float:
+    """Wait a little before looking again; the next pause."""
+    clock.sleep(min(pause, max(until - clock.monotonic(), 0)))
+    return min(pause * 1.5, _POLL_MAX)
 
 
 def write_fate(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:

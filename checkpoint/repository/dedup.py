@@ -4,6 +4,9 @@ Invariant: a chunk is left out of the new packs only if the base is committed, n
 the lease that was written *before* that was checked; so no collector can remove what the new step leans on. And no pack of a
 removed step is leaned on for less than a quarter of its bytes: packs are never rewritten, so such a one would stay for the sake
 of a little; its chunks are written anew instead. So what a step keeps of removed ones is at most four times what it needs.
+Of a base whose ranks divided the work as those of the save do, a rank reads its own manifest alone: it holds what the rank wrote
+then, and of a thousand ranks each would read a thousand. What only another rank had then is written anew, and so is its part of a
+removed step's pack that many ranks share.
 Failure behaviour: a base that is gone, condemned or damaged is not used, which costs space and nothing else; it is logged.
 """
 
@@ -17,7 +20,7 @@ from checkpoint.format import names
 from checkpoint.format.chunk import Box
 from checkpoint.format.documents import Base
 from checkpoint.format.layout import TensorSpec
-from checkpoint.format.manifest import PACK_BYTES, Chunk, PackName, Tensor
+from checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
 from checkpoint.repository import commit
 from checkpoint.repository import steps as repository
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
@@ -64,8 +67,10 @@ def shard_of(rank: int, tensor: Tensor | TensorSpec) -> Shard:
     return tensor.name, tensor.dtype, tensor.box, -1 if tensor.replicated else rank
 
 
-def load(store: Store, run: str, bases: Sequence[Base]) -> Known:
-    """What may be left out. The caller's lease already names `bases`."""
+def load(
+    store: Store, run: str, bases: Sequence[Base], *, rank: int = 0, world_size: int = 1, replicas: bytes = b""
+) -> Known:
+    """What `rank` may leave out. The caller's lease already names `bases`. `replicas`: as a manifest's."""
     known = Known()
     if not bases:
         return known
@@ -76,7 +81,9 @@ def load(store: Store, run: str, bases: Sequence[Base]) -> Known:
             _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)
             continue
         try:
-            _add(store, at.run, base, known)
+            if _is_step(store, at.run, base):
+                _add(repository.manifests_like(store, at.run, base, rank, world_size, replicas), known)
+                known.bases.append(base)
         except (NotFoundError, CorruptionError, UnsupportedError) as error:
             _log.warning("step %d cannot serve as a base, everything is written anew: %s", base.step, error)
     _forget_nearly_dead(store, run, known)
@@ -127,11 +134,13 @@ def _attempts(store: Store, run: str) -> set[str]:
     return {key.attempt for key in keys if key is not None and key.kind == "manifest"}
 
 
-def _add(store: Store, run: str, base: Base, known: Known) -> None:
+def _is_step(store: Store, run: str, base: Base) -> bool:
     found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
-    if found is None or found.tombstone or found.attempt != base.attempt:
-        return
-    for manifest in repository.open_step(store, run, base).manifests:
+    return found is not None and not found.tombstone and found.attempt == base.attempt
+
+
+def _add(given: Sequence[Manifest], known: Known) -> None:
+    for manifest in given:
         stored = [Stored(manifest.packs[chunk.pack], chunk) for chunk in manifest.chunks]
         for chunk, on in manifest.links:
             stored[chunk] = Stored(stored[chunk].pack, stored[chunk].chunk, stored[on])
@@ -141,4 +150,3 @@ def _add(store: Store, run: str, base: Base, known: Known) -> None:
             if all(span.start == 0 and span.length == manifest.chunks[span.chunk].raw for span in tensor.spans):
                 own = tuple(stored[span.chunk] for span in tensor.spans)
                 known.shards.setdefault(shard_of(manifest.rank, tensor), own)
-    known.bases.append(base)

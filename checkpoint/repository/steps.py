@@ -229,6 +229,27 @@ def _absent(store: Store, run: str, step: int) -> NotFoundError:
 
 def open_step(store: Store, run: str, base: Base) -> Step:
     """The step's manifests, each checked against the digest in the fate, and all against each other."""
+    where, digests = _sealed(store, run, base)
+    found = [_manifest(store, where.manifest_key(rank), expected) for rank, expected in enumerate(digests)]
+    _check_together(found, where.fate_key)
+    return Step(run, base, tuple(found))
+
+
+def manifests_like(
+    store: Store, run: str, base: Base, rank: int, world_size: int, replicas: bytes
+) -> tuple[Manifest, ...]:
+    """What holds all that `rank` is likely to save again: its own manifest where as many ranks divided the same work, which they
+    then did alike, else those of all."""
+    where, digests = _sealed(store, run, base)
+    if replicas and len(digests) == world_size > 1:
+        own = _manifest(store, where.manifest_key(rank), digests[rank])
+        if own.replicas == replicas:
+            return (own,)
+    return open_step(store, run, base).manifests
+
+
+def _sealed(store: Store, run: str, base: Base) -> tuple[Attempt, list[bytes]]:
+    """The attempt that is the step, and the digests of its ranks' manifests."""
     where = Attempt(run, base.timeline, base.step, base.attempt, 0)
     fate = commit.find_fate(store, where.fate_key)
     if fate is None:
@@ -236,12 +257,9 @@ def open_step(store: Store, run: str, base: Base) -> Step:
     if fate.fate != "commit" or not fate.manifests or fate.attempt != base.attempt:
         raise CorruptionError(f"{where.fate_key} does not commit the attempt that COMMIT names")
     try:
-        digests = [bytes.fromhex(each) for each in fate.manifests]
+        return where, [bytes.fromhex(each) for each in fate.manifests]
     except ValueError:  # of a document without a digest of its own, as older ones are
         raise CorruptionError(f"{where.fate_key} names manifests by what is no digest") from None
-    found = [_manifest(store, where.manifest_key(rank), expected) for rank, expected in enumerate(digests)]
-    _check_together(found, where.fate_key)
-    return Step(run, base, tuple(found))
 
 
 def _manifest(store: Store, key: str, expected: bytes) -> Manifest:

@@ -3,11 +3,12 @@
 A file of records: a length, msgpack, and the XXH3-64 of that. They say under which name this carrier writes its packs, which
 uploads were
 begun, which of their parts the store has, which packs are complete and what is in them, and at last the manifest.
-Invariants: a record is written after what it says is true. The manifest is synced before the arena is given back, so that from
-then on the arena is not needed. Nothing here is trusted: parts are compared with what the store lists
-(`dataio.store.resume`), packs
-are looked up again, chunks are found by their digest.
-Failure behaviour: reading ends at the first record that is torn; what was written behind it is cut off and done again.
+Invariants: a record is written after what it says is true. The manifest is synced before the arena is given back, or, where the
+file cannot be written (`safe` is then false), in the store, so that from then on the arena is not needed. Nothing here is
+trusted: parts are compared with what the store lists (`dataio.store.resume`), packs are looked up again, chunks are found by
+their digest.
+Failure behaviour: reading ends at the first record that is torn; what was written behind it is cut off and done again. A disk
+that is full or fails costs a warning: the save goes on, and a carrier that takes over finds what was written until then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -31,12 +32,14 @@ from checkpoint.repository.dedup import Known, Stored
 from checkpoint.saving.plan import PutPlan
 from dataio.core.errors import NotFoundError
 from dataio.core.limits import GIB
+from dataio.core.log import get_logger
 from dataio.store.contract import Store
 from dataio.store.resume import Resuming
 from dataio.store.uploads import Part, Unfinished
 
 _MOST_BYTES = 1 * GIB
 _FRAME = struct.Struct("<IQ")
+_log = get_logger(__name__)
 
 
 class Carrier(msgspec.Struct, tag="carrier", frozen=True):
@@ -92,14 +95,18 @@ class ProgressFile:
 
     def __init__(self, fd: int | None) -> None:
         self._fd, self._lock = fd, threading.Lock()
+        self.safe = True
         self._uploads: dict[str, _Upload] = {}
         self._tables: dict[str, tuple[Entry, ...]] = {}
         self._sizes: dict[str, int] = {}
         self._filling: dict[str, list[Entry]] = {}
         self.manifest: bytes | None = None
         self.carrier = ""
-        for record in self._read():
-            self._apply(record)
+        try:
+            for record in self._read():
+                self._apply(record)
+        except OSError as error:
+            self._do_without(error)
         if not self.carrier:
             self._write(Carrier(os.urandom(4).hex()))
 
@@ -115,10 +122,11 @@ class ProgressFile:
             self._write(Filled(key, tuple(self._filling.pop(key))))
 
     def finished(self, manifest: bytes) -> None:
-        """All packs are stored; `manifest` is what is left to be written. On the disk when this returns."""
+        """All packs are stored; `manifest` is what is left to be written. On the disk when this returns, if `safe`."""
         self._write(Finished(manifest))
-        if self._fd is not None:
-            os.fsync(self._fd)
+        with self._lock:
+            if self._fd is not None:
+                self._try(_sync)
 
     def stored(self, store: Store, plan: PutPlan) -> dict[int, tuple[Entry, ...]]:
         """The complete packs of an earlier carrier by number, looked up in the store."""
@@ -173,10 +181,22 @@ class ProgressFile:
         payload = _encoder.encode(record)
         with self._lock:
             if self._fd is not None:
-                view = memoryview(_FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload)
-                while view:
-                    view = view[os.write(self._fd, view) :]
+                self._try(
+                    lambda fd: _write_all(fd, _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload)
+                )
             self._apply(record)
+
+    def _try(self, work: Callable[[int], object]) -> None:
+        """Do something to the file, or do without it from now on: what would come behind a torn record is not read."""
+        assert self._fd is not None
+        try:
+            work(self._fd)
+        except OSError as error:
+            self._do_without(error)
+
+    def _do_without(self, error: OSError) -> None:
+        _log.warning("progress cannot be written down, a carrier that takes over will do it again: %s", error)
+        self._fd, self.safe = None, False
 
     def _apply(self, record: Record) -> None:
         match record:
@@ -211,6 +231,15 @@ class ProgressFile:
             at += _FRAME.size + length
         os.ftruncate(self._fd, at)
         os.lseek(self._fd, at, os.SEEK_SET)
+
+
+_sync = os.fsync
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 class FreeNumbers:

@@ -84,7 +84,7 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
     place = layout.lay_out(specs)
     pieces, spans = layout.cut_all(specs, place)
     taken = choose.Upload(plan.upload_hint)
-    known = dedup.load(store, plan.run, plan.bases)
+    known = dedup.load(store, plan.run, plan.bases, rank=plan.rank, world_size=plan.world_size, replicas=plan.replicas)
     bases = Bases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
     choice = choose.Choice(plan.compression, specs, place, spans, taken, _THREADS, bases)
     tables, digests = Tables(), list[bytes]()

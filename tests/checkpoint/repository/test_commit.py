@@ -281,6 +281,92 @@ def test_two_ranks_commit_one_step_whoever_comes_last(store: Store) -> None:
     assert not list(store.list(names.LEASES))
 
 
+class Reads(Wrapped):
+    """Which ranks' manifests of step 1 are read."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.ranks: list[int] = []
+
+    def get(self, key: str, *, max_bytes: int = SMALL_OBJECT_BYTES) -> bytes:
+        at = names.parse_step_key(key)
+        if at is not None and (at.kind, at.step) == ("manifest", 1):
+            self.ranks.append(at.rank)
+        return self.inner.get(key, max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize(("divided", "read"), [(b"alike", [[0], [1]]), (b"otherwise", [[0, 0, 1], [1, 0, 1]])])
+def test_of_a_base_that_was_divided_alike_a_rank_reads_its_own_manifest_alone(
+    store: Store, divided: bytes, read: list[list[int]]
+) -> None:
+    number = begin(store)
+    both(*(lambda m=m: save(store, m) for m in two_ranks(store, number, 1, replicas=b"alike")))  # type: ignore[misc]
+    base = latest(store)
+    assert base is not None
+    reads = [Reads(store), Reads(store)]
+    again = two_ranks(store, number, 2, replicas=divided, bases=(base,))
+    results = both(
+        *(
+            lambda m=m, s=s: carry(m.arena, m.encoded, lambda _: None, store=s)
+            for m, s in zip(again, reads, strict=True)
+        )  # type: ignore[misc]
+    )
+    assert [each.ranks for each in reads] == read
+    assert [result["bytes_written"] for result in results] == [0, 0]
+
+
+class Meanwhile(ManualClock):
+    """While somebody sleeps, the next of `others` happens."""
+
+    def __init__(self, *others: Callable[[], object]) -> None:
+        super().__init__()
+        self.others = list(others)
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if self.others:
+            self.others.pop(0)()
+
+
+class Fateless(Wrapped):
+    """A store whose users die before they seal a fate."""
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        if key.endswith("/fate"):
+            raise TransientError("it died")
+        return self.inner.put_if_absent(key, data)
+
+
+def dies_before_the_fate(store: Store, made: Made) -> None:
+    with pytest.raises(TransientError, match="it died"):
+        save(Fateless(store), made)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waited_leaves_the_manifests_to_the_one_that_came_last(store: Store, rank: int) -> None:
+    """Of 1,024 ranks each would read 1,024 manifests."""
+    made = two_ranks(store, begin(store), 4, lease_seconds=3600.0)
+    mine, other = made[rank], made[1 - rank]
+    counting = GoneOnceCommitted(store)
+    clock = Meanwhile(lambda: dies_before_the_fate(store, other), lambda: None, lambda: save(store, other))
+    result = carry(mine.arena, mine.encoded, lambda _: None, store=counting, clock=clock)
+    assert not clock.others
+    assert result["attempt"] == mine.plan.attempt
+    assert (counting.read, counting.fired) == (0, False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("timeout", [30.0, 1.0])
+def test_ranks_that_waited_take_over_one_after_another_if_the_last_one_dies(
+    store: Store, rank: int, timeout: float
+) -> None:
+    made = two_ranks(store, begin(store), 4, lease_seconds=3600.0, commit_timeout=timeout)
+    mine, other = made[rank], made[1 - rank]
+    clock = Meanwhile(lambda: dies_before_the_fate(store, other))
+    assert save(store, mine, clock=clock) == latest(store)
+    assert clock.now - 1000.0 == pytest.approx(min(timeout, 2.0 * (1 + rank) + clock.pauses[0]), abs=0.01)
+
+
 def test_ranks_with_different_modules_are_never_committed_as_one_step(store: Store) -> None:
     number = begin(store)
     one = two_ranks(store, number, 4)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from checkpoint.carry import carry
 from checkpoint.format import pack
 from checkpoint.format.pack import Entry
 from checkpoint.repository import check
+from checkpoint.saving import progress
 from checkpoint.saving.events import Event, Released
 from checkpoint.saving.progress import FreeNumbers, ProgressFile
 from dataio.core.errors import TransientError
@@ -118,6 +120,44 @@ def test_after_the_release_the_arena_is_not_needed(tmp_path: Path, fd: int) -> N
         found = latest(store)
         assert found is not None
         assert load(store, found) == STATE
+
+
+@pytest.mark.parametrize("records", [0, 1, 4, None])
+def test_where_progress_cannot_be_written_the_arena_is_held_until_the_manifest_is_in_the_store(
+    tmp_path: Path, fd: int, records: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk of the daemon is full, or fails (None: at the sync); that of the store is another."""
+    inner, written = progress._write_all, 0
+
+    def torn(fd: int, data: bytes) -> None:
+        nonlocal written
+        written += 1
+        full = records is not None and written > records
+        inner(fd, data[: len(data) // 2] if full else data)
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def broken(_fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with open_store(tmp_path / "store") as store:
+        made, there = make(store, STATE, step=1, number=begin(store)), list[bool]()
+
+        def emit(event: Event) -> None:
+            if isinstance(event, Released):
+                there.append(any(info.key.endswith(".manifest") for info in store.list("runs/")))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(progress, "_write_all", torn)
+            if records is None:
+                patched.setattr(progress, "_sync", broken)
+            carry(made.arena, made.encoded, emit, store=Resuming(store, b := ProgressFile(fd)), progress=b)
+        assert there == [True]
+        assert [record.levelname for record in caplog.records].count("WARNING") == 1
+        assert (found := latest(store)) is not None
+        assert load(store, found) == STATE
+        carry(made.arena, made.encoded, emit, store=store, progress=ProgressFile(fd))  # what is there does no harm
+        assert check.check(store).clean
 
 
 def test_a_manifest_whose_packs_are_gone_is_never_committed(tmp_path: Path, fd: int) -> None:
