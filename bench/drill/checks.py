@@ -102,19 +102,20 @@ def saves(device: str, size: int = 64 * _MIB) -> None:
                 optimizer.step()
                 handle.result(120)
                 found = {"w": torch.zeros_like(weight), "b": torch.zeros_like(buffer)}
-                if device == "cuda":
-                    torch.cuda.synchronize()
+                _slow(device, 20)
+                for tensor in found.values():
+                    tensor.fill_(-2)  # the device comes to that when the restore has begun, and must before it writes
                 checkpointer.restore(found, step=step, strict=False)
                 for key, tensor in found.items():
                     _expect(bool((tensor == step).all()), f"{mode}: {key!r} is not what it was at step {step}")
 
 
-def _slow(device: str) -> None:
-    """Some tens of milliseconds of work for the current stream."""
+def _slow(device: str, times: int = 1) -> None:
+    """Some tens of milliseconds of work for the current stream, so many times."""
     import torch
 
     if device == "cuda":
-        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(50_000_000 * times)  # type: ignore[no-untyped-call]
 
 
 def a_batch_stays_what_it_is_while_another_stream_reads_it(part: PartResult, name: str) -> None:
