@@ -44,7 +44,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clips",
         type=count,
-        help="of the epoch (default: 600, of films and recordings 192, of sound and mels 2400, of pictures 4800)",
+        help="of the epoch (default: 600, of films and recordings 608, of sound and mels 2400, of pictures 4800)",
     )
     parser.add_argument(
         "--kind",

@@ -66,7 +66,7 @@ class Kind:
     @property
     def default(self) -> int:
         """Clips of an epoch, if nobody says."""
-        return 192 if self.sought else 600
+        return 608 if self.sought else 600
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class Sound:
     @property
     def default(self) -> int:
         """Windows of an epoch, if nobody says."""
-        return 24 * self.per_file if self.sought else 2_400
+        return 76 * self.per_file if self.sought else 2_400
 
     @property
     def shape(self) -> tuple[int, ...]:
