@@ -5,7 +5,8 @@ them into a `Finished` sample, and finished samples fill a batch.
 
 Invariants: a plan is a pure function of its description: which places batch t of an epoch holds depends on nothing that
 happened before. A work's result is a pure function of what it was given. Everything random about a sample is drawn from
-`Place.key`, so that a resumed run, another world size and a repeated epoch draw the same.
+`Place.key`, so that a resumed run, another world size and a repeated epoch draw the same. The garbage collector is spared what
+there are thousands of (`gc=False`): nothing that these refer to refers to them.
 Failure behaviour: a work returns, at the place of each bad sample, the error that names what is wrong with it; it raises only
 when it fails as a whole.
 """
@@ -29,7 +30,7 @@ from loaders.partial.needed import Runs
 from loaders.refusals import Refusal
 
 
-class Fit(msgspec.Struct, frozen=True):
+class Fit(msgspec.Struct, frozen=True, gc=False):
     """Where a piece of a recording goes: `length` samples at the wanted rate from its `start`, to `at` in a row."""
 
     row: int
@@ -46,7 +47,7 @@ class Known(Protocol):
         ...
 
 
-class Place(msgspec.Struct, frozen=True):
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Part `number` (a clip, a window) of `sample`, a sample of the plan's dataset number `source`.
 
     `virtual` is the place's number in the order, `attempt` counts the substitutes before it. `seed` and `epoch` are those of
@@ -107,7 +108,7 @@ class Stretch(NamedTuple):
     memory: memoryview
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class Loaded(msgspec.Struct, frozen=True, gc=False):
     """A place whose bytes were read and checked: `members` by extension, which may read themselves. "video" may be drawn in the
     `room` that its batch has for it, which holds nothing until the sample is finished. What is delivered as it is was read to
     where it belongs: `joined`, and `members` is empty."""
@@ -122,7 +123,7 @@ IN_PLACE = torch.empty(0)
 """In place of a tensor whose bytes are in the batch already."""
 
 
-class Finished(msgspec.Struct, frozen=True):
+class Finished(msgspec.Struct, frozen=True, gc=False):
     """`tensors` are stacked in the batch, `values` are listed there; `refusals` are the samples that this one stands in
     for."""
 

@@ -37,7 +37,8 @@ class ShardReader(Protocol):
         ...
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each."""
+        """Fill the pieces of every (key, pieces), as `read_into` does, and yield after each. They are some tens: all may be
+        prepared before the first is read."""
         ...
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:

@@ -29,8 +29,6 @@ from dataio.store.contract import Store
 from dataio.store.direct import mostly_cached
 
 ADVISED_BYTES = 256 * limits.MIB
-AT_ONCE = 64
-"""So many reads are prepared at once."""
 PIECES = 512
 """The most that one system call fills."""
 SURE = 16
@@ -75,31 +73,30 @@ class DirectReader:
             self._count(self._fill(key, descriptor, _runs(pieces), pieces))
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Fill the pieces of every (key, pieces), and yield after each. Where `AT_ONCE` of them lie is found out before the first
+        """Fill the pieces of every (key, pieces), and yield after each. Where all of them lie is found out before the first
         is read: between what it copies, the processor then has little else to do, and keeps its caches for it."""
-        for first in range(0, len(reads), AT_ONCE):
-            prepared, failed = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
-            opened = dict[str, Descriptor | None]()
-            for key, pieces in reads[first : first + AT_ONCE]:
-                try:
-                    if key not in opened:
-                        opened[key] = self._opened(key)
-                    prepared.append((opened[key], _runs(pieces), key, pieces))
-                except MillraceError as error:  # raised when those before it are read
-                    failed = error
-                    break
-            read = 0
+        prepared, failed = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
+        opened = dict[str, Descriptor | None]()
+        for key, pieces in reads:
             try:
-                for descriptor, runs, key, pieces in prepared:
-                    if descriptor is None:
-                        self._elsewhere().read_into(key, pieces)
-                    else:
-                        read += self._fill(key, descriptor, runs, pieces)
-                    yield
-            finally:
-                self._count(read)
-            if failed is not None:
-                raise failed
+                if key not in opened:
+                    opened[key] = self._opened(key)
+                prepared.append((opened[key], _runs(pieces), key, pieces))
+            except MillraceError as error:  # raised when those before it are read
+                failed = error
+                break
+        read = 0
+        try:
+            for descriptor, runs, key, pieces in prepared:
+                if descriptor is None:
+                    self._elsewhere().read_into(key, pieces)
+                else:
+                    read += self._fill(key, descriptor, runs, pieces)
+                yield
+        finally:
+            self._count(read)
+        if failed is not None:
+            raise failed
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Have the kernel read what it has not read yet. Lists that go on where the last one was cost what is new in them."""

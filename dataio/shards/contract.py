@@ -5,7 +5,8 @@ Purpose: the in-memory form of one row of the Parquet index, shared by those who
 Invariants: samples are numbered 0 … N-1 in the order (shard, offset of the first member), so a sample's number is a pure
 function of the dataset version. All times are presentation time stamps in units of the stream's `time_base`; frame indices
 count frames in presentation order. `VideoInfo` describes the one video stream that loaders decode: `stream` is its index
-in the container.
+in the container. None of these can be part of a cycle, so the garbage collector is spared them (`gc=False`): loaders
+hold thousands.
 Failure behaviour: none here; whoever builds these from stored bytes checks them first.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 import msgspec
 
@@ -41,7 +41,7 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     pieces: Pieces | None = None
 
 
-class KeyFrame(msgspec.Struct, frozen=True):
+class KeyFrame(msgspec.Struct, frozen=True, gc=False):
     """A frame that decoding can start from: its time stamp, its index in presentation order, and at which byte of the file its
     packet lies (-1: not known); the last is a hint."""
 
@@ -50,7 +50,7 @@ class KeyFrame(msgspec.Struct, frozen=True):
     at: int = -1
 
 
-class Color(msgspec.Struct, frozen=True):
+class Color(msgspec.Struct, frozen=True, gc=False):
     """How a stream's numbers mean colours, in libav's names, such as "bt709" and "tv"; "unknown" where the file says nothing."""
 
     space: str
@@ -59,7 +59,7 @@ class Color(msgspec.Struct, frozen=True):
     transfer: str
 
 
-class VideoInfo(msgspec.Struct, frozen=True):
+class VideoInfo(msgspec.Struct, frozen=True, gc=False):
     """One video stream as probed. `width` and `height` in pixels before rotation; `rotation` is 0, 90, 180 or 270 clockwise."""
 
     ext: str
@@ -78,7 +78,7 @@ class VideoInfo(msgspec.Struct, frozen=True):
     color: Color | None = None
 
 
-class AudioInfo(msgspec.Struct, frozen=True):
+class AudioInfo(msgspec.Struct, frozen=True, gc=False):
     """One audio stream as probed. `samples` counts per channel, at `sample_rate` Hz."""
 
     ext: str
@@ -89,7 +89,7 @@ class AudioInfo(msgspec.Struct, frozen=True):
     samples: int
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, gc=False):
     """One sample. `shard` is the object key of its tar in the dataset's store; `duration` in seconds, 0.0 without media."""
 
     id: int
@@ -110,7 +110,7 @@ class Sample(msgspec.Struct, frozen=True):
         raise KeyError(ext)
 
 
-class Files(NamedTuple):
+class Files(msgspec.Struct, frozen=True, gc=False):
     """Where files of one sample lie, and nothing else of it: all that a reader of bytes needs, which reads thousands a second."""
 
     shard: str

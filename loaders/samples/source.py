@@ -11,6 +11,7 @@ errors of the store pass through.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
@@ -31,6 +32,8 @@ from loaders.partial.needed import Runs
 _log = get_logger(__name__)
 
 
+AT_ONCE = 64
+"""So many reads are prepared at once: objects enough that the garbage collector would look for some among thousands."""
 _WHOLE: Mapping[str, Runs] = {}
 Range = tuple[str, int, int]
 """Of an object: key, offset, length."""
@@ -60,7 +63,7 @@ def files(sample: Sample, exts: Sequence[str]) -> Files:
 
 def spans(files: Files) -> list[Range]:
     """What `Source.fetch_into` reads of one or more files: those that lie side by side, with the headers between them, as one."""
-    shard, each = files
+    shard, each = files.shard, files.each
     first, end, gaps = each[0].offset, 0, GAP_BYTES * (len(each) - 1)
     for member in each:  # plainly, in half the time: thousands a second pass here
         offset, length = member.offset, member.length
@@ -140,17 +143,17 @@ class Source:
     def fetch_first(self, wanted: Sequence[tuple[Files, memoryview]]) -> int:
         """`fetch_into` for one after the other, as far as nothing is wrong: how many of the first are there. What is the matter
         with the next one, `fetch_into` or `fetch` says."""
-        reads = [(files.shard, _pieces(files, memory)) for files, memory in wanted]
         done = 0
-        try:
-            for _ in self._reader.read_each(reads):
-                for (_, view), member in zip(reads[done][1], wanted[done][0].each, strict=True):
-                    if not _is_right(view, member.xxh3):
-                        return done
-                done += 1
-                check()  # whether anybody still wants the rest
-        except MillraceError:
-            pass
+        with contextlib.suppress(MillraceError):
+            for first in range(0, len(wanted), AT_ONCE):
+                some = wanted[first : first + AT_ONCE]
+                reads = [(files.shard, _pieces(files, memory)) for files, memory in some]
+                for (_, pieces), (files, _), _ in zip(reads, some, self._reader.read_each(reads), strict=True):
+                    for (_, view), member in zip(pieces, files.each, strict=True):
+                        if not _is_right(view, member.xxh3):
+                            return done
+                    done += 1
+                    check()  # whether anybody still wants the rest
         return done
 
     def ranges(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> list[Range]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import random
 import shutil
@@ -18,7 +19,7 @@ from dataio import index
 from dataio.core.errors import CorruptionError, UsageError
 from dataio.shards.dataset import Dataset
 from loaders import FileLoader, Mixture
-from loaders.contract import Place
+from loaders.contract import Loaded, Place
 from loaders.decode.giving_up import GivenUp, giving_up
 from loaders.delivery.ahead import batches_from
 from loaders.delivery.batch import Output
@@ -28,6 +29,7 @@ from loaders.delivery.memory import Memory
 from loaders.samples.maker import Maker
 from loaders.samples.quarantine import Quarantine
 from loaders.samples.source import Source, StoreReader
+from loaders.works.files import FileWork
 
 SAMPLES, SHARD = 40, 9
 Make = Callable[..., FileLoader]
@@ -145,6 +147,18 @@ def test_a_sample_that_comes_twice_in_a_batch_is_there_twice(make: Make, packed:
     found = contents(batch)
     assert sorted(key for key, _ in found) == ["001"] * 4 + ["002"] * 4
     assert all(files == expected(key, *exts) for key, files in found)
+
+
+def test_what_is_known_ahead_is_nothing_that_the_garbage_collector_looks_through(make: Make) -> None:
+    """Thousands of objects a second, each held for some batches, had it look through everything that torch has made."""
+    loader = make()
+    places = [place for batch in loader._plan.places(0, range(3)) for place in batch]
+    located = FileWork(["json"]).layout.joined
+    assert located is not None
+    files = [located(place.sample) for place in places]
+    made = FileWork(["json"]).do([Loaded(place, {}, None, one) for place, one in zip(places, files, strict=True)])
+    for one in (*places, *(place.sample for place in places), *files, *made):
+        assert not gc.is_tracked(one)
 
 
 def test_batches_that_are_kept_stay_as_they_were(make: Make) -> None:

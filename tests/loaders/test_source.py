@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from dataio.cache.contract import Read
 from dataio.cache.own import own_reader
 from dataio.core.errors import AccessDeniedError, CorruptionError
 from dataio.shards import members
 from dataio.shards.contract import Files, Member, Sample
 from dataio.store.contract import Store
 from dataio.store.open import open_store
-from loaders.samples.source import Source, StoreReader, spans
+from loaders.samples.source import AT_ONCE, Source, StoreReader, spans
 from tests.denied import denied
 
 FIRST, SECOND = b"first" * 1000, b"second" * 70
@@ -95,6 +96,25 @@ def test_of_many_reads_the_first_are_made_up_to_one_with_which_something_is_wron
     assert whole == 2
     assert [bytes(memory) for memory in memories[:2]] == [FIRST + SECOND] * 2
     assert source.fetch_first([(files_of(), memories[3])]) == 1
+
+
+def test_of_many_reads_no_more_are_prepared_than_some_tens_at_once(store: Store) -> None:
+    asked = list[int]()
+
+    class Counting(StoreReader):
+        def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
+            asked.append(len(reads))
+            return super().read_each(reads)
+
+    many = AT_ONCE + 3
+    memories = [memoryview(bytearray(files_of().size)) for _ in range(many)]
+    assert Source(Counting(store), store).fetch_first([(files_of(), memory) for memory in memories]) == many
+    assert asked == [AT_ONCE, 3]
+    assert all(bytes(memory) == FIRST + SECOND for memory in memories)
+    wanted = [(files_of(), memory) for memory in memories[:-1]]
+    assert (
+        Source(Counting(store), store).fetch_first([*wanted, (files_of(second=b"x" * 420), memories[-1])]) == many - 1
+    )
 
 
 def test_files_side_by_side_are_announced_as_one_range_and_others_each_by_itself() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
+from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Sample, VideoInfo
 from dataio.shards.index import rows as index
 from dataio.shards.index.digests import digest
 from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, samples
@@ -38,7 +38,7 @@ def test_whole_columns_give_the_samples_that_single_rows_give(written: list[Samp
     numbers = list(range(7, 7 + len(written)))
     alone = [index.from_row(row, n) for n, row in zip(numbers, table.to_pylist(), strict=True)]
     assert list(index.samples_of(table, numbers)) == list(index.samples_of(filled, numbers)) == alone
-    assert list(index.files_of(filled)) == [(one.shard, list(one.members)) for one in alone]
+    assert list(index.files_of(filled)) == [Files(one.shard, list(one.members)) for one in alone]
 
 
 @given(st.lists(samples, max_size=3))
