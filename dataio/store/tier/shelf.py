@@ -15,6 +15,7 @@ record that cannot be read is as if it were not there, and is removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -39,6 +40,8 @@ from dataio.store.tier.retention import Limits
 
 STRAY_SECONDS = 1800.0
 """How long an object may lie here that no record needs yet."""
+LOCK_SECONDS, _POLL_SECONDS = 60.0, 0.002
+"""How long anybody waits for the directory's lock, which is held for a look through the directory."""
 _log = get_logger(__name__)
 
 
@@ -187,13 +190,31 @@ class Shelf:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Between processes and threads: whoever counts or changes what is here. Not reentrant."""
-        fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """Between processes and threads: whoever counts or changes what is here. Not reentrant. `TimeoutError`, an OSError, where
+        somebody holds the lock for `LOCK_SECONDS`: he was stopped, or his disk is."""
+        path = self.root / "lock"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
+            until = time.monotonic() + LOCK_SECONDS
+            while not _taken(fd):
+                if time.monotonic() >= until:
+                    why = f"another process has held the tier's lock for {LOCK_SECONDS:g} s (lsof names it)"
+                    raise TimeoutError(errno.ETIMEDOUT, why, str(path))
+                time.sleep(_POLL_SECONDS)
+            try:
+                yield
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do: who was forked meanwhile has it open as well
         finally:
             os.close(fd)
+
+
+def _taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _hash(source: str, key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -40,6 +41,33 @@ def test_what_was_kept_is_read_back_and_names_are_no_paths(tmp_path: Path) -> No
     tier.drop("s3://bucket", "packs/a")
     tier.drop("s3://bucket", "packs/a")
     assert read(tier, "packs/a", "s3://bucket") is None
+
+
+def test_a_lock_that_somebody_keeps_is_an_error_of_the_disk_and_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelves, "LOCK_SECONDS", 0.05)
+    tier = shelf(tmp_path)
+    with (tier.root / "lock").open("w") as kept_open:
+        fcntl.flock(kept_open, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another process has held the tier's lock"):
+            tier.used()
+    assert tier.used() == 0
+
+
+def test_the_lock_is_given_back_although_a_fork_has_it_open(tmp_path: Path) -> None:
+    tier = shelf(tmp_path)
+    with tier.locked():
+        links = {int(fd): f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+        (own,) = [
+            fd for fd, link in links.items() if os.path.lexists(link) and os.readlink(link) == str(tier.root / "lock")
+        ]
+        forked = os.dup(own)
+    try:
+        with (tier.root / "lock").open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(forked)
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
