@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 _MARK = "installed.json"
 NEEDED = (
     *("msgspec", "blake3", "zstandard", "xxhash", "prometheus-client", "fsspec", "rich", "numpy", "pyarrow"),
-    *("duckdb", "simplejpeg", "soundfile", "av"),
+    *("duckdb", "simplejpeg", "av"),
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     "nvidia-dali-cuda130",
 )

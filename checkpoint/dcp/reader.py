@@ -39,7 +39,7 @@ from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
 from checkpoint.restoring import restore
 from checkpoint.restoring.restore import Saved, Want
-from checkpoint.state.kinds import TensorSink
+from checkpoint.state.kinds import TensorSink, settle
 from dataio.core.errors import CorruptionError, NotFoundError
 from dataio.store.contract import Store
 from dataio.store.open import open_store
@@ -116,6 +116,7 @@ class RepositoryReader(StorageReader):
                 wants = [self._want(item, target) for item, target in zip(items, targets, strict=True)]
                 direct = direct_for(self._store, self._gds)
                 store = self._store if direct is None else GdsStore(self._store, direct)
+                settle(target.device for target in targets)
                 restore.read(store, self._opened_step, wants)
             for item, target in zip(items, targets, strict=True):
                 planner.commit_tensor(item, target)

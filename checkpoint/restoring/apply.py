@@ -17,7 +17,7 @@ from checkpoint.ranks import Ranks
 from checkpoint.repository.steps import Step
 from checkpoint.restoring import restore, together
 from checkpoint.restoring.restore import Reading, Saved, Want
-from checkpoint.state import fit, tree
+from checkpoint.state import fit, kinds, tree
 from checkpoint.state.build import Fit
 from checkpoint.state.flatten import Seen
 from checkpoint.state.kinds import TensorSink, TorchKinds
@@ -72,20 +72,12 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
                 if first:  # an object that loaded its state may have moved its tensors
                     again = _described((name, tensor) for name, tensor, _ in todo.in_place)
                     in_place = Reading(work.step, _wants(again, work.saved))
-        _settle(tensor.device for _, tensor, _ in todo.in_place)
+        kinds.settle(tensor.device for _, tensor, _ in todo.in_place)
         pending = together.read(store, in_place, common.shared[1], common, ranks)
         with ranks.agreed():
             pending.tell()
             for action in todo.late:
                 action()
-
-
-def _settle(devices: Iterable[torch.device]) -> None:
-    """Return when nothing that this thread gave GPUs to do uses these tensors any more: other threads write them, on streams
-    that do not wait for this one's."""
-    for device in set(devices):
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
 
 
 def _described(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, Seen]]:

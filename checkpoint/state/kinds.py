@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -180,6 +180,14 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements as integers of their size where there are such, since not every type can be copied as it is."""
     same = _SAME_SIZE.get(tensor.element_size())
     return tensor if same is None or tensor.dtype == same else tensor.view(same)
+
+
+def settle(devices: Iterable[torch.device]) -> None:
+    """Return when nothing that this thread gave GPUs to do uses tensors there any more: sinks are filled by other threads, on
+    streams that do not wait for this one's."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 class TensorSink:

@@ -61,7 +61,7 @@ def _marks(fact: FileFact, probe: Probe) -> _Marks:
     assert fact.pieces is not None
     assert probe.audio is not None
     found, piece, length = list[tuple[int, int]](), 0, 0
-    with av.open(f"file:{fact.path}", options=_OPTIONS | {"protocol_whitelist": "file"}) as container:
+    with _named(fact.path) as container:
         stream: Any = container.streams[probe.audio.stream]
         tick = stream.time_base * probe.audio.sample_rate
         for packet in container.demux(stream):
@@ -83,7 +83,7 @@ def _places(path: str, probe: Probe) -> tuple[_Place, _Place]:
         stream = probe.video.stream
         return (stream, keys[(len(keys) - 1) // 2].pts), (stream, keys[-1].pts)
     assert probe.audio is not None
-    with av.open(f"file:{path}", options=_OPTIONS | {"protocol_whitelist": "file"}) as container:
+    with _named(path) as container:
         sound: Any = container.streams[probe.audio.stream]
         base, start = sound.time_base, sound.start_time or 0
     length = int(probe.duration / base)
@@ -106,6 +106,11 @@ def _touched(fact: FileFact, place: _Place | None) -> set[int]:
     return found
 
 
+def _named(path: str) -> Any:
+    """The container at `path`, which may open no other file."""
+    return av.open(f"file:{path}", metadata_errors="replace", options=_OPTIONS | {"protocol_whitelist": "file"})
+
+
 @contextmanager
 def _opened(fact: FileFact, trusting: bool) -> Iterator[tuple[Any, _Recording]]:
     """The container as loaders open it."""
@@ -115,7 +120,9 @@ def _opened(fact: FileFact, trusting: bool) -> Iterator[tuple[Any, _Recording]]:
         check_complete(cast(BinaryIO, file), fact.size)
         demuxer = _DEMUXER_OF.get(fact.ext) if trusting else None
         options = _TRUSTING if trusting else _OPTIONS
-        with av.open(file, "r", demuxer, buffer_size=_READ_BYTES, options=options) as container:
+        with av.open(
+            file, "r", demuxer, metadata_errors="replace", buffer_size=_READ_BYTES, options=options
+        ) as container:
             yield container, file
 
 

@@ -38,7 +38,7 @@ def decode(data: bytes | memoryview) -> VideoFrame:
         raise CorruptionError("truncated: the JPEG has no end")
     options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_STRICT}
     try:
-        with av.open(io.BytesIO(data), "r", options=options) as container:
+        with av.open(io.BytesIO(data), "r", metadata_errors="replace", options=options) as container:
             context = container.streams.video[0].codec_context
             context.options, context.thread_count = _STRICT, 1
             frames = list(itertools.islice(container.decode(container.streams.video[0]), 2))

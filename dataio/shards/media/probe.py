@@ -111,7 +111,8 @@ def _open(source: Any) -> Any:
         source.seek(0)
     demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and is_converted(source) else DEMUXERS
     try:
-        return av.open(source, options={"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODING})
+        options = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODING}
+        return av.open(source, metadata_errors="replace", options=options)  # titles are not always UTF-8
     except av.error.ArgumentError as error:
         raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
     except av.error.FFmpegError as error:

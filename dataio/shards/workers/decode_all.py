@@ -19,7 +19,8 @@ DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 
 def open_media(path: str) -> Any:
     """The container at `path`, which may open no other file."""
-    return av.open(f"file:{path}", options={"format_whitelist": DEMUXERS, "protocol_whitelist": "file"})
+    options = {"format_whitelist": DEMUXERS, "protocol_whitelist": "file"}
+    return av.open(f"file:{path}", metadata_errors="replace", options=options)
 
 
 def run(job: DecodeJob) -> Decoded:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from checkpoint import Checkpointer
-from checkpoint.restoring import apply, together
+from checkpoint.dcp import RepositoryReader, RepositoryWriter, reader
+from checkpoint.restoring import restore, together
+from checkpoint.state import kinds
 
 
 def test_what_the_trainers_stream_still_reads_is_waited_for_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +22,7 @@ def test_what_the_trainers_stream_still_reads_is_waited_for_once_a_device(monkey
         torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
     )
     here = [torch.device(name) for name in ("cuda:1", "cpu", "cuda:0", "cuda:1")]
-    apply._settle(here)
+    kinds.settle(here)
     assert sorted(waited, key=str) == [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
@@ -33,7 +36,25 @@ def test_that_wait_comes_before_tensors_are_read_in_place(tmp_path: Path, monkey
 
     with Checkpointer(str(tmp_path), run="a", sidecar=None) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)}).result(60)
-        monkeypatch.setattr(apply, "_settle", lambda devices: seen.append(list(devices)))
+        monkeypatch.setattr(kinds, "settle", lambda devices: seen.append(list(devices)))
         monkeypatch.setattr(together, "read", spied)
         checkpointer.restore({"w": torch.zeros(3)})
+    assert seen == [[torch.device("cpu")], "read"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_torch_distributed_checkpoint_waits_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=RepositoryWriter(str(tmp_path), run="a", step=1), no_dist=True)
+    seen: list[Any] = []
+    read = restore.read
+
+    def spied(*given: Any) -> None:
+        seen.append("read")
+        read(*given)
+
+    monkeypatch.setattr(reader, "settle", lambda devices: seen.append(list(devices)))
+    monkeypatch.setattr(restore, "read", spied)
+    state = {"w": torch.zeros(3)}
+    dcp.load(state, storage_reader=RepositoryReader(str(tmp_path), run="a"), no_dist=True)
+    assert state["w"].tolist() == [1, 1, 1]
     assert seen == [[torch.device("cpu")], "read"]

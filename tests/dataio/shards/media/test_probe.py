@@ -14,6 +14,7 @@ from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from dataio.shards.contract import VideoInfo
 from dataio.shards.media import probe as probing
 from dataio.shards.media.probe import probe
+from dataio.shards.workers.decode_all import open_media
 
 CLIPS = (
     *("action_xvid.avi", "arm_wrestling.mp4", "av1.mkv", "h265.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv"),
@@ -322,3 +323,24 @@ def test_the_only_frame_of_a_video_behind_its_sound_is_found(tmp_path: Path) -> 
     assert (found.video.stream, found.video.frames) == (1, 1)
     assert found.audio is not None
     assert found.audio.samples >= 4096
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
+def test_a_title_that_is_not_utf8_is_no_reason_to_refuse_a_file(tmp_path: Path, make_clip, name: str) -> None:
+    titled = tmp_path / f"titled{Path(name).suffix}"
+    with av.open(str(make_clip(tmp_path / name))) as source, av.open(str(titled), "w") as output:
+        output.metadata["title"] = "Cafe XXXX"
+        copy = output.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.size:
+                packet.stream = copy
+                output.mux(packet)
+    expected = probe(titled)
+    content = titled.read_bytes()
+    assert content.count(b"Cafe XXXX") >= 1
+    titled.write_bytes(content.replace(b"Cafe XXXX", b"Caf\xe9 XXXX"))  # Latin-1
+    with pytest.raises(UnicodeDecodeError):
+        av.open(str(titled))
+    assert probe(titled) == expected
+    with open_media(str(titled)) as container:
+        assert container.streams.video
