@@ -222,7 +222,7 @@ def test_ctrl_c_and_kill_end_the_process_and_all_it_started(kind: str, end: sign
         start = time.monotonic()
         process.send_signal(end)
         process.wait(30)
-        assert time.monotonic() - start < 2 * SECOND
+        assert time.monotonic() - start < 10 * SECOND  # most of which is what the interpreter and torch take to end
         deadline = time.monotonic() + 10
         while any(_alive(child) for child in children) and time.monotonic() < deadline:
             time.sleep(0.02)
