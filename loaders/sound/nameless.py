@@ -8,10 +8,13 @@ Failure behaviour: `OSError` where there is no memory for one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 
 Bytes = bytes | memoryview
+_AT_ONCE = 1024
+"""Parts that Linux takes in a call."""
 
 
 @contextlib.contextmanager
@@ -19,11 +22,15 @@ def nameless(parts: Sequence[Bytes]) -> Iterator[int]:
     """The descriptor of a file that holds `parts`, one after the other; it is at its beginning."""
     descriptor = os.memfd_create("sound", os.MFD_CLOEXEC)
     try:
-        for part in parts:
-            left = memoryview(part)
-            while left:
-                left = left[os.write(descriptor, left) :]
-        os.lseek(descriptor, 0, os.SEEK_SET)
+        at = 0
+        for first in range(
+            0, len(parts), _AT_ONCE
+        ):  # few calls: after each one a thread waits for the interpreter's lock
+            some = parts[first : first + _AT_ONCE]
+            end = at + sum(map(len, some))
+            if os.pwritev(descriptor, some, at) != end - at:
+                raise OSError(errno.ENOSPC, f"no room in memory for {end} bytes")
+            at = end
         yield descriptor
     finally:
         os.close(descriptor)
