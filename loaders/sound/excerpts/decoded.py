@@ -12,7 +12,7 @@ One thread decodes: FFmpeg's own frame threads ask a decoder for buffers that is
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 
 import av.error
 import numpy as np
@@ -54,10 +54,16 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     if late or abs(frame.samples - made) > (not part):  # there is a gap, or an overlap, or it broke off
         return None
     if not part:
-        return cast(F32, frame.to_ndarray()), left
+        return _samples(frame), left
     canvas = np.zeros((len(frame.layout.channels), count), np.float32)
-    canvas[:, silent:left] = frame.to_ndarray()
+    canvas[:, silent:left] = _samples(frame)
     return resampled(canvas, rate, frame.layout.name, spec), left
+
+
+def _samples(frame: Any) -> F32:
+    """(channels, samples), of one channel in the frame's own memory."""
+    planes = [np.frombuffer(plane, np.float32, frame.samples) for plane in frame.planes]
+    return planes[0][None] if len(planes) == 1 else np.stack(planes)
 
 
 def _chosen(channels: int, spec: AudioSpec) -> list[str]:

@@ -68,10 +68,14 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     behind = find(last[0])
     if behind is None and last[1] + header.block < header.samples:
         return None
-    frames = data[first[0] : len(data) if behind is None else behind[0]]
-    head = matroska.header(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, len(frames))
+    end, second = len(data) if behind is None else behind[0], find(first[0])
+    packets = [(0, data[first[0] : end])]
+    # the first packet is read when the file is opened, with the interpreter's lock held
+    if second is not None and second[0] < end:
+        packets = [(0, data[first[0] : second[0]]), (second[1] - first[1], data[second[0] : end])]
+    parts = matroska.file(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, packets)
     shift, until = Fraction(first[1], header.rate), Fraction(header.samples, header.rate)
-    return Excerpt([head, frames], "matroska", shift, until if behind is None else None, not first[1])
+    return Excerpt(parts, "matroska", shift, until if behind is None else None, not first[1])
 
 
 def _header(data: Media) -> _Header | None:
