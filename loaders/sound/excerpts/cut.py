@@ -21,7 +21,7 @@ from loaders.sound.excerpts import flac, mp3, mp4, ogg, wav
 from loaders.sound.excerpts.contract import Excerpt
 from loaders.sound.excerpts.seek import Mark
 
-WARM_UP = Fraction(9, 20)
+WARM_UP = Fraction(23, 50)
 """Seconds decoded before what is wanted: codecs need some sound before what they say is right (Opus and MP3 a few packets)."""
 
 

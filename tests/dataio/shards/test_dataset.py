@@ -18,7 +18,7 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from dataio.shards.contract import Member, Sample
+from dataio.shards.contract import Files, Member, Sample
 from dataio.shards.dataset import Dataset
 from dataio.shards.index.digests import digest
 from dataio.shards.query import parts as parts_module
@@ -81,10 +81,10 @@ def test_where_files_lie_is_said_without_what_they_are(posix: Store) -> None:
     write(posix, [[SAMPLES[0], sample(1, members=several)], SAMPLES[2:]])
     dataset = Dataset(posix)
     assert dataset.files([3, 1, 0, 1]) == [
-        (SAMPLES[3].shard, list(SAMPLES[3].members)),
-        (SAMPLES[1].shard, list(several)),
-        (SAMPLES[0].shard, list(SAMPLES[0].members)),
-        (SAMPLES[1].shard, list(several)),
+        Files(SAMPLES[3].shard, list(SAMPLES[3].members)),
+        Files(SAMPLES[1].shard, list(several)),
+        Files(SAMPLES[0].shard, list(SAMPLES[0].members)),
+        Files(SAMPLES[1].shard, list(several)),
     ]
     assert dataset.files([]) == []
     assert [found.shard for found in dataset.where("key = 'k2'").files([0])] == [SAMPLES[2].shard]
