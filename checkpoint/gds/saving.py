@@ -71,9 +71,8 @@ class DeviceSlices(SlicedState):
             self._direct.release(self._ring.pop())
 
     def _feed(self) -> None:
-        with _stream_of_its_own(
-            self._device
-        ):  # on the trainer's, each slice would wait for the steps that he has queued meanwhile
+        # on the trainer's, each slice would wait for the steps that he has queued meanwhile
+        with _stream_of_its_own(self._device):
             super()._feed()
 
     def _gather(self, number: int, piece: Piece, target: npt.NDArray[np.uint8]) -> None:

@@ -10,8 +10,6 @@ Failure behaviour: whatever goes wrong is logged, and the attempt stays as it wa
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -27,6 +25,7 @@ from checkpoint.repository.commit import Attempt
 from checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
 from checkpoint.tier.saving import mark_committed
 from dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MillraceError, NotFoundError
+from dataio.core.locked import locked
 from dataio.core.log import get_logger
 from dataio.store.contract import Store
 from dataio.store.tier.keeping import checked
@@ -185,25 +184,9 @@ def _logged(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(shelf: Shelf, until: float) -> Iterator[None]:
     """One process of the node at a time: the second then finds everything in the store."""
-    fd = os.open(shelf.root / "sending", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        while not _locked(fd):
-            if time.monotonic() >= until:
-                raise DeadlineError("another process of this node is still sending", hint="restore again later")
-            time.sleep(_POLL)
+    with contextlib.ExitStack() as held:
         try:
-            yield
-        finally:
-            fcntl.flock(
-                fd, fcntl.LOCK_UN
-            )  # closing would not do: a process that was forked meanwhile has it open as well
-    finally:
-        os.close(fd)
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+            held.enter_context(locked(shelf.root / "sending", until - time.monotonic(), _POLL))
+        except TimeoutError:
+            raise DeadlineError("another process of this node is still sending", hint="restore again later") from None
+        yield

@@ -15,8 +15,6 @@ record that cannot be read is as if it were not there, and is removed.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import secrets
 import shutil
@@ -29,6 +27,7 @@ from blake3 import blake3
 
 from dataio.core.errors import CapacityError, CorruptionError, MillraceError
 from dataio.core.limits import format_bytes
+from dataio.core.locked import locked
 from dataio.core.log import get_logger
 from dataio.core.private import private_directory
 from dataio.store.contract import Buffer
@@ -192,29 +191,8 @@ class Shelf:
     def locked(self) -> Iterator[None]:
         """Between processes and threads: whoever counts or changes what is here. Not reentrant. `TimeoutError`, an OSError, where
         somebody holds the lock for `LOCK_SECONDS`: he was stopped, or his disk is."""
-        path = self.root / "lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            until = time.monotonic() + LOCK_SECONDS
-            while not _taken(fd):
-                if time.monotonic() >= until:
-                    why = f"another process has held the tier's lock for {LOCK_SECONDS:g} s (lsof names it)"
-                    raise TimeoutError(errno.ETIMEDOUT, why, str(path))
-                time.sleep(_POLL_SECONDS)
-            try:
-                yield
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do: who was forked meanwhile has it open as well
-        finally:
-            os.close(fd)
-
-
-def _taken(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        with locked(self.root / "lock", LOCK_SECONDS, _POLL_SECONDS):
+            yield
 
 
 def _hash(source: str, key: str) -> str:

@@ -1,11 +1,13 @@
 """Excerpts of FLAC, frame by frame.
 
 Purpose: every frame says which one it is, so that an instant is found in some reads; frames can be put behind the file's header
-as they are. libav looks for it too, with more reads, and from the file's beginning near its end.
+as they are (`loaders.sound.excerpts.matroska`). libav looks for it too, with more reads, and from the file's
+beginning near its end.
 Invariants: frames are the file's, whole, from the one that holds `low` to the one that holds `high`, or from the first or to the
 last. Only files whose frames have all as many samples, which are those that count frames.
 Failure behaviour: None for what is no FLAC, where no frame is found, and where the last is missing; libav reads the file then.
-What looks like a frame, by its checksum of eight bits and its number, and is none, gives samples that nobody takes.
+What looks like a frame, by how it begins, its number and its checksum of eight bits, and is none, gives too few samples, which
+nobody takes.
 """
 
 from __future__ import annotations
