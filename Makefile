@@ -27,7 +27,7 @@ demo: $(READY)
 	$(BIN)/millrace demo
 
 test: $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n $(JOBS) -m 'not soak and not gpu'
+	$(BIN)/python -m pytest -n $(JOBS) -m 'not soak and not gpu' --durations 15 --durations-min 5
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -25,20 +25,38 @@ settings.register_profile("explore", settings.get_profile("millrace"), derandomi
 settings.load_profile("millrace")
 
 _PLACE = pytest.StashKey[Place]()
+_SAID = 6000  # characters of a failure that are printed at once; the end of the run has all of it
 _MEDIA = Path(os.environ.get("MILLRACE_TESTS_MEDIA") or Path(__file__).resolve().parents[2] / "shared" / "media")
 
 
+@pytest.hookimpl(trylast=True)  # after the terminal's own
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background; tests interrupt what they start
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["MILLRACE_QUARANTINE"] = "off"  # no test adds to the list of whoever runs it
     if os.environ.get("MILLRACE_TESTS_LEFT") == "error":
         config.stash[_PLACE] = Place()
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if isinstance(terminal, pytest.TerminalReporter) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(terminal))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (place := config.stash.get(_PLACE, None)) is not None:
         place.close()
+
+
+class _Failures:
+    """Failures are said when they happen: a run that is cut off has named its own."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.line(f"{report.when} of {report.nodeid} failed:\n{report.longreprtext[-_SAID:]}")
 
 
 @pytest.fixture(autouse=True, scope="session")
