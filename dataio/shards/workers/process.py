@@ -10,6 +10,7 @@ it answer nonsense; that worker is gone, and the next request gets a new one. A 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import select
@@ -29,8 +30,8 @@ import msgspec
 import dataio
 from dataio.core import limits
 from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError, UsageError
-from dataio.shards.workers.probe_worker import write_frame
 
+_PIPE_BYTES = 1 << 20
 _START_SECONDS = 120.0
 ANSWER_BYTES = 16 * limits.MIB
 T = TypeVar("T")
@@ -77,6 +78,7 @@ class WorkerPool:
             return worker.ask(request, seconds, decode)
         finally:
             if worker is not None and worker.is_dead():
+                worker.close()
                 self._all.discard(worker)
                 worker = None
             self._idle.put(worker)
@@ -87,6 +89,8 @@ class WorkerPool:
         for worker in list(self._all):
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._all:
+            worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -112,8 +116,15 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
             env=os.environ | {"PYTHONPATH": path},
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)  # whoever does not read is waited for as long as who does not answer
+        with contextlib.suppress(OSError):  # whoever has many pipes gets no larger ones
+            fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def start(self, hello: bytes) -> None:
         try:
@@ -125,10 +136,11 @@ class _Worker:
         raise UnsupportedError("a worker process does not start", hint=f"`{shlex.join(self._command)}` shows why")
 
     def ask(self, request: bytes, seconds: float, decode: Callable[[bytes], T]) -> T:
-        assert self._process.stdin is not None
+        deadline = time.monotonic() + seconds
         try:
-            write_frame(self._process.stdin, request)
-            return decode(self._read_frame(time.monotonic() + seconds))
+            self._write(struct.pack(">I", len(request)), deadline)
+            self._write(request, deadline)
+            return decode(self._read_frame(deadline))
         except TimeoutError as error:
             self.kill()
             raise DeadlineError(f"reading it took longer than {seconds:.0f} s and was given up") from error
@@ -152,29 +164,44 @@ class _Worker:
         return self._read(length, deadline)
 
     def _read(self, length: int, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
         data = bytearray()
         while len(data) < length:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                raise TimeoutError
-            chunk = os.read(fd, length - len(data))
+            _wait(self._out, select.POLLIN, deadline)
+            chunk = os.read(self._out, length - len(data))
             if not chunk:
                 raise EOFError
             data += chunk
         return bytes(data)
 
+    def _write(self, data: bytes, deadline: float) -> None:
+        left = memoryview(data)
+        while left:
+            _wait(self._in, select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                left = left[os.write(self._in, left) :]
+
     def is_dead(self) -> bool:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process and close the pipes; a second call does nothing."""
+        """End the process, which ends whatever a thread does with its pipes."""
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """End the process and close the pipes, once nobody uses them: their numbers may be other files' next. A second call
+        does nothing."""
+        self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def _wait(fd: int, event: int, deadline: float) -> None:
+    """Until something can be read or written, or the other end is gone."""
+    poll = select.poll()
+    poll.register(fd, event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
+from dataio.shards.workers import process
 from dataio.shards.workers.process import WorkerPool, run_module
+from tests.waiting import wait_for
 
 _WORKER = """
 import os, signal, sys, time
@@ -26,6 +30,9 @@ while (frame := read_frame(sys.stdin.buffer)) is not None:
         time.sleep(600)
     if frame == b"crash":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if frame == b"deaf":
+        write_frame(out, b"%d deaf" % os.getpid())
+        time.sleep(600)
     if frame == b"flood":
         out.write((1 << 30).to_bytes(4, "big"))
         out.flush()
@@ -104,6 +111,43 @@ def test_closing_ends_a_worker_that_hangs(pool: WorkerPool) -> None:
     assert ended
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_worker_that_takes_no_request_is_late_like_one_that_gives_no_answer(pool: WorkerPool) -> None:
+    with pool:
+        before = pool.ask(b"deaf", 60, bytes).split()[0]
+        with pytest.raises(DeadlineError, match="longer than 1 s"):
+            pool.ask(bytes(8 << 20), 1, bytes)  # more than a pipe holds
+        assert pool.ask(b"a", 60, bytes).split()[0] != before
+        assert len(pool.ask(bytes(8 << 20), 60, bytes)) > 8 << 20
+
+
+def test_closing_leaves_pipes_to_the_thread_that_reads_them(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor that is closed under a reader may be another file's when it reads on."""
+    pool.ask(b"a", 60, bytes)
+    (worker,) = pool._all
+    pipe, waited, closed = worker._process.stdout, threading.Event(), list[bool]()
+    assert pipe is not None
+    number, read, shutdown = pipe.fileno(), os.read, ThreadPoolExecutor.shutdown
+
+    def late(fd: int, size: int) -> bytes:
+        if fd == number:
+            assert waited.wait(60)
+            closed.append(pipe.closed)
+        return read(fd, size)
+
+    def told(pool: ThreadPoolExecutor, *arguments: Any, **options: Any) -> None:
+        waited.set()
+        shutdown(pool, *arguments, **options)
+
+    monkeypatch.setattr(process.os, "read", late)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", told)
+    asked = pool.submit(b"hang", 600, bytes)
+    wait_for(pool._idle.empty)
+    pool.close()
+    assert isinstance(asked.exception(60), CorruptionError)
+    assert closed == [False]
+    assert pipe.closed
 
 
 def test_a_worker_that_cannot_start_blames_no_file() -> None:
