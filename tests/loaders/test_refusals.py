@@ -121,12 +121,13 @@ def test_who_has_no_home_has_no_list_and_can_train(damaged: Path, monkeypatch: p
 def test_records_of_several_processes_are_whole_and_private(tmp_path: Path) -> None:
     folder = tmp_path / "list"
     code = (
-        "import sys; from pathlib import Path\n"
-        "from tests.loaders.test_refusals import refusal; from loaders.refusals import write\n"
-        "for n in range(200): write(refusal(int(sys.argv[1]) * 1000 + n), 3, Path(sys.argv[2]))"
+        "import sys; from pathlib import Path; from loaders.refusals import Refusal, write\n"
+        "for n in range(int(sys.argv[1]), int(sys.argv[1]) + 200):\n"
+        "    one = Refusal(n, f'key{n}', 'shards/0.tar', 512, 'corruption', 'it is bad', False, 's3://bucket/clips')\n"
+        "    write(one, 3, Path(sys.argv[2]))"
     )
-    ranks = [subprocess.Popen([sys.executable, "-c", code, str(n), str(folder)]) for n in range(3)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(n * 1000), str(folder)]) for n in range(3)]
+    assert [rank.wait(150) for rank in ranks] == [0, 0, 0]
     found, unreadable = refusals.distinct(folder, "s3://bucket/clips/")
     assert (len(found), unreadable) == (600, 0)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

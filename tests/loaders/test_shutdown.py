@@ -53,7 +53,7 @@ def others() -> None:
 def left() -> dict[str, list[str]]:
     """What a process may leave behind."""
     gc.collect()
-    deadline = time.monotonic() + min(SECOND, 10)
+    deadline = time.monotonic() + SECOND
     while _ours() and time.monotonic() < deadline:  # the cache lets its threads run out
         time.sleep(0.01)
     return {
