@@ -4,11 +4,13 @@ How: every candidate reads the same shuffled samples, each of three files side b
 delivers each batch in one staging buffer. The plain loop does the least that does so: it knows where everything lies, keeps the
 shards open, and lets the kernel copy straight into the staging buffer. Ours is what a loader does before it decodes: the order,
 the index, announcements eight batches ahead, a read of the sample into the staging buffer, the digest of every file. Both once
-more as a loader reads: in two threads, one batch ahead, into one of two staging buffers; and then `FileLoader` itself. The first
-epoch, which fills caches and has a column of its own, comes before; the page cache holds everything.
-Invariant: every candidate delivers the same bytes (their digest is compared). The loop "with digests" is the least for whoever
-checks what `pread` brought in one thread. "Without digests" explains what checking takes; it is no way of reading that Millrace
-offers. Failure behaviour: a candidate that fails is named; the others go on.
+more as a loader reads: in two threads, one batch ahead, into one of two staging buffers; and then `FileLoader` itself, which has
+three in the making while the trainer holds one. The first epoch, which fills caches and has a column of its own, comes before;
+the page cache holds everything.
+Invariant: every candidate delivers the same bytes (their digest is compared). The loops "with digests" are the least for whoever
+checks what `pread` brought; that with as many buffers as `FileLoader` has is the least for whoever also works ahead as it does:
+one buffer of some megabytes stays in the processor's cache, and four do not. "Without digests" explains what checking takes; it
+is no way of reading that Millrace offers. Failure behaviour: a candidate that fails is named; the others go on.
 """
 
 from __future__ import annotations
@@ -44,12 +46,16 @@ from dataio.sidecar.client import open_reader
 from loaders.order import Order
 from loaders.samples import source
 
-BATCH, EPOCHS, AT_ONCE = 16, 3, 32
+BATCH, EPOCHS, AT_ONCE = 16, 6, 32
+HELD = 4
+"""Batches in memory where two are made ahead of the next one, and the trainer still has the last."""
 MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
 PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Millrace through the sidecar", "Millrace in one process"
 TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
 LOADER, LOADER_SIDECAR = "FileLoader in one process, 2 threads", "FileLoader through the sidecar, 2 threads"
 PLAIN_CHECKED, UNCHECKED = f"{PLAIN}, with digests", "{}, without digests"
+PLAIN_CHECKED_TWO = f"{PLAIN_TWO}, with digests"
+PLAIN_CHECKED_HELD = f"{PLAIN_CHECKED_TWO}, {HELD} buffers"
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
     "gb_per_s": Metric("GB/s", "GB/s", "higher"),
@@ -119,7 +125,13 @@ def _order(dataset: Dataset, epoch: int) -> Iterator[list[Files]]:
 
 
 def _plain(
-    folder: Path, staging: memoryview, stack: contextlib.ExitStack, threads: int = 1, *, check: bool = False
+    folder: Path,
+    staging: memoryview,
+    stack: contextlib.ExitStack,
+    threads: int = 1,
+    *,
+    check: bool = False,
+    buffers: int = 2,
 ) -> Epochs:
     """What there is to know is looked up before, and costs nothing."""
     with Dataset(str(folder / "dataset")) as dataset:
@@ -147,7 +159,7 @@ def _plain(
             at += length
         return at
 
-    read = _reading(fill_and_check if check else fill, lambda wanted: wanted[2], staging, stack, threads)
+    read = _reading(fill_and_check if check else fill, lambda wanted: wanted[2], staging, stack, threads, buffers)
     return lambda epoch: read(known[epoch])
 
 
@@ -190,26 +202,29 @@ def _reading(
     staging: memoryview,
     stack: contextlib.ExitStack,
     threads: int,
+    buffers: int = 2,
 ) -> Callable[[Iterable[Sequence[T]]], Batches]:
-    """Batches filled in turn; or one ahead, by several threads at once, into one of two buffers."""
+    """Batches filled in turn; or each by several threads at once into one of several buffers, of which one is with who takes the
+    batches."""
     if threads == 1:
         return lambda batches: (staging[: fill(batch, staging)] for batch in batches)
-    pool, both = stack.enter_context(ThreadPoolExecutor(threads)), (staging, _staging())
+    pool = stack.enter_context(ThreadPoolExecutor(threads))
+    memory = [staging, *(_staging() for _ in range(1, buffers))]
 
-    def begin(batch: Sequence[T], memory: memoryview) -> Callable[[], memoryview]:
+    def begin(batch: Sequence[T], room: memoryview) -> Callable[[], memoryview]:
         """Have the batch filled by all threads; call what this returns for the batch."""
         each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
         for first in range(0, len(batch), each):
             part = batch[first : first + each]
-            parts.append(pool.submit(fill, part, memory[at:]))
+            parts.append(pool.submit(fill, part, room[at:]))
             at += sum(map(size, part))
-        return lambda: memory[: sum(part.result() for part in parts)]
+        return lambda: room[: sum(part.result() for part in parts)]
 
     def ahead(batches: Iterable[Sequence[T]]) -> Batches:
-        buffers, filling = itertools.cycle(both), deque[Callable[[], memoryview]]()
+        turns, filling = itertools.cycle(memory), deque[Callable[[], memoryview]]()
         for batch in batches:
-            filling.append(begin(batch, next(buffers)))
-            if len(filling) > 1:
+            filling.append(begin(batch, next(turns)))
+            if len(filling) == buffers:
                 yield filling.popleft()()
         yield from (one() for one in filling)
 
@@ -282,6 +297,8 @@ CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epoc
     PLAIN: _plain,
     PLAIN_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2),
     PLAIN_CHECKED: lambda folder, staging, stack: _plain(folder, staging, stack, check=True),
+    PLAIN_CHECKED_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True),
+    PLAIN_CHECKED_HELD: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True, buffers=HELD),
     SIDECAR: _through(_millrace),
     ALONE: lambda folder, staging, stack: _millrace(folder, staging, stack, None),
     TWO: lambda folder, staging, stack: _millrace(folder, staging, stack, None, 2),

@@ -13,6 +13,7 @@ from bench.core.results import Part, Samples
 
 def test_every_candidate_delivers_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "MEMBERS", {"video.bin": 30_000, "sound.bin": 5_000, "text.bin": 60})
+    monkeypatch.setattr(raw, "EPOCHS", 3)
     raw.make(tmp_path, 40, lambda *_: None)
     found = [
         raw.measure(name, tmp_path)
@@ -20,6 +21,8 @@ def test_every_candidate_delivers_the_same_bytes(tmp_path: Path, monkeypatch: py
             raw.PLAIN,
             raw.PLAIN_TWO,
             raw.PLAIN_CHECKED,
+            raw.PLAIN_CHECKED_TWO,
+            raw.PLAIN_CHECKED_HELD,
             raw.ALONE,
             raw.TWO,
             raw.LOADER,
