@@ -11,7 +11,6 @@ One thread decodes: FFmpeg's own frame threads ask a decoder for buffers that is
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 import av.error
@@ -22,8 +21,11 @@ from dataio.shards.contract import AudioInfo
 from loaders.sound.excerpts.contract import Excerpt
 from loaders.sound.layout import F32
 from loaders.sound.nameless import nameless
-from loaders.sound.resample import at_most, in_pieces_to, resampled
+from loaders.sound.resample import AT_ONCE, resampled, resampled_frame
 from loaders.sound.spec import LAYOUTS, AudioSpec
+
+_MORE = 1 << 12
+"""Samples that may be more than there should be, which is found out so."""
 
 
 def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: AudioSpec) -> tuple[F32, int] | None:
@@ -33,28 +35,29 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     begin = first - round(excerpt.shift * rate)
     silent = max(0, -begin) if excerpt.whole else 0
     left = count if excerpt.until is None else min(count, int(excerpt.until * rate) - first)
-    made = round(Fraction(count * spec.sample_rate, rate))
-    if left <= silent:
+    sounding = left - silent
+    if sounding <= 0:
         return None
     filters = [f"aformat=sample_rates={rate}", f"atrim=start_pts={begin + silent}:end_pts={begin + left}"]
-    if part := silent or left < count:
-        made = left - silent
-        filters += [f"aformat=sample_fmts=fltp:sample_rates={rate}", at_most(made)]
+    if part := sounding < count:
+        filters += ["aformat=sample_fmts=fltp"]
     else:
-        filters += [*_chosen(info.channels, spec), *in_pieces_to(spec), at_most(made)]
+        filters += _chosen(info.channels, spec)
+        if rate == spec.sample_rate:
+            filters += [f"asetnsamples=nb_out_samples={AT_ONCE}:pad=0"]
+            filters += [f"aformat=sample_fmts=fltp:channel_layouts={LAYOUTS[spec.channels]}"]
+    filters += [f"asetnsamples=nb_out_samples={sounding + _MORE}:pad=0"]
     try:
         with nameless(excerpt.parts) as descriptor:
             source = f"amovie=filename=/proc/self/fd/{descriptor}:format_name={excerpt.demuxer}"
             frame = _pulled([source, *filters, "abuffersink"])
     except (av.error.FFmpegError, OSError):
         return None
-    late = (
-        frame.pts is None or abs(frame.pts * frame.time_base - Fraction(begin + silent, rate)) * frame.sample_rate > 1
-    )
-    if late or abs(frame.samples - made) > (not part):  # there is a gap, or an overlap, or it broke off
+    late = frame.pts is None or abs(frame.pts * frame.time_base * rate - begin - silent) > 1
+    if late or frame.samples != sounding:  # there is a gap, or an overlap, or it broke off
         return None
     if not part:
-        return _samples(frame), left
+        return _samples(frame) if rate == spec.sample_rate else resampled_frame(frame, spec), left
     canvas = np.zeros((len(frame.layout.channels), count), np.float32)
     canvas[:, silent:left] = _samples(frame)
     return resampled(canvas, rate, frame.layout.name, spec), left
