@@ -67,10 +67,10 @@ class Browser:
         os.close(self._out)
         self._process.terminate()
         try:
-            self._process.wait(20)
+            self._process.wait(150)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(20)
+            self._process.wait(150)
         os.close(self._in)
         self._scratch.cleanup()
 

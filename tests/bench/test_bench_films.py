@@ -102,7 +102,7 @@ sys.exit(f"what failed was left out, and {delivered} delivered")
 def test_peers_take_the_same_frames_and_what_they_fail_at_is_not_left_out(films: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "LD_LIBRARY_PATH": str(data.ffmpeg_libraries(tmp_path))}
     done = subprocess.run(
-        [sys.executable, "-c", PEERS, str(films)], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PEERS, str(films)], env=environ, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -127,7 +127,7 @@ def test_films_on_a_server_are_sought_in_there_or_read(films: Path) -> None:
     with server(films.parent) as running:
         command = [sys.executable, "-c", FROM_S3, str(films), str(running.port)]
         done = subprocess.run(
-            command, env={**os.environ, **running.environ}, capture_output=True, text=True, timeout=60, check=False
+            command, env={**os.environ, **running.environ}, capture_output=True, text=True, timeout=150, check=False
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["4", "4"]

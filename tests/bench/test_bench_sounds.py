@@ -119,5 +119,5 @@ for kind in (SHORT, MELS):
 def test_peers_take_the_same_windows(short: Path, long: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "LD_LIBRARY_PATH": str(data.ffmpeg_libraries(tmp_path))}
     command = [sys.executable, "-c", PEERS, str(short), str(long)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr

@@ -75,7 +75,7 @@ def test_wheels_travel_in_pieces_and_install_without_a_network(tmp_path: Path) -
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.stdout.split() == ["9000", str(tmp_path / "site" / "drilltest2.py")], done.stderr
 

@@ -21,7 +21,7 @@ def test_packers_are_measured_beside_their_peers(tmp_path: Path) -> None:
         [*COMMAND, "--rounds", "1", "--files", "4", "--json", "--directory", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["parts"][0]["candidates"]
@@ -40,7 +40,7 @@ def test_without_ffprobe_its_candidate_is_left_out_and_the_output_says_so(tmp_pa
         [*COMMAND, "--rounds", "1", "--files", "2", "--directory", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=150,
         env={**os.environ, "PATH": str(nothing)},
     )
     assert done.returncode == 0, done.stdout + done.stderr

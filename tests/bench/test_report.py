@@ -117,7 +117,7 @@ def test_the_command_writes_the_page_and_the_tables(tmp_path: Path) -> None:
         "-o",
         str(tmp_path / "r.html"),
     ]
-    done = subprocess.run([*command, "--markdown", "--part", "checkpoint"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "--markdown", "--part", "checkpoint"], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "`millrace bench all`, 3 rounds, 2 cores of abacus, ext4, load 0.1, 2026-11-21." in done.stdout
     assert "| millrace | 1,100 (1,000–1,300) | 0.12 (0.1–0.15) |" in done.stdout

@@ -442,7 +442,7 @@ def test_whoever_warms_up_spares_the_first_save_the_look_at_the_store(tmp_path: 
             checkpointer.warm_up(Trainer().state())
             thread = checkpointer._saver._preparing
             assert thread is not None
-            thread.join(30)
+            thread.join(150)
             assert told.asked == []
         checkpointer.save(1, Trainer().state()).result(60)
         assert [key for operation, key in told.asked if operation == "put_if_absent"][-1].startswith("runs/exp/")

@@ -46,7 +46,7 @@ def wait_for_step(process: Any, step: int) -> None:
 
 
 def end_of(process: Any) -> dict[str, Any]:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=150)
     found = [json.loads(line) for line in out.splitlines()]
     assert found, err
     assert "end" in found[-1], (out, err)
@@ -180,5 +180,5 @@ def test_only_the_main_thread_can_wait_for_signals(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer:
         thread = threading.Thread(target=elsewhere)
         thread.start()
-        thread.join(30)
+        thread.join(150)
     assert "main thread" in str(errors[0])

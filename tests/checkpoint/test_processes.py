@@ -74,7 +74,7 @@ def test_a_trainer_killed_while_staging_leaves_nothing_behind(tmp_path: Path) ->
     with Checkpointer(url, run="exp", sidecar=None) as checkpointer:
         checkpointer.save(1, state).result(60)
     process = start("staging", url, MILLRACE_CRASH="ckpt.mid-stage", MILLRACE_CRASH_MARK=str(mark))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == -9, errors
     assert mark.read_text() == "ckpt.mid-stage\n"
     with open_store(url) as store:
@@ -95,7 +95,7 @@ def test_a_trainer_killed_while_staging_leaves_nothing_behind(tmp_path: Path) ->
 )
 def test_a_program_that_ends_without_close_still_commits_its_save(tmp_path: Path) -> None:
     process = start("ending", str(tmp_path))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     assert "waiting for the save in flight" in errors
     with open_store(tmp_path) as store:

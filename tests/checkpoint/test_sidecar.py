@@ -58,7 +58,7 @@ class Daemon:
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(30)
+            self.process.wait(150)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_killing_the_trainer_right_after_staged_still_commits(daemon: Daemon, st
     assert process.stdout is not None
     assert '"carrier": "sidecar"' in process.stdout.readline()
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=150)
     assert process.returncode == -9
     wait_for(lambda: steps_of(store_url) == [1])
     state = {"w": torch.zeros(200_000), "n": 0}

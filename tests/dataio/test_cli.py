@@ -143,7 +143,7 @@ def test_a_time_limit_ends_a_command_as_an_interrupt_does() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.terminate()
-        assert process.communicate(timeout=60) == (b"tidied\n", b"millrace pack: interrupted\n")
+        assert process.communicate(timeout=150) == (b"tidied\n", b"millrace pack: interrupted\n")
     assert process.returncode == 130
 
 

@@ -178,11 +178,11 @@ def test_systemd_accepts_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
     socket = tmp_path / "millrace-sidecar@root.socket"
     socket.write_text(UNIT.with_suffix(".socket").read_text())
     verified = subprocess.run(
-        [str(ANALYZE), "verify", str(copy), str(socket)], capture_output=True, text=True, timeout=60
+        [str(ANALYZE), "verify", str(copy), str(socket)], capture_output=True, text=True, timeout=150
     )
     assert "millrace" not in verified.stdout + verified.stderr
     command = [str(ANALYZE), "security", "--offline=true", "--threshold=25", str(copy)]
-    judged = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    judged = subprocess.run(command, capture_output=True, text=True, timeout=150)
     if "unrecognized option" in judged.stderr:
         pytest.skip("this systemd-analyze judges no units offline")
     assert judged.returncode == 0, judged.stdout[-2000:]
@@ -197,5 +197,5 @@ def test_the_image_installs_exact_versions_and_does_not_run_as_root() -> None:
 
 
 def _promtool(*arguments: str, text: bytes | None = None) -> Any:
-    done = subprocess.run([str(PROMTOOL), *arguments], input=text, capture_output=True, timeout=60)
+    done = subprocess.run([str(PROMTOOL), *arguments], input=text, capture_output=True, timeout=150)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()

@@ -37,7 +37,7 @@ class Node:
 
     def script(self, name: str, job: int) -> None:
         environment = {**self.environment, "SLURM_JOB_ID": str(job)}
-        done = subprocess.run([SLURM / name], env=environment, timeout=60, capture_output=True, text=True)
+        done = subprocess.run([SLURM / name], env=environment, timeout=150, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
     @property
@@ -132,7 +132,7 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) ->
         env=environment,
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=150,
     )
     (line,) = json.loads(status.stdout)["training"]
     assert (line["job"], line["last_step"]) == ("example", 400)

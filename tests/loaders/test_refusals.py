@@ -173,7 +173,7 @@ def test_lines_that_are_no_records_are_counted_and_control_characters_not_printe
 def test_the_command_starts_without_torch() -> None:
     code = "import sys; from dataio.cli import main; main(['quarantine', '--json']); sys.exit('torch' in sys.modules)"
     subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=60, env=os.environ | {"XDG_STATE_HOME": "/nonexistent"}
+        [sys.executable, "-c", code], check=True, timeout=150, env=os.environ | {"XDG_STATE_HOME": "/nonexistent"}
     )
 
 

@@ -33,7 +33,7 @@ def daemon() -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
             yield _answering(process, socket), socket
         finally:
             process.kill()
-            process.wait(30)
+            process.wait(150)
 
 
 def _answering(process: subprocess.Popen[bytes], socket: Path) -> subprocess.Popen[bytes]:
@@ -61,7 +61,7 @@ def test_batches_through_the_daemon_are_the_same_and_go_on_when_it_is_killed(
             assert torch.equal(one["video"], other["video"])
             if number == 2:
                 process.send_signal(signal.SIGKILL)
-                assert process.wait(30) == -signal.SIGKILL
+                assert process.wait(150) == -signal.SIGKILL
         assert number == 7
         assert not served.quarantine
 

@@ -56,7 +56,7 @@ def test_a_measurement_is_of_real_copies() -> None:
 
 def test_the_doctor_measures_with_and_without_the_setting_in_processes_of_their_own() -> None:
     command = [sys.executable, "-m", "dataio.cli", "doctor", "--memory", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["threads"] == copies.threads_here()

@@ -92,7 +92,7 @@ class Paused(SlicedState):
     def _publish(self, piece: Piece, *rest: Any) -> None:
         super()._publish(piece, *rest)
         if piece is self._pieces[-1]:
-            assert self.over.wait(30)
+            assert self.over.wait(150)
 
 
 def test_slices_that_were_all_taken_away_are_a_copy_that_succeeded(arena: Arena) -> None:
@@ -106,8 +106,8 @@ def test_slices_that_were_all_taken_away_are_a_copy_that_succeeded(arena: Arena)
     ending.join(0.05)
     assert ending.is_alive()  # it waits for the feeder
     sliced.over.set()
-    ending.join(30)
-    sliced.wait(30)
+    ending.join(150)
+    sliced.wait(150)
 
 
 def test_slices_that_nobody_takes_away_are_given_up_and_say_so(arena: Arena) -> None:
@@ -116,7 +116,7 @@ def test_slices_that_nobody_takes_away_are_given_up_and_say_so(arena: Arena) -> 
     sliced.cancel()
     assert not sliced._feeder.is_alive()
     with pytest.raises(TransientError, match="given up"):
-        sliced.wait(30)
+        sliced.wait(150)
     with pytest.raises(TransientError, match="given up"):
         sliced[arena.size : arena.size + 1]
 
@@ -200,7 +200,7 @@ def test_a_copy_is_whole_only_when_the_trainer_that_helps_has_copied_its_piece(
     def held(*given: Any) -> None:
         who = "trainer" if threading.current_thread().name == "trainer" else "crew"
         at_work.append(who)
-        assert go_on[who].wait(30)
+        assert go_on[who].wait(150)
         inner(*given)
 
     monkeypatch.setattr(copying, "_copy", held)
@@ -215,6 +215,6 @@ def test_a_copy_is_whole_only_when_the_trainer_that_helps_has_copied_its_piece(
     with pytest.raises(DeadlineError):
         made.join(0.2)
     go_on["trainer"].set()
-    made.join(30)
-    trainer.join(30)
+    made.join(150)
+    trainer.join(150)
     assert [bytes(arena.bytes[at : at + 9 * MIB]) for at in layout.offsets] == [t.numpy().tobytes() for t in tensors]

@@ -34,7 +34,7 @@ class Gate:
             late = source.ndim == 2  # the matrices are parameters and moments
             if late and self.armed and threading.current_thread().name.startswith("millrace-stage"):
                 self.came += 1
-                assert self.opened.wait(30)
+                assert self.opened.wait(150)
             inner(arena, source, *place)
 
         def holding(a_copy: copying.Copying) -> Any:

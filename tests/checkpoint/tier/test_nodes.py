@@ -101,7 +101,7 @@ class Node:
         for pid in mine:
             os.kill(pid, signal.SIGKILL)
         for process in self.processes:
-            process.wait(30)
+            process.wait(150)
             if process.stdout is not None:
                 process.stdout.close()
         self.processes.clear()

@@ -80,7 +80,7 @@ class Node:
     def kill_daemon(self) -> None:
         assert self.daemon is not None
         self.daemon.kill()
-        self.daemon.wait(30)
+        self.daemon.wait(150)
 
     @property
     def log(self) -> str:
@@ -95,8 +95,8 @@ class Node:
         self.go()
         for trainer in self.trainers:
             trainer.process.kill()
-            trainer.process.wait(30)
-            trainer.reader.join(30)
+            trainer.process.wait(150)
+            trainer.reader.join(150)
         if self.daemon is not None and self.daemon.poll() is None:
             wait_for(lambda: not self.entries, 30)
             self.kill_daemon()
@@ -119,13 +119,13 @@ class Trainer:
     def ends(self) -> str:
         """The last thing it says."""
         self.process.wait(120)
-        self.reader.join(30)
+        self.reader.join(150)
         assert self.process.returncode == 0, self.said
         return self.said[-1]
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(150)
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ class MemoryStore(Store):
             self.reads.append((key, offset, len(buffer)))
             stuck, self.stuck = self.stuck, max(0, self.stuck - 1)
         if stuck:
-            assert self.let_go.wait(30)
-        assert self.gate.wait(30)
+            assert self.let_go.wait(150)
+        assert self.gate.wait(150)
         if self.failing:
             self.failing -= 1
             raise TransientError(f"{key}: the store is down")

@@ -145,7 +145,7 @@ def test_closing_and_going_on_wait_for_nothing_that_is_still_fetched(
         done.set()
 
     threading.Thread(target=go_on).start()
-    assert done.wait(30)
+    assert done.wait(150)
     assert not store.let_go.is_set()
     store.let_go.set()
     assert made[0].announced == [[]]

@@ -81,6 +81,7 @@ def descriptors() -> int:
         [(0, SIZE)],
         [(10, 20), (30, 5), (35 + 512, 1000)],  # neighbours, touching and with a header between
         [(200_000, 50), (100, 50), (100, 50), (120, 0), (SIZE - 1, 1), (SIZE, 0)],
+        [(100, 50), (120, 60), (120, 60), (130, 5)],  # over each other, in order
         [(n * 100, 60) for n in range(1500)],
     ],
 )
@@ -213,13 +214,13 @@ def test_an_evicted_file_stays_open_for_who_is_reading_it(
     def slow(fd: int, buffers: Any, offset: int) -> int:
         if offset == 77:
             reading.set()
-            assert go_on.wait(30)
+            assert go_on.wait(150)
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", slow)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(reader.read, "a", [(77, 10)])
-        assert reading.wait(30)
+        assert reading.wait(150)
         clock.now += BELIEVED_SECONDS
         reader.read("a", [(0, 10)])  # opened anew
         reader.close()

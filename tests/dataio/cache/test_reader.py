@@ -247,7 +247,7 @@ def test_a_closed_engine_ends_every_wait(store: MemoryStore, tmp_path: Path) -> 
     wait_for(lambda: store.reads)
     engine.close()
     with pytest.raises(TransientError, match="closed"):
-        waiting.result(30)
+        waiting.result(150)
     store.gate.set()
     with pytest.raises(TransientError, match="closed"):
         CachedReader(store, engine).read("a", [(0, 10)])

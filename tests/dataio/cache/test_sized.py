@@ -31,7 +31,7 @@ class Meeting(MemoryStore):
 
     def __init__(self, parties: int, **objects: bytes) -> None:
         super().__init__(**objects)
-        self.meeting, self._first = threading.Barrier(parties, timeout=10), NAMES[:parties]
+        self.meeting, self._first = threading.Barrier(parties, timeout=150), NAMES[:parties]
 
     def stat(self, key: str) -> ObjectInfo:
         if key in self._first:

@@ -66,10 +66,10 @@ class Node:
             is_wanted = partial(contains, wanted, block)
             self._fetcher.start(Flight(fetch, file or self.file, self.store, "a", (), is_wanted))
         gate.set()
-        assert self._over.wait(30)
+        assert self._over.wait(150)
 
     def _wait(self, gate: threading.Event) -> None:
-        assert gate.wait(30)
+        assert gate.wait(150)
 
     def blocks(self) -> list[list[int]]:
         return [[fetch.block for fetch, _, _ in landed] for landed in self.told]

@@ -71,7 +71,7 @@ print('gone', flush=True)
 )
 def test_what_is_left_at_the_end_of_the_process_is_done_before_it_ends(more: str, said: str) -> None:
     command = [sys.executable, "-c", LEFT_TO_THE_END + more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert (done.stdout, done.stderr, done.returncode) == (said, "", 0)
 
 
@@ -93,11 +93,11 @@ if len(sys.argv) > 3 and (child := os.fork()):
 
 
 def test_the_end_of_the_process_waits_for_a_thread_that_is_at_it() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_WORK, "60", "0.5"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", AT_WORK, "60", "0.5"], capture_output=True, text=True, timeout=150)
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
 
 
 @pytest.mark.parametrize("how", [("0.1", "600"), ("600", "600", "in a fork")])
 def test_it_does_not_wait_for_ever_nor_for_the_threads_of_the_process_it_was_forked_from(how: tuple[str, ...]) -> None:
-    done = subprocess.run([sys.executable, "-c", AT_WORK, *how], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", AT_WORK, *how], capture_output=True, text=True, timeout=150)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)

@@ -38,7 +38,7 @@ def test_a_package_of_lazy_names_imports_none_of_their_modules() -> None:
         f"import sys, {', '.join(PACKAGES)}\n"
         "print(sorted(name for name in sys.modules if name.startswith(('dataio', 'loaders', 'checkpoint', 'torch', 'numpy'))))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=150).stdout
     assert ast.literal_eval(out) == sorted([*PACKAGES, "dataio.core", "dataio.core.lazy"])
 
 

@@ -130,7 +130,7 @@ def test_progress_goes_to_the_terminal_only(clips: Path, tmp_path: Path) -> None
         while piece := os.read(ours, 4096):
             shown += piece
     os.close(ours)
-    stdout, _ = process.communicate(timeout=60)
+    stdout, _ = process.communicate(timeout=150)
     assert process.returncode == 0
     assert b"packing" in shown
     assert b"\x1b" not in stdout

@@ -81,7 +81,7 @@ class RunningDaemon:
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(30)
+            self.process.wait(150)
 
     def status(self) -> dict[str, Any]:
         with self.connect() as sidecar:

@@ -185,7 +185,7 @@ def test_another_user_is_refused_even_where_the_socket_is_open_to_all(quiet: Run
     for path in quiet.folder.parents:  # those that the tests made for themselves are closed as well
         if not path.stat().st_mode & 0o001:
             path.chmod(0o711)
-    subprocess.run([sys.executable, "-c", FOREIGNER, str(quiet.socket)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", FOREIGNER, str(quiet.socket)], check=True, timeout=150)
     assert "of user 65534" in quiet.log.read_text()
 
 
@@ -215,7 +215,7 @@ def test_a_second_daemon_is_refused_and_told_who_holds_the_socket(daemon: Runnin
         "off",
     ]
     second = subprocess.run(
-        [*command, "--cache-dir", str(daemon.folder / "c2")], capture_output=True, text=True, timeout=60
+        [*command, "--cache-dir", str(daemon.folder / "c2")], capture_output=True, text=True, timeout=150
     )
     assert second.returncode == ConflictError.exit_code
     assert f"runs as process {daemon.pid}" in second.stderr
@@ -239,7 +239,7 @@ def test_the_command_runs_a_daemon_until_sigterm(daemon: RunningDaemon) -> None:
     try:
         wait_for(lambda: (found := Sidecar.find(path)) and found.close() is None)
         process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=60)[1].count("ready on") == 1
+        assert process.communicate(timeout=150)[1].count("ready on") == 1
         assert process.returncode == 0
         assert not path.exists()
     finally:
@@ -258,7 +258,7 @@ def test_the_command_runs_a_daemon_until_sigterm(daemon: RunningDaemon) -> None:
 def test_wrong_options_are_refused(tmp_path: Path, options: list[str], reason: str) -> None:
     command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--cache-dir", str(tmp_path / "c"), *options]
     environment = {**os.environ, "MILLRACE_SIDECAR": str(tmp_path / "s" / "x.sock")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
     assert done.returncode == UsageError.exit_code
     assert reason in done.stderr
 

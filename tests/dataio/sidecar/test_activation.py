@@ -104,7 +104,7 @@ def test_the_socket_outlives_the_daemon_and_the_next_one_serves_it(manager: Mana
         daemon = manager.start(names)
         wait_for(lambda: (found := Sidecar.find(manager.path)) and (found.close() or True))
         daemon.send_signal(number)
-        daemon.communicate(timeout=60)
+        daemon.communicate(timeout=150)
         assert daemon.returncode in (0, -signal.SIGKILL)
         assert manager.path.is_socket()
 

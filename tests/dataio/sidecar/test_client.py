@@ -101,7 +101,7 @@ def test_a_reader_that_is_forgotten_ends_its_connection(daemon: RunningDaemon, s
 
 def test_a_forked_child_opens_its_own_connection(daemon: RunningDaemon, store: Store) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKED, store.location.url, str(daemon.socket), "shards/0.tar"]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=150)
 
 
 def test_a_closed_connection_refuses_to_be_used(daemon: RunningDaemon) -> None:

@@ -50,9 +50,9 @@ def test_a_jobs_bandwidth_is_kept_and_can_be_lifted_in_the_middle_of_a_read(
     wait_for(lambda: any(turn["waiting"] for turn in daemon.status()["fetching"].values()))
     began = time.monotonic()
     reload(daemon)
-    thread.join(30)
+    thread.join(150)
     assert got == [two]
-    assert time.monotonic() - began < 10, "with the limit it would have taken half a minute"
+    assert time.monotonic() - began < 25, "with the limit it would have taken half a minute"
     reader.close()
 
 

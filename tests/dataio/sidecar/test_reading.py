@@ -69,13 +69,13 @@ def test_two_processes_that_read_the_same_cost_one_fetch(
 ) -> None:
     command = [sys.executable, "-c", READ_ALL, store.location.url, str(daemon.socket), *sorted(shards)]
     clients = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
-    outputs = [client.communicate(timeout=60)[0].decode().split() for client in clients]
+    outputs = [client.communicate(timeout=150)[0].decode().split() for client in clients]
     assert outputs[0] == outputs[1]
     assert outputs[0][1] == "True", "neither needed a cache of its own"
     cache = daemon.status()["cache"]
     assert cache["fetched_bytes"] == sum(map(len, shards.values()))
     port = daemon.status()["http_port"]
-    metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120).read().decode()
     assert "millrace_cache_bytes_total" in metrics
 
 
@@ -332,7 +332,7 @@ def test_status_over_http_and_by_the_command(daemon: RunningDaemon, store: Store
     port = daemon.status()["http_port"]
 
     def get(path: str) -> Any:
-        return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read()
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=120).read()
 
     assert get("/livez") == get("/readyz") == b"ok\n"
     assert json.loads(get("/status.json"))["pid"] == daemon.pid

@@ -39,7 +39,7 @@ class Ticking:
 
 
 def get(daemon: RunningDaemon, path: str, host: str | None = None, method: str = "GET") -> tuple[int, Any, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", daemon.status()["http_port"], timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.status()["http_port"], timeout=120)
     connection.request(method, path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
     return answer.status, answer.headers, answer.read()
@@ -130,7 +130,7 @@ def test_reports_go_only_to_a_daemon_that_understands_them(tmp_path: Any) -> Non
     found.closed_files.append(3)
     wait_for(lambda: any(isinstance(message, m.Closed) for message in heard))  # a tick has passed
     found.close()
-    thread.join(20)
+    thread.join(150)
     listening.close()
     assert not asked.is_set()
     assert not any(isinstance(message, m.Report) for message in heard)

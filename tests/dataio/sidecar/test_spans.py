@@ -43,7 +43,7 @@ with span("training"):
     import fcntl
     fcntl.fcntl(arena, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     sidecar = Sidecar.find(socket)
-    sidecar.stage("test", arena, b'{"steps": []}').result(30)
+    sidecar.stage("test", arena, b'{"steps": []}').result(150)
     sidecar.close()
 """
 
@@ -101,7 +101,7 @@ def test_what_the_daemon_fetches_and_commits_is_below_the_trainers_spans(
         daemon.start()
         try:
             subprocess.run(
-                [sys.executable, "-c", CLIENT, store.location.url, str(daemon.socket)], check=True, timeout=60
+                [sys.executable, "-c", CLIENT, store.location.url, str(daemon.socket)], check=True, timeout=150
             )
             wait_for(lambda: receiver.named("cache.fetch") and receiver.named("sidecar.job"))
         finally:

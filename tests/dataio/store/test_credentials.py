@@ -203,7 +203,7 @@ def test_no_failing_operation_shows_a_secret_anywhere(url: str, server: S3Server
     by_option = {"key": "somebody-else", "secret": secret, "token": token}
     program = _FAILING.format(options=[{}, by_option, {"endpoint_url": "http://127.0.0.1:9"}], url=url)
     environment = os.environ | {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": secret}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=150)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-3000:]
     assert said.count("Traceback") >= 3 * 7

@@ -396,7 +396,7 @@ def address(view: memoryview) -> int:
 
 
 def test_a_block_is_written_while_the_one_before_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwritev, both = os.pwritev, threading.Barrier(2, timeout=20)
+    pwritev, both = os.pwritev, threading.Barrier(2, timeout=150)
 
     def held(fd: int, parts: list[memoryview], offset: int) -> int:
         both.wait()

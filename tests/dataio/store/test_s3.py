@@ -144,7 +144,7 @@ def test_an_unreachable_endpoint_fails_after_bounded_attempts(
         began = time.monotonic()
         with pytest.raises(TransientError, match=rf"{gone}.*gave up after \d attempts"):
             store.get("k")
-        assert time.monotonic() - began < 60  # the bound is 20 s on an idle machine
+        assert time.monotonic() - began < 150  # the bound is 20 s on an idle machine
         with pytest.raises(TransientError) as caught:
             store.put_if_absent("k", b"")
         assert not isinstance(caught.value, AmbiguousWriteError)
@@ -179,7 +179,7 @@ def test_a_forked_child_gets_an_error_for_its_parents_store_and_can_open_its_own
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
         "assert store.get('k') == b'1'\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], stdout=subprocess.PIPE, timeout=45)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], stdout=subprocess.PIPE, timeout=150)
     assert done.returncode == 0
     assert done.stdout.split()[0] == {"s3fs": b"S3Session", "obstore": b"FastSession"}[client]
 
@@ -350,7 +350,7 @@ def test_the_interpreter_does_not_end_while_a_thread_of_obstores_is_in_it(
     pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
     monkeypatch.setenv("MILLRACE_S3", "obstore")
     command = [sys.executable, "-c", ENDS_WHILE_OBSTORE_HANDS_OVER, s3_url, how]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ended.stdout.count("handed over") >= 1, ended
     assert ended.returncode == 0, ended
 
@@ -402,7 +402,7 @@ def test_closing_a_store_ends_the_calls_of_other_threads(s3_url: str, silent_end
             time.sleep(0.01)
         store.close()
         with pytest.raises(UsageError, match="closed while it was used"):
-            waiting.result(timeout=30)
+            waiting.result(timeout=150)
 
 
 # faults on the wire

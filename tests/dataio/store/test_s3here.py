@@ -145,7 +145,7 @@ def test_closing_ends_what_a_silent_server_holds(s3_server: S3Server, store: Sto
             wait_for(lambda: store.inner.inner._session._here._used)  # type: ignore[attr-defined]
             store.close()
             with pytest.raises(UsageError, match="closed while it was used"):
-                reading.result(30)
+                reading.result(150)
         finally:
             s3_server.process.send_signal(signal.SIGCONT)
 
@@ -163,7 +163,9 @@ print([name for name in ("obstore", "s3fs", "botocore") if name in sys.modules])
 
 @pytest.mark.s3
 def test_who_only_reads_loads_no_library_for_it(store: Store, s3_url: str) -> None:
-    said = subprocess.run([sys.executable, "-c", READS, s3_url], capture_output=True, text=True, timeout=60, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", READS, s3_url], capture_output=True, text=True, timeout=150, check=True
+    )
     assert said.stdout.split() == ["[]"]
 
 

@@ -93,7 +93,7 @@ with open_store(sys.argv[1]) as store:
 @pytest.mark.s3
 def test_what_a_loader_asks_of_s3_imports_neither_s3fs_nor_botocore(s3_url: str) -> None:
     pytest.importorskip("obstore")
-    done = subprocess.run([sys.executable, "-c", _USE, s3_url], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _USE, s3_url], capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 

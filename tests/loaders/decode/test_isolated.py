@@ -94,7 +94,7 @@ def test_a_hang_ends_at_the_limit_and_its_process_is_gone(
     hung, after = doomed.decode([request(data, info, first) for first in (doomed_worker.HANG, 3)])
     assert isinstance(hung, CorruptionError)
     assert "longer than 1 s" in hung.message
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 120
     assert isinstance(after, Decoded)
     what, pid = (tmp_path / "mark").read_text().split()
     assert what == "hang"

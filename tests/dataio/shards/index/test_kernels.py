@@ -72,4 +72,4 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 def test_a_local_dataset_is_opened_without_what_takes_long_to_import(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         make(store, range(60))
-    subprocess.run([sys.executable, "-c", READS, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", READS, str(tmp_path)], check=True, timeout=150)

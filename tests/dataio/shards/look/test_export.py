@@ -95,9 +95,9 @@ def test_keys_are_never_paths(key: str, tmp_path: Path) -> None:
 
 def test_the_command_prints_what_it_wrote(dataset: Dataset, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dataio.cli", "export", str(tmp_path / "ds"), "b", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout) == (0, f"b.wav -> {tmp_path / 'out' / 'b.wav'}\n")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 5
     assert "exists already" in done.stderr
-    assert subprocess.run([*command, "--force"], capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run([*command, "--force"], capture_output=True, timeout=150).returncode == 0

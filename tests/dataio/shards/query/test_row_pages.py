@@ -79,7 +79,7 @@ class Far(Wrapper):
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.together = threading.Barrier(2, timeout=30)
+        self.together = threading.Barrier(2, timeout=150)
 
     def open_file(self, key: str) -> int | None:
         return None

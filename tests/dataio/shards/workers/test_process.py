@@ -166,7 +166,7 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path, pool: Wo
         "print(pool.ask(b'a', 60, bytes).split()[0].decode(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     pid = int(done.stdout)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":

@@ -21,7 +21,7 @@ def make_certificates(folder: Path, *nodes: str, days: int = 30) -> Path:
     if shutil.which("openssl") is None:
         pytest.skip("certificates are made with openssl, which is not here")
     environment = {"DAYS": str(days), "PATH": "/usr/bin:/bin:/usr/local/bin"}
-    subprocess.run([SCRIPT, folder, *nodes], check=True, capture_output=True, env=environment, timeout=60)
+    subprocess.run([SCRIPT, folder, *nodes], check=True, capture_output=True, env=environment, timeout=150)
     return folder
 
 

@@ -401,7 +401,7 @@ def test_two_that_send_the_same_object_at_once_do_not_mix(guest: TierConfig, min
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(150)
     assert set(outcomes) <= {"stored", "busy"}
     assert "stored" in outcomes
     assert len(outcomes) == 4

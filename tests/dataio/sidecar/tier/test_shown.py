@@ -77,7 +77,7 @@ tls_ca = "{certificates}/ca.pem"
             wait_for(lambda: "refused" in found.status()["tier"]["buddy"]["trouble"])
             yield found
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(150) == 0
         finally:
             process.kill()
             process.wait()
@@ -90,7 +90,7 @@ def test_the_terminal_and_the_metrics_show_the_tier(shown: Shown, capsys: pytest
     assert "  tier 1  0 B of 2.0 MiB in " in text
     assert "buddy   127.0.0.1:1 has nothing of this daemon yet, 2 waiting, GETS NO COPIES" in text
     assert "0 connected, 0 refused" in text
-    with urllib.request.urlopen(shown.url + "metrics", timeout=10) as answer:
+    with urllib.request.urlopen(shown.url + "metrics", timeout=120) as answer:
         metrics = answer.read().decode()
     assert "millrace_tier_budget_bytes 6.7108864e+07" in metrics
     for line in (

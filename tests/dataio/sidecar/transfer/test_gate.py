@@ -40,7 +40,7 @@ def test_it_is_open_until_it_is_closed_and_again_when_it_is_opened(tmp_path: Pat
     waiter = threading.Thread(target=pass_by, args=(fds[0],))
     waiter.start()
     gate.close_for_others(False)
-    waiter.join(30)
+    waiter.join(150)
     assert not waiter.is_alive()
     for fd in fds:
         os.close(fd)

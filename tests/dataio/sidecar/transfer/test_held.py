@@ -55,7 +55,7 @@ def place(tmp_path: Path) -> Iterator[Held]:
 
 
 def test_what_a_killed_daemon_had_put_is_there_for_the_next_one(tmp_path: Path, place: Held) -> None:
-    killed = subprocess.run([sys.executable, "-c", PUT_AND_DIE, str(tmp_path)], timeout=60)
+    killed = subprocess.run([sys.executable, "-c", PUT_AND_DIE, str(tmp_path)], timeout=150)
     assert killed.returncode == -signal.SIGKILL
     found = place.take()
     assert list(found) == ["a"]
@@ -104,7 +104,7 @@ def test_a_keeper_whose_daemon_never_comes_back_lets_go(tmp_path: Path) -> None:
         listening.listen(8)
         folder = os.open(tmp_path, os.O_RDONLY)
         command = [sys.executable, "-I", "-S", keeper.__file__, str(folder), "0.5"]
-        subprocess.run(command, stdin=listening.fileno(), pass_fds=[folder], timeout=30)
+        subprocess.run(command, stdin=listening.fileno(), pass_fds=[folder], timeout=150)
         os.close(folder)
     place = Held(tmp_path)
     place.put("a", memory(b"1"))

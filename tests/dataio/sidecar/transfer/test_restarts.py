@@ -68,7 +68,7 @@ def test_a_worker_that_outlived_its_daemon_is_followed_again(daemon: RunningDaem
     with daemon.connect() as sidecar:
         staged = sidecar.follow(token)
         (tmp_path / "gate").touch()
-        assert staged.result(30)["digest"] == DIGEST
+        assert staged.result(150)["digest"] == DIGEST
         staged.wait_released(30)
     assert the_job(daemon)["workers"] == 1
     assert daemon.status()["saves"][0]["state"] == "committed"
@@ -85,7 +85,7 @@ def test_a_job_that_ended_meanwhile_is_remembered_and_its_files_are_removed(
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
     daemon.start()
     with daemon.connect() as sidecar:
-        assert sidecar.follow(token).result(30)["digest"] == DIGEST
+        assert sidecar.follow(token).result(150)["digest"] == DIGEST
     wait_for(lambda: sorted(path.name for path in folder(daemon).iterdir() if path.name != "keeper") == ["gate"])
 
 
@@ -98,7 +98,7 @@ def test_when_daemon_and_worker_are_killed_another_worker_gets_the_same_arena(
     (tmp_path / "gate").touch()
     daemon.start()
     with daemon.connect() as sidecar:
-        assert sidecar.follow(token).result(30)["digest"] == DIGEST
+        assert sidecar.follow(token).result(150)["digest"] == DIGEST
     assert the_job(daemon)["workers"] == 2
     assert "gets another worker" in daemon.log.read_text()
 
@@ -115,8 +115,8 @@ def test_a_queued_job_is_not_forgotten(daemon: RunningDaemon, fd: int, tmp_path:
     daemon.start()
     wait_for((tmp_path / "written").exists)
     with daemon.connect() as sidecar:
-        assert sidecar.follow(first).result(30)["digest"] == DIGEST
-        assert sidecar.follow(second).result(30)["digest"] == DIGEST
+        assert sidecar.follow(first).result(150)["digest"] == DIGEST
+        assert sidecar.follow(second).result(150)["digest"] == DIGEST
 
 
 def test_a_worker_is_replaced_a_bounded_number_of_times(daemon: RunningDaemon, fd: int, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_worker_is_replaced_a_bounded_number_of_times(daemon: RunningDaemon, f
             wait_for(lambda tries=tries: the_job(daemon)["workers"] == tries and worker(token))  # type: ignore[misc]
             os.kill(worker(token), signal.SIGKILL)
         with pytest.raises(TransientError, match="code -9"):
-            staged.result(30)
+            staged.result(150)
     assert the_job(daemon)["workers"] == TRIES
     wait_for(lambda: not entries(daemon))
 
@@ -152,7 +152,7 @@ def test_without_daemon_worker_and_keeper_the_trainer_brings_the_arena_again(
             sidecar.follow(token)
         staged = sidecar.stage("test", fd, plan(gate=str(tmp_path / "gate")), "run, step 1")
         assert staged.token == token, "it is the same job, so it goes on from its progress"
-        assert staged.result(30)["digest"] == DIGEST
+        assert staged.result(150)["digest"] == DIGEST
     assert len(daemon.status()["jobs"]["jobs"]) == 1
 
 
@@ -176,4 +176,4 @@ def test_an_entry_that_is_not_sound_does_not_keep_the_daemon_from_its_work(
     daemon.start()
     assert f"{'0' * 32}.job is refused and set aside" in daemon.log.read_text()
     with daemon.connect() as sidecar:
-        assert sidecar.follow(token).result(30)["digest"] == DIGEST
+        assert sidecar.follow(token).result(150)["digest"] == DIGEST

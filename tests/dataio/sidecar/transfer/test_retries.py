@@ -31,7 +31,7 @@ def left_alone(daemon: RunningDaemon, fd: int, folder: Path, **more: object) -> 
 
 
 def metrics(daemon: RunningDaemon) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{daemon.status()['http_port']}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{daemon.status()['http_port']}/metrics", timeout=120) as answer:
         return str(answer.read().decode())
 
 
@@ -54,7 +54,7 @@ def test_a_job_that_nobody_waits_for_is_tried_again_until_the_store_is_back(
     wait_for((tmp_path / "written").exists)
     assert (tmp_path / "written").read_text() == DIGEST
     with daemon.connect() as sidecar:
-        assert sidecar.follow(token).result(30)["digest"] == DIGEST
+        assert sidecar.follow(token).result(150)["digest"] == DIGEST
     assert daemon.status()["jobs"]["held_bytes"] == 0
     assert "millrace_staged_retries_total 0.0" not in metrics(daemon)
     assert "nobody waits for it, and is tried again" in daemon.log.read_text()
@@ -78,7 +78,7 @@ def test_a_trainer_that_waits_is_told_at_once(daemon: RunningDaemon, fd: int, tm
     with daemon.connect() as sidecar:
         staged = sidecar.stage("test", fd, plan(store=str(tmp_path / "store")))
         with pytest.raises(TransientError, match=r"the store is away$"):
-            staged.result(30)
+            staged.result(150)
     assert (the_job(daemon)["state"], the_job(daemon)["workers"]) == ("failed", 1)
 
 
@@ -91,7 +91,7 @@ def test_a_daemon_that_starts_again_goes_on_trying_and_counting(daemon: RunningD
     (tmp_path / "store").touch()
     wait_for(lambda: the_job(daemon)["state"] == "done")
     with daemon.connect() as sidecar:
-        assert sidecar.follow(token).result(30)["digest"] == DIGEST
+        assert sidecar.follow(token).result(150)["digest"] == DIGEST
 
 
 def test_a_job_that_cannot_succeed_any_more_is_not_tried_again(daemon: RunningDaemon, fd: int, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_staged_job_runs_with_exactly_its_descriptors(daemon: RunningDaemon) -
         fd = arena()
         staged = sidecar.stage("test", fd, plan())
         staged.wait_released(30)
-        result = staged.result(30)
+        result = staged.result(150)
         assert result["digest"] == hashlib.sha256(b"state" * 1000).hexdigest()
         assert result["descriptors"] == 8, (
             "standard input, output, error, the arena, its mapping's, progress, the gate, and the listing's own"
@@ -68,7 +68,7 @@ def test_a_staged_job_runs_with_exactly_its_descriptors(daemon: RunningDaemon) -
 def test_a_plan_may_be_larger_than_a_message(daemon: RunningDaemon) -> None:
     with daemon.connect() as sidecar:
         fd = arena()
-        assert sidecar.stage("test", fd, plan(filler="x" * (1 << 20))).result(30)
+        assert sidecar.stage("test", fd, plan(filler="x" * (1 << 20))).result(150)
         os.close(fd)
 
 
@@ -87,7 +87,7 @@ def test_a_job_goes_on_when_its_client_is_killed(daemon: RunningDaemon, tmp_path
     wait_for(written.exists)
     assert written.read_text() == hashlib.sha256(b"state" * 1000).hexdigest()
     with daemon.connect() as sidecar:  # a client that comes later may ask for it by its token
-        assert sidecar.follow(token).result(30)["digest"] == written.read_text()
+        assert sidecar.follow(token).result(150)["digest"] == written.read_text()
         with pytest.raises(NotFoundError):
             sidecar.follow("nothing")
 
@@ -99,7 +99,7 @@ def test_a_job_goes_on_when_the_daemon_is_killed(daemon: RunningDaemon, tmp_path
         wait_for(lambda: staged.progress[1])
         daemon.kill()
         with pytest.raises(TransientError, match="connection to the sidecar"):
-            staged.result(30)
+            staged.result(150)
         with pytest.raises(TransientError):
             staged.wait_released(30)
         with pytest.raises(TransientError):
@@ -118,7 +118,7 @@ def test_a_wait_ends_at_its_deadline(daemon: RunningDaemon, tmp_path: Path) -> N
         with pytest.raises(DeadlineError):
             staged.result(0.05)
         (tmp_path / "gate").touch()
-        staged.result(30)
+        staged.result(150)
     os.close(fd)
 
 
@@ -129,7 +129,7 @@ def test_a_failed_job_raises_its_own_error(daemon: RunningDaemon) -> None:
             "test", fd, plan(fail={"code": "conflict", "message": "step 7 is taken", "hint": "look who"})
         )
         with pytest.raises(ConflictError, match="step 7 is taken") as caught:
-            staged.result(30)
+            staged.result(150)
         assert caught.value.hint == "look who"
         staged.wait_released(30)
     os.close(fd)
@@ -139,7 +139,7 @@ def test_a_job_that_dies_silently_has_failed_with_its_last_words(daemon: Running
     fd = arena()
     with daemon.connect() as sidecar:
         with pytest.raises(TransientError, match=r"(?s)code 9.*the disk is on fire"):
-            sidecar.stage("test", fd, plan(die="the disk is on fire")).result(30)
+            sidecar.stage("test", fd, plan(die="the disk is on fire")).result(150)
         status: Any = sidecar.status()
         assert status["jobs"]["jobs"][-1]["state"] == "failed"
     os.close(fd)
@@ -150,7 +150,7 @@ def test_lines_that_are_no_events_are_ignored_and_counted(daemon: RunningDaemon)
     lines = ["hello", "[1]", '{"event": "dance"}', '{"event": "done", "result": 3}', "x" * 200_000, '{"event": 3}']
     lines.append('{"event": "done", "result": {"x": "' + "y" * 40_000 + '"}}')
     with daemon.connect() as sidecar:
-        assert "digest" in sidecar.stage("test", fd, plan(lines=lines)).result(30)
+        assert "digest" in sidecar.stage("test", fd, plan(lines=lines)).result(150)
         status: Any = sidecar.status()
         assert status["jobs"]["jobs"][-1]["ignored_lines"] == len(lines)
     os.close(fd)
@@ -172,7 +172,7 @@ def test_jobs_over_the_limit_queue_visibly_and_a_full_queue_refuses(daemon: Runn
         assert daemon.descriptors() == before
         gate.touch()
         for job in staged:
-            job.result(30)
+            job.result(150)
     os.close(fd)
 
 
@@ -246,9 +246,9 @@ def test_sigterm_finishes_what_is_staged_and_exits_with_0(daemon: RunningDaemon,
         sidecar.stage("test", fd, plan())
     gate.touch()
     for job in jobs:
-        job.result(30)
+        job.result(150)
     assert daemon.process is not None
-    assert daemon.process.wait(30) == 0
+    assert daemon.process.wait(150) == 0
     assert (tmp_path / "first").exists()
     assert (tmp_path / "second").exists()
     os.close(fd)
