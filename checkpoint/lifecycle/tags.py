@@ -57,7 +57,8 @@ def _write(store: Store, key: str, made: Tag, *, move: bool) -> Tag:
     elif not store.put_if_absent(key, encode(made)):
         other = read(store, key, Tag)
         raise ConflictError(
-            f"tag {made.name} is step {other.step} of run {other.run} already", hint="move it, or untag it"
+            f"tag {made.name} is step {other.step} of run {other.run} already",
+            hint="move it (--move, or move=True), or untag it",
         )
     return made
 

@@ -13,7 +13,7 @@ from checkpoint.format import codec
 from checkpoint.format.manifest import Manifest
 from checkpoint.repository import steps as repository
 from dataio.core.errors import NotFoundError
-from dataio.core.limits import format_bytes
+from dataio.core.limits import counted, format_bytes
 from dataio.store.contract import Store
 
 
@@ -33,7 +33,8 @@ class TensorLine:
 
 @dataclass(slots=True)
 class Shown:
-    """`encodings`: by codec, [raw, stored] bytes of every chunk that the step needs, also of earlier steps' packs."""
+    """`encodings`: by codec, [raw, stored] bytes of every chunk that the step needs, also of earlier steps' packs, of which
+    `packs` counts `earlier_packs`. `bases`: the steps that were looked through for what need not be stored again."""
 
     run: str
     timeline: int
@@ -42,6 +43,7 @@ class Shown:
     world_size: int
     bases: tuple[str, ...]
     packs: int
+    earlier_packs: int
     bytes_state: int
     bytes_written: int
     bytes_deduplicated: int
@@ -60,6 +62,7 @@ def look(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
     if base is None:
         raise NotFoundError(f"run {run} has no step yet", hint="`millrace ckpt ls` lists the steps")
     ranks = repository.open_step(store, run, base).manifests
+    packs = {pack for m in ranks for pack in m.packs}
     encodings: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for chunk in {chunk.digest: chunk for m in ranks for chunk in m.chunks}.values():
         sizes = encodings[codec.NAMES[chunk.codec]]
@@ -71,7 +74,8 @@ def look(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
         base.attempt,
         len(ranks),
         tuple(sorted({f"{b.step} of run {b.run}" if b.run else f"{b.step}" for m in ranks for b in m.bases})),
-        len({pack.key for m in ranks for pack in m.packs}),
+        len(packs),
+        sum(pack.attempt != base.attempt for pack in packs),
         sum(m.bytes_state for m in ranks),
         sum(m.bytes_written for m in ranks),
         sum(m.bytes_deduplicated for m in ranks),
@@ -95,10 +99,11 @@ def text(shown: Shown) -> str:
     lines = [
         f"{shown.run}  timeline {shown.timeline}  step {shown.step}  attempt {shown.attempt}  ranks {shown.world_size}",
         f"{format_bytes(shown.bytes_state)} of state, {format_bytes(shown.bytes_written)} written, "
-        f"{format_bytes(shown.bytes_deduplicated)} not, because stored before; {shown.packs} packs",
+        f"{format_bytes(shown.bytes_deduplicated)} not, because stored before; {counted(shown.packs, 'pack')}"
+        + (f", {shown.earlier_packs} of earlier steps" if shown.earlier_packs else ""),
     ]
     if shown.bases:
-        lines.append("leans on step " + ", ".join(shown.bases))
+        lines.append("compared with step " + ", ".join(shown.bases))
     for name, (raw, stored) in sorted(shown.encodings.items()):
         lines.append(f"{name}: {format_bytes(raw)} as {format_bytes(stored)} ({stored / max(raw, 1):.2f})")
     for t in shown.tensors:

@@ -346,11 +346,14 @@ class _Tally:
 
     def nothing(self) -> UsageError:
         """The error of having nothing to pack."""
-        return _nothing(self.skipped)
+        return _nothing(self.skipped, self.gathered.ignored)
 
 
-def _nothing(skipped: Sequence[Skipped]) -> UsageError:
+def _nothing(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageError:
     why, hint = "no media files were found", "give media files, or folders of them; nothing below DST is packed"
+    if ignored:
+        why = f"none of {limits.counted(len(ignored), 'file')} is media (such as {ignored[0]})"
+        hint = "give media files; of latents, features and other files write tars, of which `millrace index` makes a dataset"
     if skipped:
         hint = "give media files, or folders of them"
         all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""

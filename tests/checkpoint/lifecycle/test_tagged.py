@@ -92,6 +92,30 @@ def test_the_command_takes_a_tag_for_a_step(url: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "release  exp  timeline 1  step 3\n"
 
 
+def test_what_is_shown_of_a_step_tells_its_own_packs_from_those_of_earlier_steps(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with trainer(url) as checkpointer:
+        checkpointer.restore(state(0))
+        checkpointer.save(3, state(5)).result(60)
+        checkpointer.save(4, state(5)).result(60)
+    for step, packs, earlier in ((3, "1 pack\n", 0), (4, "1 pack, 1 of earlier steps\n", 1)):
+        assert ckpt(["show", url, "--run", RUN, "--step", str(step)]) == 0
+        text = capsys.readouterr().out
+        assert packs in text
+        assert f"compared with step {step - 1}\n" in text
+        assert ckpt(["show", url, "--run", RUN, "--step", str(step), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["earlier_packs"] == earlier
+
+
+def test_a_name_that_is_taken_moves_as_the_error_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConflictError, match="tag best is step 3") as caught:
+        ckpt(["tag", url, "best", "--run", RUN, "--step", "2"])
+    assert "--move" in caught.value.hint
+    assert ckpt(["tag", url, "best", "--run", RUN, "--step", "2", "--move"]) == 0
+    assert capsys.readouterr().out == "best  exp  timeline 2  step 2\n"
+
+
 def held(store: Store) -> list[int]:
     return [base.step for info in store.list(names.LEASES) for base in read(store, info.key, Lease).bases]
 

@@ -200,6 +200,14 @@ def test_nothing_usable_is_an_error_with_the_first_reason(tmp_path: Path) -> Non
         pack(tmp_path / "in", tmp_path / "ds")
 
 
+def test_files_without_media_are_told_the_way_into_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.npy").write_bytes(b"latents")
+    with pytest.raises(UsageError, match="nothing to pack: none of 1 file is media") as caught:
+        pack(tmp_path / "in", tmp_path / "ds")
+    assert "`millrace index`" in caught.value.hint
+
+
 def test_a_file_that_changes_while_it_is_packed_stops_the_packing(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
