@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,23 @@ def test_the_image_installs_exact_versions_and_does_not_run_as_root() -> None:
     assert "--constraint constraints.txt" in text
     assert re.search(r"^USER 1000$", text, re.M)
     assert (DEPLOY.parent / "constraints.txt").exists()
+
+
+def test_the_image_is_built_from_what_is_installed_and_nothing_else() -> None:
+    """A virtual environment, the repository's history or somebody's data beside the code would all be sent to the builder."""
+    root = DEPLOY.parent
+    nothing, *but = [line for line in (root / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    packages = [name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    files = ["pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]]
+    assert nothing == "*"
+    assert {line.removeprefix("!") for line in but if line[0] == "!"} == {*packages, *files}
+    assert all((root / name).exists() for name in [*packages, *files])
+
+
+def test_the_image_reads_s3_by_the_quick_client_and_runs_the_quick_loop() -> None:
+    (extras,) = re.findall(r"'\.\[(.*)\]'", (DEPLOY / "docker" / "Dockerfile").read_text())
+    assert {"fast-s3", "sidecar"} <= set(extras.split(","))
 
 
 def _promtool(*arguments: str, text: bytes | None = None) -> Any:
