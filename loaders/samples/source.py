@@ -198,7 +198,8 @@ class Source:
 
 def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
     """Where each file lies, and where in `memory` it goes: one after the other."""
-    at, pieces = 0, list[tuple[int, memoryview]]()
+    pieces: list[tuple[int, memoryview]] = []  # made plainly, as `spans` is
+    at = 0
     for member in files.each:
         end = at + member.length
         pieces.append((member.offset, memory[at:end]))

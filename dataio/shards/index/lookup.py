@@ -25,7 +25,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 from typing import Annotated, Any
 
 import msgspec
@@ -332,12 +331,14 @@ class Rows:
         members = [Member(*one) for one in found.members]
         if not members:
             raise self._bad(at, "members is empty")
+        start = end = 0  # of the one before
         for member in members:
-            if member.offset + member.length > size:
+            offset, after = member.offset, member.offset + member.length
+            if after > size:
                 raise self._bad(at, "members lies outside its shard")
-        for one, other in pairwise(members):
-            if one.offset < other.offset + other.length and other.offset < one.offset + one.length:
+            if start < after and offset < end:
                 raise self._bad(at, "members overlaps the next member")
+            start, end = offset, after
         return shard, members
 
     def _video(self, v: _PlacedVideo, at: int) -> VideoInfo:

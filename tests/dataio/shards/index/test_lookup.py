@@ -117,6 +117,7 @@ LIES = {
     "negative offset": (with_members((-512, 10)), "Expected `int` >= 0"),
     "negative length": (with_members((512, -1)), "Expected `int` >= 0"),
     "overlap": (with_members((512, 600), (1024, 10)), "overlaps the next member"),
+    "overlap, the later one first": (with_members((1024, 10), (512, 600)), "overlaps the next member"),
     "no key": (replace(GOOD, key=""), "length >= 1"),
     "negative duration": (replace(GOOD, duration=-1.0), "Expected `float` >= 0"),
     "infinite duration": (replace(GOOD, duration=float("inf")), "duration is not finite"),
