@@ -22,7 +22,7 @@ from checkpoint.repository import commit, tagged, timeline
 from checkpoint.repository.commit import Attempt
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
-from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
+from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from dataio.core.log import get_logger, warn_once
 from dataio.store.contract import Store
 
@@ -154,6 +154,8 @@ def find(store: Store, run: str, step: int | str) -> Base | None:
             _require_nothing(store)
             return None
         return _latest(store, run)
+    if isinstance(step, str):
+        raise UsageError(f"{step!r:.200} is not a step", hint='give its number, "latest", or "tag:NAME"')
     step = names.check_step(step)
     for segment in timeline.branch(store, run):
         if segment.upto is None or step <= segment.upto:
@@ -161,6 +163,9 @@ def find(store: Store, run: str, step: int | str) -> Base | None:
             base = settle(store, run, segment.timeline, step, seen) if seen else None
             if base is not None:
                 return base
+    if repo is None:
+        nowhere = f"there is no checkpoint repository at {store.location.url}"
+        raise NotFoundError(f"run {run} has no step {step}: {nowhere}", hint="check the URL")
     raise _absent(store, run, step)
 
 

@@ -38,7 +38,8 @@ def _mismatch(problems: list[str]) -> MismatchError:
     more = f"; and {len(problems) - _MOST_SAID} more" if len(problems) > _MOST_SAID else ""
     return MismatchError(
         "the checkpoint does not fit the state: " + "; ".join(problems[:_MOST_SAID]) + more,
-        hint="nothing was changed; build the state as it was when it was saved",
+        hint="nothing was changed; build the state as it was when it was saved, "
+        "or restore a part of it: include=, exclude=, strict=False",
     )
 
 

@@ -463,7 +463,9 @@ def test_a_store_that_is_not_there_when_it_is_warmed_up_is_the_first_saves_error
 def test_a_step_that_is_not_there_and_a_bad_step_are_refused(tmp_path: Path) -> None:
     with open_at(tmp_path) as checkpointer:
         assert checkpointer.restore({}) is None
-        with pytest.raises(NotFoundError, match="run exp has no step 5"):
+        with pytest.raises(
+            NotFoundError, match=f"run exp has no step 5: there is no checkpoint repository at .*{tmp_path}"
+        ):
             checkpointer.restore({}, step=5)
         checkpointer.save(1, {"a": torch.zeros(1)}).result(60)
         with pytest.raises(NotFoundError, match="run exp has no step 5"):
@@ -473,6 +475,18 @@ def test_a_step_that_is_not_there_and_a_bad_step_are_refused(tmp_path: Path) -> 
                 checkpointer.save(bad, {})  # type: ignore[arg-type]
             with pytest.raises(UsageError, match="is not a step"):
                 checkpointer.restore({}, step=bad)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"'newest' is not a step .*latest.*tag:NAME"):
+            checkpointer.restore({}, step="newest")
+
+
+def test_a_state_that_does_not_fit_is_told_how_a_part_of_it_is_restored(tmp_path: Path) -> None:
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(2), "b": torch.ones(2)}).result(60)
+        into = {"a": torch.zeros(2)}
+        with pytest.raises(MismatchError, match=r"b: in the checkpoint, but not here .*include=.*strict=False"):
+            checkpointer.restore(into)
+        assert checkpointer.restore(into, strict=False) == 1
+    assert into["a"].eq(1).all()
 
 
 def test_bad_options_are_refused_at_once(tmp_path: Path) -> None:
