@@ -181,8 +181,7 @@ class Daemon:
     async def _drain(self) -> bool:
         self._jobs.drain()
         until = self._loop.time() + self._config.drain_seconds
-        if self._jobs.busy:
-            _log.info("finishing %d staged checkpoints", self._jobs.busy)
+        _log.info("draining: %s to finish", limits.counted(self._jobs.busy, "staged checkpoint"))
         while self._jobs.busy and self._loop.time() < until:
             await asyncio.sleep(0.05)
         if left := self._jobs.busy:

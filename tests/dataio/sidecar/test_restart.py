@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import urllib.request
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def test_damage_on_the_disk_between_two_daemons_never_reaches_a_reader(
     daemon.start()
     assert read(daemon, store, key) == data
     assert daemon.status()["cache"]["fetched_bytes"] == 4 * MIB, "the damaged block alone"
+
+
+def test_a_daemon_that_is_told_to_stop_says_that_it_drains(daemon: RunningDaemon) -> None:
+    assert daemon.kill(signal.SIGTERM) == 0
+    assert "draining: 0 staged checkpoints to finish" in daemon.log.read_text()
 
 
 def test_a_daemon_whose_cache_directory_vanishes_goes_on_serving(
