@@ -20,8 +20,12 @@ from dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
 from tests.leftovers import Place
 
 # a busy machine is no failure: examples are bounded in number, not in time; and equal code has equal ones, every time
-settings.register_profile("millrace", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("explore", settings.get_profile("millrace"), derandomize=False)  # pytest --hypothesis-profile
+settings.register_profile(
+    "millrace", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+)
+settings.register_profile(  # pytest --hypothesis-profile
+    "explore", settings.get_profile("millrace"), derandomize=False, max_examples=100
+)
 settings.load_profile("millrace")
 
 _PLACE = pytest.StashKey[Place]()

@@ -157,6 +157,8 @@ def serve(sock: socket.socket) -> Callable[[], Any]:
             continue
         with contextlib.suppress(Exception):  # the child says it
             importlib.import_module(asked["module"])
+            if "torch" in sys.modules:
+                importlib.import_module("torch._dynamo")  # every optimizer does when it is made, slowly
         if len(os.listdir("/proc/self/task")) > 1:  # they would not be in the child, and what they hold locked would be
             answer: object = f"importing {asked['module']} starts threads"
         elif (pid := os.fork()) == 0:

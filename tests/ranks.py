@@ -56,7 +56,7 @@ def in_group(main: Callable[..., None]) -> Callable[..., None]:
         import torch
         import torch.distributed as dist
 
-        faulthandler.dump_traceback_later(100, exit=True)  # a hang is to say where
+        faulthandler.dump_traceback_later(150, exit=True)  # a hang is to say where
         warnings.simplefilter("ignore")  # torch's own
         torch.set_num_threads(1)
         dist.init_process_group("gloo")

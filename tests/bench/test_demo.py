@@ -14,7 +14,7 @@ from bench.demo.media import make_clip
 from dataio import pack
 from tests.ranks import launch
 
-STEPS, SAVE_EVERY, KILL_AT = 8, 2, 4
+STEPS, SAVE_EVERY, KILL_AT = 6, 2, 2
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

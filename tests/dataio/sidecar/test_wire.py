@@ -36,7 +36,7 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut(payloads: list[byt
     assert out == payloads
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=5))
 def test_garbage_raises_one_error_and_is_bounded(chunks: list[bytes]) -> None:
     framer = wire.Framer()
@@ -50,7 +50,7 @@ def test_garbage_raises_one_error_and_is_bounded(chunks: list[bytes]) -> None:
     assert len(framer._data) <= limits.MESSAGE_BYTES + 5
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(st.binary(max_size=300))
 def test_a_payload_that_is_no_message_raises_one_error(payload: bytes) -> None:
     for decode in (m.decode_from_client, m.decode_from_daemon):
