@@ -41,7 +41,7 @@ bench: $(READY)
 	$(BIN)/millrace bench all --output bench-out
 
 soak: $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' --hypothesis-profile explore
+	$(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' --hypothesis-profile explore -o faulthandler_timeout=3700
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis demo-out test-out bench-out

@@ -20,10 +20,11 @@ import torch
 from dataio import pack
 from dataio.core.errors import UsageError
 from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, AudioSpec, Clip, VideoLoader, engine
+from loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window, engine
 from loaders.delivery.ahead import Ahead
 from loaders.samples.source import StoreReader
 from tests.loaders import made
+from tests.loaders.long import SOUNDS, recorded
 from tests.waiting import wait_for
 
 SECOND = (
@@ -36,6 +37,15 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
     folder = tmp_path_factory.mktemp("shutdown")
     for one in made.ALL[:5]:
         (folder / one.name).write_bytes(made.make(one))
+    with pack([folder], folder / "ds", workers=1) as packed:
+        yield packed
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
+    folder = tmp_path_factory.mktemp("recordings")
+    for name, codec in SOUNDS.items():
+        recorded(folder / name, codec)
     with pack([folder], folder / "ds", workers=1) as packed:
         yield packed
 
@@ -259,9 +269,23 @@ def test_batches_outlive_the_loader_that_made_them(clips: Dataset) -> None:
     assert len(seen) < 60  # 60 batches in far fewer places
 
 
-def soak(clips: Dataset, batches: int) -> None:
-    """So many batches, with a second loader every now and then; nothing grows."""
-    with VideoLoader(clips, 1, clip=Clip(1, per_video=8), size=(16, 16), threads=2, sidecar=None) as loader:
+def pictures(clips: Dataset, recordings: Dataset) -> Any:
+    return VideoLoader(clips, 1, clip=Clip(1, per_video=8), size=(16, 16), threads=2, sidecar=None)
+
+
+def sound(clips: Dataset, recordings: Dataset) -> Any:
+    """Cut out of FLAC, M4A, MP3 and WAV, and resampled by what the threads keep for it."""
+    return AudioLoader(recordings, 1, window=Window(0.2, per_sample=32), threads=2, sidecar=None)
+
+
+@pytest.fixture(params=[pictures, sound], ids=lambda kind: kind.__name__)
+def kept_on(request: pytest.FixtureRequest, clips: Dataset, recordings: Dataset) -> Any:
+    return request.param(clips, recordings)
+
+
+def soak(opened: Any, batches: int) -> None:
+    """So many batches, epoch after epoch; nothing grows."""
+    with opened as loader:
         taken, marks = 0, []
         while taken < batches:
             for _ in loader:
@@ -277,14 +301,14 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_memory_descriptors_and_threads_stay_flat_over_many_batches(clips: Dataset) -> None:
-    soak(clips, 600)
+def test_memory_descriptors_and_threads_stay_flat_over_many_batches(kept_on: Any) -> None:
+    soak(kept_on, 600)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_memory_descriptors_and_threads_stay_flat_over_fifty_thousand_batches(clips: Dataset) -> None:
-    soak(clips, 50_000)
+def test_memory_descriptors_and_threads_stay_flat_over_fifty_thousand_batches(kept_on: Any) -> None:
+    soak(kept_on, 50_000)
 
 
 def test_a_forgotten_loader_ends_and_not_in_the_thread_that_collects_it(
