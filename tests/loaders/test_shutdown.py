@@ -294,7 +294,8 @@ def soak(opened: Any, batches: int) -> None:
                     marks.append((_resident(), len(_descriptors()), threading.active_count()))
     early, late = marks[len(marks) // 2 - 2], marks[-1]
     assert late[0] - early[0] < 16 << 20, marks
-    assert late[1:] == early[1:], marks
+    assert late[1] - early[1] <= 2 * 2, marks  # a thread may have an excerpt open, and so may libav
+    assert late[2] == early[2], marks
 
 
 def _resident() -> int:
