@@ -58,7 +58,7 @@ def test_a_listing_that_is_forgotten_ends_also_where_the_counters_are_locked(tmp
     with store_requests._lock:  # as the thread that the collector runs in may have it
         del circle
         collecting.start()
-        collecting.join(5)
+        collecting.join(60)
         ended = not collecting.is_alive()
     collecting.join()
     assert ended
