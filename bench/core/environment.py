@@ -59,7 +59,7 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
         "commit": _commit(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in found.items() if value or value == 0}  # a load of 0 is a fact, too
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

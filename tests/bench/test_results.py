@@ -99,6 +99,11 @@ def test_the_environment_names_the_machine_and_nobody(tmp_path: Path) -> None:
     assert environment.differences(found, {**found, "cpus": 999}) == [f"cpus: {found['cpus']} / 999"]
 
 
+def test_a_machine_without_any_load_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.os, "getloadavg", lambda: (0.0, 0.3, 0.5))
+    assert environment.environment(tmp_path)["load_before"] == 0.0
+
+
 def test_a_part_that_raises_is_in_the_results_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fill(job: command.Job, part: Part) -> None:
         part.metrics = {"x": Metric("x", "s")}
