@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -92,8 +92,13 @@ class RunningDaemon:
         assert found is not None, self.log.read_text()
         return found
 
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+    def descriptors(self, *, but: Path | None = None) -> int:
+        """How many are open, not counting files below `but`."""
+        found = []
+        for path in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                found.append(path.readlink())
+        return sum(1 for name in found if but is None or not name.is_relative_to(but))
 
 
 @pytest.fixture
