@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
 from dataio.core.log import get_logger, warn_once
 from loaders.decode import nvdec, resize
 from loaders.decode.contract import Decoded, Request
@@ -124,9 +124,10 @@ class DaliDecoder:
     def _run_safely(self, feeds: list[_Feed]) -> list[torch.Tensor | MillraceError]:
         try:
             return list(self._run(feeds))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:  # the latter also for memory of the GPU
             if len(feeds) == 1:
-                return [CorruptionError(f"DALI cannot decode it: {_first_line(error)}")]
+                kind = CapacityError if isinstance(error, MemoryError) else CorruptionError
+                return [kind(f"DALI cannot decode it: {_first_line(error)}")]
             return [result for feed in feeds for result in self._run_safely([feed])]
 
     def _run(self, feeds: list[_Feed]) -> list[torch.Tensor]:
@@ -153,7 +154,8 @@ class _Pipeline:
             picks = fn.external_source(name="picks", dtype=types.INT32, ndim=1)
             uid = fn.external_source(name="uid", dtype=types.INT64, ndim=1)
             device = "cpu" if device_id is None else "mixed"
-            return fn.decoders.video(encoded, device=device, frames=picks, affine=False), uid
+            # a frame that is not there shall be an error; DALI's default is a black picture
+            return fn.decoders.video(encoded, device=device, frames=picks, affine=False, pad_mode="none"), uid
 
         self._pipe = clips()
         self._pipe.build()
@@ -187,7 +189,10 @@ def _checked(frames: torch.Tensor, wanted: _Wanted, request: Request) -> Decoded
         return CorruptionError(f"DALI decoded frames of shape {tuple(frames.shape)}, the index says {expected}")
     if len(places) != len(picks):
         frames = frames[[places[pick] for pick in picks]]
-    return Decoded(resize.apply(frames, request.fit), pts)
+    try:
+        return Decoded(resize.apply(frames, request.fit), pts)
+    except torch.OutOfMemoryError as error:
+        return CapacityError(f"the GPU cannot scale it: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

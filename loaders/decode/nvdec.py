@@ -6,15 +6,15 @@ without an error; of a picture that the card's decoders are not made for, an err
 Invariants: pure, but for `missing`, which looks for the driver's library once. What is refused here PyAV decodes.
 Failure behaviour: `check` raises `UnsupportedError` saying what it is; a packet that cannot be understood is refused, too.
 
-Sources: DALI's `FramesDecoderGpu` and `VideoColorSpaceConversion`; the specifications of AV1 (5.3, 5.9.2) and VP9 (6.2, annex
-B); NVIDIA's Video Codec SDK, "NVDEC capabilities".
+Sources: DALI's `FramesDecoderBase`, `FramesDecoderGpu` and `VideoColorSpaceConversion`; the specifications of AV1 (5.3, 5.9.2),
+HEVC (8.1.3: pictures that lead an IRAP picture) and VP9 (6.2, annex B); NVIDIA's Video Codec SDK, "NVDEC capabilities".
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from dataio.core.errors import UnsupportedError
@@ -28,6 +28,8 @@ LEAST_SIDE = 144
 _MOST_SIDE = {"h264": 4096}
 _MOST = 8192
 _LIBRARY = "libnvcuvid.so.1"
+_LEAP = 11
+"""Frames from one that is wanted to the next, more than which make DALI look for a key frame between them."""
 _PROGRESSIVE = 1
 """libav's `AV_FIELD_PROGRESSIVE`; 0 is unknown, all others are kinds of interlacing."""
 _FRAME_HEADER = 3
@@ -51,6 +53,8 @@ def suits(info: VideoInfo) -> bool:
         info.codec in CODECS
         and info.pixel_format in FORMATS
         and info.ext != "avi"
+        # of VP9 and AV1, whose format says nothing of it, DALI takes from the driver whether the range is the full one
+        and (info.color is None or info.color.range != "pc")
         and not any(side % 2 for side in sides)
         and min(sides) >= LEAST_SIDE
         and max(sides) <= _MOST_SIDE.get(info.codec, _MOST)
@@ -66,8 +70,28 @@ def check(window: Window, codec: str) -> None:
     base = window.stream.time_base
     if base is None or any((after - before) * base * 1000 < 1 for before, after in pairwise(window.times)):
         raise UnsupportedError("frames follow each other within a millisecond")
+    if codec == "hevc" and _leaps(window.picks) and _is_open(window):
+        raise UnsupportedError(
+            "DALI would leap to a key frame behind which pictures are shown that need those before it"
+        )
     if codec in _REPEATS and any(_REPEATS[codec](bytes(packet)) for packet in window.packets):
         raise UnsupportedError("some packets show a picture that was decoded before, and DALI counts those it decodes")
+
+
+def _leaps(picks: Sequence[int]) -> bool:
+    """Whether DALI does not decode all frames on its way from one to the next, but goes on at a key frame, if there is one."""
+    return any(pick - before > _LEAP for before, pick in pairwise((-1, *picks)))
+
+
+def _is_open(window: Window) -> bool:
+    """Whether pictures that come behind a key frame, not the first, are shown before it. A decoder that begins at it may drop
+    them, and DALI, which counts packets, would give later pictures the stamps of those."""
+    key: int | None = None
+    for packet in window.packets[1:]:
+        if packet.pts is not None and key is not None and packet.pts < key:
+            return True
+        key = packet.pts if packet.is_keyframe else key
+    return False
 
 
 def _is_refresh(packet: bytes) -> bool:

@@ -15,12 +15,13 @@ import av
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError, UnsupportedError
+from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 from dataio.shards.contract import VideoInfo
 from loaders.clip import Wanted
-from loaders.decode import choose, nvdec
+from loaders.decode import choose, dali, nvdec, resize
 from loaders.decode.choose import AutoDecoder
 from loaders.decode.contract import Decoded, Request
 from loaders.decode.dali import DaliDecoder, dali_installed
@@ -129,6 +130,88 @@ def test_pictures_that_the_cards_decoders_are_not_made_for_are_decoded_on_the_cp
         assert choose.choose(replace(plain, codec=codec, width=width, height=height), gpu=True) == "dali_gpu"
     assert choose.choose(replace(plain, pixel_format="yuv420p10le"), gpu=True) == "pyav"
     assert choose.choose(replace(plain, ext="avi"), gpu=True) == "pyav"
+
+
+def test_pictures_of_full_range_are_decoded_on_the_gpu_only_where_their_format_says_so(
+    media: Path, info_of: InfoOf
+) -> None:
+    data = (media / "testsrc2_vp9.webm").read_bytes()
+    plain = info_of(data, "webm")
+    assert plain.color is not None
+    assert choose.choose(plain, gpu=True) == "dali_gpu"
+    for color in (None, replace(plain.color, range="unknown")):
+        assert choose.choose(replace(plain, color=color), gpu=True) == "dali_gpu"
+    full = replace(plain, color=replace(plain.color, range="pc"))
+    assert choose.choose(full, gpu=True) == "pyav", "whether the driver's parser tells of VP9's range is not documented"
+
+
+@pytest.mark.parametrize(("bframes", "picks", "refused"), [
+    (3, (0, 13, 26, 40), True),
+    (3, (0, 3, 14, 20, 31, 40), False),  # DALI goes on from where it is
+    (3, (1, 11), False),
+    (0, (0, 13, 26, 40), False),  # nothing leads a key frame
+])  # fmt: skip
+def test_hevc_whose_groups_are_open_is_not_decoded_on_the_gpu_where_dali_would_leap_into_it(
+    bframes: int, picks: tuple[int, ...], refused: bool, media: Path, reencode: Any, info_of: InfoOf
+) -> None:
+    options = {"x265-params": f"log-level=none:scenecut=0:open-gop=1:bframes={bframes}"}
+    data = reencode(media / "nasa_h264_aac.mp4", "libx265", "mp4", options=options, frames=48)
+    info = info_of(data, "mp4")
+    assert len(info.key_frames) == 4
+    assert ("leap" in why_not(request(data, info, *picks))) == refused
+
+
+@needs_dali
+def test_a_frame_that_dali_does_not_find_is_an_error_and_no_black_picture(media: Path) -> None:
+    data = (media / "testsrc2_vp9.webm").read_bytes()
+    (whole,), (beyond,) = (DaliDecoder()._run_safely([(data, picks)]) for picks in ((0, 5), (0, 5000)))
+    assert isinstance(whole, torch.Tensor)
+    assert isinstance(beyond, CorruptionError)
+    assert "out-of-bounds frame index 5000" in str(beyond)
+
+
+@needs_dali
+def test_clips_for_which_there_is_no_memory_together_are_decoded_one_by_one(
+    media: Path, info_of: InfoOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What DALI cannot allocate on a card is a `std::bad_alloc`, which Python sees as a MemoryError."""
+    run, tried = dali._Pipeline.run, list[int]()
+
+    def short_of_memory(self: dali._Pipeline, feeds: Any) -> Any:
+        tried.append(len(feeds))
+        if len(feeds) > 1 or len(tried) == 2:
+            raise MemoryError("Can't allocate 33554432 bytes on device 0.")
+        return run(self, feeds)
+
+    monkeypatch.setattr(dali._Pipeline, "run", short_of_memory)
+    data = (media / "testsrc2_vp9.webm").read_bytes()
+    decoder = DaliDecoder()
+    decoder._batch = 2
+    refused, found = decoder.decode([request(data, info_of(data, "webm"))] * 2)
+    assert tried == [2, 1, 1]
+    assert isinstance(found, Decoded)
+    assert isinstance(refused, CapacityError)
+    assert "Can't allocate 33554432 bytes on device 0." in str(refused)
+
+
+@needs_dali
+def test_a_clip_that_the_gpu_has_no_memory_to_scale_is_refused_by_itself(
+    media: Path, info_of: InfoOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled, tried = resize.apply, list[int]()
+
+    def short_of_memory(frames: torch.Tensor, how: Any) -> torch.Tensor:
+        tried.append(len(frames))
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return scaled(frames, how)
+
+    monkeypatch.setattr(resize, "apply", short_of_memory)
+    data = (media / "testsrc2_vp9.webm").read_bytes()
+    refused, found = DaliDecoder().decode([request(data, info_of(data, "webm"))] * 2)
+    assert isinstance(refused, CapacityError)
+    assert "CUDA out of memory" in str(refused)
+    assert isinstance(found, Decoded)
 
 
 @pytest.fixture
