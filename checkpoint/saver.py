@@ -98,6 +98,10 @@ class Saver:
 
     def start(self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object]) -> Handle:
         """Copy the state and begin to carry it. `check` is called first; what it raises on one rank fails all."""
+        with span("save", step=step):
+            return self._start_held(step, state, urgent, check)
+
+    def _start_held(self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object]) -> Handle:
         began = time.perf_counter()
         ticket, taken = self._agree(step, state, check)
         try:

@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quarantine": ("loaders.cli:quarantine", "list the samples that loaders left out, and why"),
     "sidecar": ("dataio.sidecar.cli:sidecar", "run the node's daemon, or ask it for its status"),
     "ckpt": ("checkpoint.cli:ckpt", "list and check the steps of a checkpoint repository"),
-    "trace": ("dataio.core.cli_trace:trace", "turn event logs into one trace for Perfetto"),
+    "trace": ("dataio.core.cli_trace:trace", "say from event logs where the time went, or draw them for Perfetto"),
     "doctor": ("dataio.store.cli:doctor", "say whether a store gives what shared checkpoints need"),
     "bench": ("bench.cli:bench", "measure loaders, checkpoints and stores beside their peers"),
     "demo": ("bench.demo.cli:demo", "pack, train, kill, resume and prove it, on a local S3 server"),

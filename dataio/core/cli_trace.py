@@ -1,15 +1,17 @@
-"""`millrace trace`: event logs of many ranks as one trace for Perfetto or chrome://tracing.
+"""`millrace trace`: where the time of many ranks went, and their event logs as one trace for Perfetto or chrome://tracing.
 
 Invariant: files are read line by line and written as they are read, so memory does not grow with them; every (host, process)
-is one track with its rank as its name.
+is one track with its rank as its name. Standard output holds the result only, with --json one object.
 Failure behaviour: a line that is no event (the last one of a killed process, as a rule) is skipped and counted; the exit code
 is then 1. A file without a header is refused: it is no event log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,31 +20,77 @@ from typing import Any, TextIO
 from dataio.core.errors import NotFoundError, UsageError
 from dataio.core.options import Parser
 from dataio.core.outputs import written_whole
+from dataio.core.spent import SAVE, WAIT, Process, by_name, trained
 from dataio.core.trace import HEADER, VERSION
 
 LINE_BYTES = 64 << 10
+PROCESSES = 1 << 16
+SHOWN = 16
+"""Trainers and spans in the table; --json has all."""
 
 
 def trace(argv: list[str]) -> int:
     """The sub-command's entry point."""
     parser = Parser(
         prog="millrace trace",
-        description="Turn event logs (MILLRACE_EVENTS=DIR) into one trace: open it in ui.perfetto.dev.",
+        description="Say where the time went by event logs (MILLRACE_EVENTS=DIR); with -o also make one trace of them "
+        "for ui.perfetto.dev.",
         epilog="exit codes: 0 done · 1 lines that are no events were skipped · 2 wrong use",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="event logs, or directories of them")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the trace, in Chrome's JSON format")
+    parser.add_argument("-o", "--output", type=Path, help="where to write the trace, in Chrome's JSON format")
+    parser.add_argument("--json", action="store_true", help="print sums of every process as one JSON object")
     options = parser.parse_args(argv)
     reader = _Reader()
     try:
-        with written_whole(options.output) as file, io.TextIOWrapper(file, "utf-8") as out:
+        with _output(options.output) as out:
             events = _write(out, reader.all(_found(options.files)))
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from None
-    print(f"{options.output}: {events} events of {len(reader.tracks)} processes")
+    processes = [process for _, process in reader.tracks.values()]
+    if options.json:
+        found = {"events": events, "skipped": reader.skipped, "processes": [each.shown() for each in processes]}
+        print(json.dumps(found))
+    else:
+        where = f"{options.output}: " if options.output else ""
+        print(f"{where}{events} events of {len(processes)} processes")
+        print("\n".join(_lines(processes)))
     if reader.skipped:
         print(f"skipped {reader.skipped} lines that are no events", file=sys.stderr)
     return 1 if reader.skipped else 0
+
+
+@contextlib.contextmanager
+def _output(path: Path | None) -> Iterator[TextIO]:
+    if path is None:
+        with open(os.devnull, "w") as out:
+            yield out
+    else:
+        with written_whole(path) as file, io.TextIOWrapper(file, "utf-8") as out:
+            yield out
+
+
+def _lines(processes: list[Process]) -> Iterator[str]:
+    """The tables for people: the trainers that computed the smallest share of their time, and the spans that took most."""
+    trainers = trained(processes)
+    if trainers:
+        yield f"\n{'rank':>5}  {'process':<24} {'seconds':>9} {'waited for data':>16} {'held by save':>13} {'goodput':>8}"
+    worst = sorted(trainers, key=lambda each: each.goodput or 0.0)[:SHOWN]
+    for each in trained(worst):
+        shares = each.share(WAIT) or 0.0, each.share(SAVE) or 0.0, each.goodput or 0.0
+        name = f"{each.pid} on {each.host}"
+        yield f"{each.rank:>5}  {name:<24.24} {each.seconds:>9.1f} {shares[0]:>16.1%} {shares[1]:>13.1%} {shares[2]:>8.1%}"
+    if len(trainers) > len(worst):
+        yield f"  and {len(trainers) - len(worst)} that computed a larger share of their time (--json lists all)"
+    spans = by_name(processes)
+    if spans:
+        yield f"\n{'span':<24} {'times':>9} {'seconds':>10} {'mean ms':>9} {'longest ms':>11}  most in"
+    for name, (whole, most) in list(spans.items())[:SHOWN]:
+        mean, longest = whole.total / whole.count / 1e3, whole.longest / 1e3
+        where = f"rank {most.rank} ({most.pid} on {most.host})"
+        yield f"{_printable(name):<24.24} {whole.count:>9} {whole.total / 1e6:>10.2f} {mean:>9.2f} {longest:>11.1f}  {where}"
+    if len(spans) > SHOWN:
+        yield f"  and {len(spans) - SHOWN} more (--json lists all)"
 
 
 def _found(paths: Iterable[Path]) -> list[Path]:
@@ -70,10 +118,10 @@ def _write(out: TextIO, events: Iterable[dict[str, Any]]) -> int:
 
 
 class _Reader:
-    """Reads logs; `tracks` numbers the processes that were met."""
+    """Reads logs; `tracks` has a number and the sums of each process that was met."""
 
     def __init__(self) -> None:
-        self.tracks: dict[tuple[str, int], int] = {}
+        self.tracks: dict[tuple[str, int], tuple[int, Process]] = {}
         self.skipped = 0
 
     def all(self, files: Iterable[Path]) -> Iterator[dict[str, Any]]:
@@ -81,7 +129,7 @@ class _Reader:
             yield from self._one(path)
 
     def _one(self, path: Path) -> Iterator[dict[str, Any]]:
-        track = 0
+        track: tuple[int, Process] | None = None
         with open(path, "rb") as file:
             while line := file.readline(LINE_BYTES):
                 value = _parsed(line)
@@ -90,23 +138,37 @@ class _Reader:
                         raise UsageError(f"{path} is an event log of version {value[HEADER]}", hint="update Millrace")
                     track, names = self._track(value)
                     yield from names
-                elif not track:
+                elif track is None:
                     raise UsageError(f"{path} is no event log: it has no header")
                 elif _is_event(value):
-                    yield _complete(value, track)
+                    track[1].add(value["name"], value["ts"], value["dur"])
+                    yield _complete(value, track[0])
                 else:
                     self.skipped += 1
 
-    def _track(self, header: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-        key = (str(header.get("host")), int(header.get("pid") or 0))
+    def _track(self, header: dict[str, Any]) -> tuple[tuple[int, Process], list[dict[str, Any]]]:
+        key = (_printable(header.get("host")), _whole(header.get("pid")))
         known = self.tracks.get(key)
         if known is not None:
             return known, []
-        number = self.tracks[key] = len(self.tracks) + 1
-        rank = int(header.get("rank") or 0)
+        if len(self.tracks) >= PROCESSES:
+            raise UsageError(f"these are logs of more than {PROCESSES} processes", hint="name fewer of them at once")
+        rank = _whole(header.get("rank"))
+        number = len(self.tracks) + 1
+        made = self.tracks[key] = number, Process(rank, key[1], key[0])
         name = f"rank {rank} (process {key[1]} on {key[0]})"
         about = [("process_name", {"name": name}), ("process_sort_index", {"sort_index": rank})]
-        return number, [{"ph": "M", "pid": number, "tid": 0, "name": n, "args": args} for n, args in about]
+        return made, [{"ph": "M", "pid": number, "tid": 0, "name": n, "args": args} for n, args in about]
+
+
+def _whole(value: object) -> int:
+    """A number of a header; 0 where it is none."""
+    return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
+
+
+def _printable(value: object) -> str:
+    """What may go to a terminal of a text that a file holds."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:200])
 
 
 def _complete(value: dict[str, Any], track: int) -> dict[str, Any]:
@@ -133,5 +195,5 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _is_event(value: dict[str, Any]) -> bool:
     numbers = (value.get("ts"), value.get("dur"), value.get("tid"))
-    good = all(isinstance(n, int) and n >= 0 for n in numbers) and isinstance(value.get("args", {}), dict)
+    good = all(isinstance(n, int) and 0 <= n < 1 << 62 for n in numbers) and isinstance(value.get("args", {}), dict)
     return good and isinstance(value.get("name"), str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from dataio.cli import main
+from dataio.core import cli_trace
 from dataio.core.trace import HEADER, PROFILERS, EventLog, Tracer
 
 NO_NVTX = {"NVTX_DISABLE": "1"}
@@ -107,6 +109,49 @@ def test_logs_of_ranks_become_one_chrome_trace(tmp_path: Path, capsys: pytest.Ca
     assert main(["trace", str(folder), "-o", str(tmp_path / "trace.json")]) == 0
     assert "6 events of 3 processes" in capsys.readouterr().out
     check_chrome(json.loads((tmp_path / "trace.json").read_text()), events=6, processes=3)
+
+
+def test_the_time_of_a_trainer_is_told_apart_without_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog(str(tmp_path / "events"), "3")
+    log.write("decode", 9.0, 30.0, {})
+    log.write("loader.wait", 10.0, 1.0, {"batch": 0})
+    log.write("save", 14.0, 0.5, {"step": 1})
+    log.write("loader.wait", 19.0, 1.0, {"batch": 1})
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["trace", str(tmp_path / "events"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["processes"]
+    assert (found["rank"], found["pid"], found["seconds"]) == (3, os.getpid(), 10.0)
+    assert (found["data_wait"], found["save_stall"]) == (0.2, 0.05)
+    assert found["goodput"] == pytest.approx(0.75)
+    assert found["spans"]["loader.wait"] == {"count": 2, "seconds": 2.0, "longest_seconds": 1.0}
+    assert main(["trace", str(tmp_path / "events")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["3", str(os.getpid()), "on", socket.gethostname(), "10.0", "20.0%", "5.0%", "75.0%"] in lines
+    assert [line[:5] for line in lines if line[:1] == ["decode"]] == [["decode", "1", "30.00", "30000.00", "30000.0"]]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_log_that_somebody_else_wrote_shows_no_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = {HEADER: 1, "rank": "seven", "pid": -1, "host": "\x1b[31mnode"}
+    events: list[dict[str, object]] = [{"name": "\x1b]0;title\x07", "ts": 1, "dur": 1, "tid": 1}]
+    events.append({"name": "far", "ts": 10**400, "dur": 1, "tid": 1})
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, [header, *events])))
+    assert main(["trace", str(tmp_path / "x.jsonl")]) == 1
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out + shown.err
+    assert "?[31mnode" in shown.out
+    assert "skipped 1 lines" in shown.err
+
+
+def test_logs_of_too_many_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_trace, "PROCESSES", 2)
+    for count, code in ((2, 0), (3, 2)):
+        (tmp_path / "x.jsonl").write_text("".join(json.dumps({HEADER: 1, "pid": n}) + "\n" for n in range(count)))
+        assert main(["trace", str(tmp_path / "x.jsonl")]) == code
 
 
 def check_chrome(trace: dict[str, Any], events: int, processes: int) -> None:

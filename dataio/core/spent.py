@@ -1,0 +1,95 @@
+"""Where time went, by what event logs hold: sums by process and by span. Sans-I/O.
+
+Purpose: goodput of each trainer after the fact and without a daemon, and which spans took how long in which process.
+Invariant: sums do not grow with the number of events, and at most `NAMES` names are told apart. A trainer's time goes from
+where it first waited for a batch, or saved, to where it last did; what it does between two of them is computing.
+Failure behaviour: names above the bound count as "others"; a process that neither loaded nor saved has no goodput.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+NAMES = 256
+OTHERS = "others"
+WAIT, SAVE = "loader.wait", "save"
+
+
+@dataclass(slots=True)
+class Sum:
+    """Spans of one name: how many, and microseconds."""
+
+    count: int = 0
+    total: int = 0
+    longest: int = 0
+
+    def add(self, count: int, total: int, longest: int) -> None:
+        self.count, self.total, self.longest = self.count + count, self.total + total, max(self.longest, longest)
+
+    def shown(self) -> dict[str, Any]:
+        return {"count": self.count, "seconds": self.total / 1e6, "longest_seconds": self.longest / 1e6}
+
+
+@dataclass(slots=True)
+class Process:
+    """One process's sums. `first` and `last` are microseconds of Unix time, between which it trained."""
+
+    rank: int
+    pid: int
+    host: str
+    spans: dict[str, Sum] = field(default_factory=dict)
+    first: int | None = None
+    last: int = 0
+
+    def add(self, name: str, began: int, lasted: int) -> None:
+        if name not in self.spans and len(self.spans) >= NAMES:
+            name = OTHERS
+        self.spans.setdefault(name, Sum()).add(1, lasted, lasted)
+        if name in (WAIT, SAVE):
+            self.first = began if self.first is None else min(self.first, began)
+            self.last = max(self.last, began + lasted)
+
+    @property
+    def seconds(self) -> float:
+        """From the first wait or save to the end of the last; 0 of a process that does not train."""
+        return 0.0 if self.first is None else (self.last - self.first) / 1e6
+
+    def share(self, name: str) -> float | None:
+        """The part of `seconds` that its spans of this name took; None where there is nothing to divide by."""
+        return self.spans.get(name, Sum()).total / 1e6 / self.seconds if self.seconds else None
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of its time in which it neither waited for data nor was held by a save."""
+        waited, saved = self.share(WAIT), self.share(SAVE)
+        return None if waited is None or saved is None else max(0.0, 1 - waited - saved)
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "pid": self.pid,
+            "host": self.host,
+            "seconds": self.seconds,
+            "data_wait": self.share(WAIT),
+            "save_stall": self.share(SAVE),
+            "goodput": self.goodput,
+            "spans": {name: found.shown() for name, found in sorted(self.spans.items())},
+        }
+
+
+def trained(processes: list[Process]) -> list[Process]:
+    """Those that loaded or saved, by rank."""
+    return sorted((each for each in processes if each.seconds), key=lambda each: (each.rank, each.host, each.pid))
+
+
+def by_name(processes: list[Process]) -> dict[str, tuple[Sum, Process]]:
+    """Of each name the sum over all processes, and the process in which it took longest in all; most time first."""
+    found: dict[str, tuple[Sum, Process]] = {}
+    for process in processes:
+        for name, own in process.spans.items():
+            whole, most = found.setdefault(name, (Sum(), process))
+            whole.add(own.count, own.total, own.longest)
+            if own.total > most.spans[name].total:
+                found[name] = (whole, process)
+    return dict(sorted(found.items(), key=lambda item: -item[1][0].total))
