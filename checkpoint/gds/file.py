@@ -111,6 +111,7 @@ class GpuFile:
     def read(self, tensor: torch.Tensor, offset: int) -> None:
         """Fill `tensor` with the bytes from `offset` on."""
         if (file := self._straight(tensor)) is not None:
+            self._reaches(offset, tensor.nbytes)
             with _told(f"reading {self._path}"):
                 file.load_storage(_storage_of(tensor), offset)
             return
@@ -128,6 +129,7 @@ class GpuFile:
         if (file := self._straight(tensor)) is not None:
             with _told(f"writing {self._path}"):
                 file.save_storage(_storage_of(tensor), offset)
+            self._reaches(offset, tensor.nbytes)
             return
         view, done = memoryview(_bytes_of(tensor).cpu().numpy()), 0  # type: ignore[arg-type]
         while done < len(view):
@@ -149,6 +151,11 @@ class GpuFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _reaches(self, offset: int, length: int) -> None:
+        """An error unless the file has these bytes: torch says nothing of a transfer that was cut short."""
+        if self.size < offset + length:
+            raise TransientError(f"{self._path} ends after {self.size} of {offset + length} bytes")
 
     def _straight(self, tensor: torch.Tensor) -> CuFile | None:
         return self._file if self._direct is not None and tensor.nbytes and self._direct.reaches(tensor) else None

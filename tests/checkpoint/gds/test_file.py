@@ -9,6 +9,7 @@ import torch
 
 from checkpoint import gds
 from dataio.core.errors import TransientError, UsageError
+from tests.checkpoint.gds.host import Counts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -37,6 +38,19 @@ def test_a_file_that_is_too_short_is_an_error_that_says_where_it_ends(tmp_path: 
     (tmp_path / "file").write_bytes(b"x" * 10)
     with gds.GpuFile(tmp_path / "file") as file, pytest.raises(TransientError, match="ends after 10 of 64 bytes"):
         file.read(torch.zeros(16), 0)
+
+
+def test_a_transfer_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
+    """torch's binding of cuFile takes any number of bytes for success."""
+    counts, given = Counts(), torch.ones(4 * gds.ALIGNMENT, dtype=torch.uint8)
+    with gds.GpuFile(tmp_path / "file", writing=True, direct=counts.direct()) as file:
+        counts.short = 1
+        with pytest.raises(TransientError, match="ends after 12288 of 16384 bytes"):
+            file.write(given, 0)
+        with pytest.raises(TransientError, match="ends after 12288 of 16384 bytes"):
+            file.read(given, 0)
+        file.write(given, 0)
+        file.read(torch.zeros_like(given), 0)
 
 
 def test_a_strided_tensor_is_refused(tmp_path: Path) -> None:
