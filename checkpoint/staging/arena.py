@@ -32,9 +32,9 @@ _log = get_logger(__name__)
 
 
 class Arena:
-    """`size` bytes of shared memory; `fd` names it for other processes."""
+    """`size` bytes of shared memory; `fd` names it for other processes. With `crew`, its threads touch every page."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, crew: Crew | None = None) -> None:
         self.size = max(-(-size // _ROUND), 1) * _ROUND
         self.fd = os.memfd_create("millrace-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -47,13 +47,15 @@ class Arena:
         _advise(self._map)
         self.bytes = np.frombuffer(self._map, np.uint8)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = _pin(self.tensor)
+        if crew is not None:
+            self._touch(crew)
+        self._pinned = _pin(self.tensor)  # afterwards: one thread would find and clear every page here
 
     def view(self) -> memoryview:
         """All of it, to be read only: while it is carried nobody changes it."""
         return memoryview(self._map).toreadonly()
 
-    def touch(self, crew: Crew) -> None:
+    def _touch(self, crew: Crew) -> None:
         """Have the kernel find and clear every page now, rather than during a copy."""
         part = -(-self.size // crew.size)
         parts = [self.bytes[i * part : (i + 1) * part : _PAGE] for i in range(crew.size)]
@@ -189,8 +191,7 @@ class Staging:
             if self._arena is not None:
                 self._arena.close()
             self._arena, self._layout = None, layout
-            self._arena = Arena(size)
-            self._arena.touch(self.crew)
+            self._arena = Arena(size, self.crew)
         elif layout != self._layout:
             # the gaps between small tensors are part of their chunks
             self._arena.bytes[: min(layout.small_bytes, self._arena.size)] = 0

@@ -66,7 +66,7 @@ class Copying:
         self._sealed = False
         self._idle, self._at_work = threading.Condition(), set[int]()
         self._watched = [(specs[i].name, tensors[i], tensors[i]._version) for i in late]
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._todo: deque[list[_Copy]] = deque()
         with held_off():
             rows = [(tensors[i], at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
@@ -96,7 +96,7 @@ class Copying:
     def join(self, timeout: float | None = None) -> None:
         """Return once every byte is in the arena, or raise; for whoever carries it."""
         self._wait_for_host(timeout)
-        for event in self._events:
+        for _, event in self._events:
             event.synchronize()
         self._seal()
 
@@ -114,8 +114,8 @@ class Copying:
         with self._counted():
             self._work()
             self._wait_for_host(None)
-            for event in self._events:
-                event.wait()
+            for device, event in self._events:  # each of its own device, which need not be the current one
+                event.wait(torch.cuda.current_stream(device))
             self._seal()
 
     def cancel(self) -> None:
@@ -124,7 +124,7 @@ class Copying:
             self._todo.clear()
             self._idle.notify_all()
         self._wait_for_host(None)
-        for event in self._events:
+        for _, event in self._events:
             event.synchronize()
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ class Copying:
                             _copy_strided(self._arena, tensor, at)
             finally:  # what was given to the device before an error goes on, and `cancel` waits for it
                 event.record(stream)
-                self._events.append(event)
+                self._events.append((device, event))
             if hold:
                 event.wait(torch.cuda.current_stream(device))
 

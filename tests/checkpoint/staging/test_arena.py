@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +150,64 @@ def test_the_arena_that_is_made_ahead_of_time_is_pinned_from_the_trainers_device
     staging.take(layout, 30)
     staging.give_back()
     assert pinned_from == [3]
+
+
+def test_every_page_is_there_before_cuda_takes_the_arena(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would have one thread find and clear them."""
+    there: list[bool] = []
+
+    def pin(tensor: torch.Tensor) -> bool:
+        pages = (ctypes.c_ubyte * (tensor.numel() // mmap.PAGESIZE))()
+        assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), pages)
+        there.append(all(page & 1 for page in pages))
+        return False
+
+    monkeypatch.setattr("checkpoint.staging.arena._pin", pin)
+    staging.take(layout_of(9_000_000)[1], 1)
+    staging.give_back()
+    assert there == [True]
+
+
+class Stream:
+    """In the place of a CUDA stream."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.waits_for = device, list[Any]()
+
+    def wait_stream(self, other: Stream) -> None:
+        assert other.device == self.device
+
+
+class Event:
+    """In the place of a CUDA event."""
+
+    def record(self, stream: Stream) -> None:
+        self.of = stream.device
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or torch.cuda.current_stream()).waits_for.append(self.of)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_step_waits_for_copies_on_each_device_and_not_only_on_the_current_one(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers of one process may be on several devices."""
+    streams = {f"cuda:{number}": Stream(f"cuda:{number}") for number in range(2)}
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device="cuda:0": streams[device])
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(copying, "_copy_strided", lambda *_: None)
+    tensors: Any = [
+        SimpleNamespace(device=device, record_stream=lambda _: None, _version=0) for device in ("cuda:0", "cuda:1")
+    ]
+    specs, layout = layout_of(16, 16)
+    a_copy = Copying(staging.crew, staging.take(layout, 1), [torch.zeros(16, dtype=torch.uint8)] * 2, specs, layout)
+    a_copy._enqueue_devices([(tensor, 0) for tensor in tensors], hold=False)
+    assert not any(stream.waits_for for stream in streams.values())
+    a_copy.gate()
+    assert {name: stream.waits_for for name, stream in streams.items()} == {"cuda:0": ["cuda:0"], "cuda:1": ["cuda:1"]}
+    staging.give_back()

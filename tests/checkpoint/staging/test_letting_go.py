@@ -155,7 +155,7 @@ def test_a_copy_that_fails_at_once_leaves_no_device_at_work(
     def queued(self: Any, _rows: object, *, hold: bool) -> None:
         if hold:
             events.append(FakeEvent())
-            self._events.append(events[-1])
+            self._events.append((torch.device("cuda"), events[-1]))
 
     def broken(*_: object) -> None:
         raise MemoryError("no memory for a row")
@@ -188,7 +188,7 @@ def test_what_a_device_was_given_before_an_error_is_waited_for_too(
     with pytest.raises(torch.OutOfMemoryError):
         made._enqueue_devices([(there, 0), (there, 8)], hold=True)
     made.cancel()
-    assert [(event.recorded, event.over) for event in made._events] == [(True, True)]  # type: ignore[attr-defined]
+    assert [(event.recorded, event.over) for _, event in made._events] == [(True, True)]  # type: ignore[attr-defined]
 
 
 def test_a_copy_is_whole_only_when_the_trainer_that_helps_has_copied_its_piece(
