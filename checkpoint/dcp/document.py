@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from checkpoint.repository.steps import Step
+from checkpoint.repository.opening import Step
 from checkpoint.restoring.apply import DCP_MARK
 from checkpoint.state import tree
 from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef

@@ -37,6 +37,7 @@ from checkpoint.gds.file import Direct
 from checkpoint.gds.store import GdsStore, direct_for
 from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
+from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore
 from checkpoint.restoring.restore import Saved, Want
 from checkpoint.state.kinds import TensorSink, settle
@@ -175,7 +176,7 @@ def _tensor_metadata(saved: Saved) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, saved.dtype)), size, [whole])
 
 
-def _all_tensors(step: repository.Step, rank: int) -> dict[str, Saved]:
+def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
     """As the rank sees the step, and what only other ranks have."""
     found: dict[str, Saved] = {}
     for manifest in step.manifests:

@@ -41,6 +41,7 @@ from checkpoint.format.documents import Base
 from checkpoint.format.layout import TensorSpec
 from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
+from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore
 from checkpoint.restoring.restore import Saved, Want
 from checkpoint.state import tree
@@ -193,7 +194,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
             yield store
 
     @contextlib.contextmanager
-    def _open(self, path: Path, *, is_file: bool = True) -> Iterator[tuple[Store, repository.Step]]:
+    def _open(self, path: Path, *, is_file: bool = True) -> Iterator[tuple[Store, Step]]:
         place, run = _place(path, is_file=is_file), self._config.run
         with self._store() as store:
             try:
@@ -204,7 +205,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
             with restore.reading(store, run, base) as opened:
                 yield store, opened
 
-    def _file(self, opened: repository.Step, path: Path) -> Saved:
+    def _file(self, opened: Step, path: Path) -> Saved:
         found = _files(opened).get(_place(path, is_file=True).name)
         if found is None:
             raise FileNotFoundError(f"step {opened.base.step} of run {opened.run} has no file {path}")
@@ -300,7 +301,7 @@ class _Writing(io.RawIOBase):
 class _Reading(io.RawIOBase):
     """A file of a step; the step is leased until it is closed."""
 
-    def __init__(self, store: Store, opened: repository.Step, saved: Saved, stack: contextlib.ExitStack) -> None:
+    def __init__(self, store: Store, opened: Step, saved: Saved, stack: contextlib.ExitStack) -> None:
         super().__init__()
         self._store, self._opened, self._saved = store, opened, saved
         self._let_go = Ending(self, stack.close)
@@ -371,7 +372,7 @@ def _tensor(data: io.BytesIO) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
 
 
-def _files(opened: repository.Step) -> dict[str, Saved]:
+def _files(opened: Step) -> dict[str, Saved]:
     """Every rank's files by their names in the checkpoint."""
     return {t.name: Saved(t.dtype, t.shape, ((m, t),)) for m in opened.manifests for t in m.tensors}
 

@@ -20,7 +20,8 @@ from checkpoint.format.manifest import Chunk, Manifest
 from checkpoint.repository import commit, fetch, timeline
 from checkpoint.repository import steps as repository
 from checkpoint.repository.commit import Attempt
-from checkpoint.repository.steps import Step, StepSeen
+from checkpoint.repository.opening import Step, open_step
+from checkpoint.repository.steps import StepSeen
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from dataio.store.contract import Store
@@ -169,7 +170,7 @@ def _survey_step(
             report.unfinished.append(Unfinished(run, number, at, attempt_id, state))
         if base is None:
             return None
-        step = repository.open_step(store, run, base)
+        step = open_step(store, run, base)
     except (CorruptionError, UnsupportedError, NotFoundError) as error:
         if not _was_removed(store, run, number, at):
             report.problems.append(Problem(names.step(run, number, at), error.message, (label,)))

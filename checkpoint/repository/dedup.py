@@ -21,7 +21,7 @@ from checkpoint.format.chunk import Box
 from checkpoint.format.documents import Base
 from checkpoint.format.layout import TensorSpec
 from checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
-from checkpoint.repository import commit
+from checkpoint.repository import commit, opening
 from checkpoint.repository import steps as repository
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from dataio.core.log import get_logger
@@ -82,7 +82,7 @@ def load(
             continue
         try:
             if _is_step(store, at.run, base):
-                _add(repository.manifests_like(store, at.run, base, rank, world_size, replicas), known)
+                _add(opening.manifests_like(store, at.run, base, rank, world_size, replicas), known)
                 known.bases.append(base)
         except (NotFoundError, CorruptionError, UnsupportedError) as error:
             _log.warning("step %d cannot serve as a base, everything is written anew: %s", base.step, error)

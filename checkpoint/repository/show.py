@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from checkpoint.format import codec
 from checkpoint.format.manifest import Manifest
 from checkpoint.repository import steps as repository
+from checkpoint.repository.opening import open_step
 from dataio.core.errors import NotFoundError
 from dataio.core.limits import counted, format_bytes
 from dataio.store.contract import Store
@@ -61,7 +62,7 @@ def look(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
     base = repository.find(store, run, step_of(step))
     if base is None:
         raise NotFoundError(f"run {run} has no step yet", hint="`millrace ckpt ls` lists the steps")
-    ranks = repository.open_step(store, run, base).manifests
+    ranks = open_step(store, run, base).manifests
     packs = {pack for m in ranks for pack in m.packs}
     encodings: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for chunk in {chunk.digest: chunk for m in ranks for chunk in m.chunks}.values():

@@ -1,4 +1,4 @@
-"""Reading a repository: which steps exist, which one is the latest, and what a step's manifests are.
+"""Reading a repository: which steps exist, and which one is the latest.
 
 Invariant: a step exists when, and only when, its COMMIT names an attempt; a tombstone is not a step. Looking is also
 helping: an attempt whose fate is "commit" is finished before anything is said about its step.
@@ -13,11 +13,8 @@ from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from checkpoint.format import manifest as manifests
 from checkpoint.format import names, ulid
-from checkpoint.format.chunk import digest
 from checkpoint.format.documents import FORMAT, Base, Commit, Condemned, Repo, StepName, encode, read
-from checkpoint.format.manifest import Manifest
 from checkpoint.repository import commit, tagged, timeline
 from checkpoint.repository.commit import Attempt
 from dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -41,15 +38,6 @@ class StepSeen:
     committed: bool = False
     ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     fated: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A committed step with its manifests, by rank."""
-
-    run: str
-    base: Base
-    manifests: tuple[Manifest, ...]
 
 
 def read_repo(store: Store) -> Repo | None:
@@ -230,64 +218,6 @@ def _absent(store: Store, run: str, step: int) -> NotFoundError:
     others = [n for n in timeline.numbers(store, run) if scan_one(store, run, n, step)]
     where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
     return NotFoundError(f"run {run} has no step {step}{where}", hint="`millrace ckpt ls` lists the steps")
-
-
-def open_step(store: Store, run: str, base: Base) -> Step:
-    """The step's manifests, each checked against the digest in the fate, and all against each other."""
-    where, digests = _sealed(store, run, base)
-    found = [_manifest(store, where.manifest_key(rank), expected) for rank, expected in enumerate(digests)]
-    _check_together(found, where.fate_key)
-    return Step(run, base, tuple(found))
-
-
-def manifests_like(
-    store: Store, run: str, base: Base, rank: int, world_size: int, replicas: bytes
-) -> tuple[Manifest, ...]:
-    """What holds all that `rank` is likely to save again: its own manifest where as many ranks divided the same work, which they
-    then did alike, else those of all."""
-    where, digests = _sealed(store, run, base)
-    if replicas and len(digests) == world_size > 1:
-        own = _manifest(store, where.manifest_key(rank), digests[rank])
-        if own.replicas == replicas:
-            return (own,)
-    return open_step(store, run, base).manifests
-
-
-def _sealed(store: Store, run: str, base: Base) -> tuple[Attempt, list[bytes]]:
-    """The attempt that is the step, and the digests of its ranks' manifests."""
-    where = Attempt(run, base.timeline, base.step, base.attempt, 0)
-    fate = commit.find_fate(store, where.fate_key)
-    if fate is None:
-        raise CorruptionError(f"{where.fate_key} is missing although its step is committed")
-    if fate.fate != "commit" or not fate.manifests or fate.attempt != base.attempt:
-        raise CorruptionError(f"{where.fate_key} does not commit the attempt that COMMIT names")
-    try:
-        return where, [bytes.fromhex(each) for each in fate.manifests]
-    except ValueError:  # of a document without a digest of its own, as older ones are
-        raise CorruptionError(f"{where.fate_key} names manifests by what is no digest") from None
-
-
-def _manifest(store: Store, key: str, expected: bytes) -> Manifest:
-    """The manifest with this digest, from whichever copy has it."""
-    while digest(data := _get(store, key)) != expected and store.distrust(key):
-        pass
-    return manifests.decode(data, key, expected)
-
-
-def _get(store: Store, key: str) -> bytes:
-    try:
-        return store.get(key, max_bytes=manifests.MAX_BYTES)
-    except NotFoundError:
-        raise CorruptionError(f"{key} is missing although its step is committed") from None
-
-
-def _check_together(found: list[Manifest], fate_key: str) -> None:
-    for manifest in found:
-        if manifest.world_size != len(found):
-            raise CorruptionError(f"{fate_key} names {len(found)} manifests of a world of {manifest.world_size}")
-    what = manifests.check_shards(found)
-    if what is not None:
-        raise CorruptionError(f"{fate_key}: {what}", hint="run `millrace ckpt check`")
 
 
 def require_there(store: Store, run: str, base: Base) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from checkpoint.ranks import Ranks
-from checkpoint.repository.steps import Step
+from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore, together
 from checkpoint.restoring.restore import Reading, Saved, Want
 from checkpoint.state import fit, kinds, tree

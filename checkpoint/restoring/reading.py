@@ -19,7 +19,7 @@ import torch
 
 from checkpoint.format.chunk import Box, whole
 from checkpoint.repository import steps as repository
-from checkpoint.repository.steps import Step
+from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore
 from checkpoint.restoring.restore import Saved, Want
 from checkpoint.state import tree

@@ -27,7 +27,7 @@ from checkpoint.format.manifest import Chunk, Manifest, Tensor
 from checkpoint.repository import fetch
 from checkpoint.repository import steps as repository
 from checkpoint.repository.lease import LeaseKeeper
-from checkpoint.repository.steps import Step
+from checkpoint.repository.opening import Step, open_step
 from checkpoint.sharding import regions
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
 from dataio.core.forgotten import Ending
@@ -145,7 +145,7 @@ class reading(contextlib.AbstractContextManager[Step]):
         try:
             self._lease()
             repository.require_there(self._store, self._run, self._base)
-            return repository.open_step(self._store, self._run, self._base)
+            return open_step(self._store, self._run, self._base)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise

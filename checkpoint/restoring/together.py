@@ -23,7 +23,7 @@ import torch.distributed as dist
 from checkpoint.format.chunk import digest
 from checkpoint.ranks import Ranks
 from checkpoint.repository import fetch
-from checkpoint.repository.steps import Step
+from checkpoint.repository.opening import Step
 from checkpoint.restoring.nearby import NODE_BYTES, bring_near, node, on_this_node, threads
 from checkpoint.restoring.restore import Needed, Reading, ReadsStraight
 from checkpoint.sharding.turns import Shared, pack_needs, shared, turns

@@ -16,7 +16,7 @@ import msgspec
 
 from checkpoint.format.documents import Base
 from checkpoint.repository import steps as repository
-from checkpoint.repository.steps import Step
+from checkpoint.repository.opening import Step, open_step
 from checkpoint.tier import finishing
 from checkpoint.tier.saving import keeps, open_shelf
 from dataio.core.errors import ConflictError, MillraceError, TransientError
@@ -115,7 +115,7 @@ def latest(shelf: Shelf | None, url: str, run: str, step: int | str) -> Base | N
 def away(near: Store, run: str, base: Base) -> Iterator[Step]:
     """The step without a word to the store: no lease, no COMMIT."""
     _log.warning("the store cannot be reached: restoring step %d of run %s from the node's tier", base.step, run)
-    yield repository.open_step(near, run, base)
+    yield open_step(near, run, base)
 
 
 def outdated(run: str, restored: Base, newer: Base | None) -> ConflictError:

@@ -15,6 +15,7 @@ from checkpoint.format.documents import Base, StepName
 from checkpoint.format.layout import TensorSpec
 from checkpoint.repository import steps as repository
 from checkpoint.repository import timeline
+from checkpoint.repository.opening import open_step
 from checkpoint.restoring import restore
 from checkpoint.saving import plan
 from checkpoint.saving.events import Event
@@ -140,7 +141,7 @@ def latest(store: Store) -> Base | None:
 
 
 def manifest_of(store: Store, base: Base, rank: int = 0) -> manifest.Manifest:
-    return repository.open_step(store, RUN, base).manifests[rank]
+    return open_step(store, RUN, base).manifests[rank]
 
 
 class Wrapped(Store):

@@ -21,6 +21,7 @@ from checkpoint.format.chunk import digest
 from checkpoint.format.manifest import PLANES, RAW, ZSTD
 from checkpoint.repository import check as checking
 from checkpoint.repository import steps as repository
+from checkpoint.repository.opening import open_step
 from checkpoint.saving import choose
 from checkpoint.saving.choose import Sample, Upload, decide
 from dataio.core.errors import CorruptionError, UnsupportedError
@@ -146,7 +147,7 @@ def test_on_a_fast_store_everything_is_raw_and_readable_by_the_first_version(tmp
     with open_store(tmp_path) as store:
         base = repository.find(store, "exp", "latest")
         assert base is not None
-        assert repository.open_step(store, "exp", base).manifests[0].version == 1
+        assert open_step(store, "exp", base).manifests[0].version == 1
 
 
 def narrow_step(tmp_path: Path) -> str:
@@ -171,7 +172,7 @@ def test_a_reader_of_the_first_version_refuses_planes_by_name(tmp_path: Path, mo
         base = repository.find(store, "exp", "latest")
         assert base is not None
         with pytest.raises(UnsupportedError, match=r"rank-00000.manifest has format version 2"):
-            repository.open_step(store, "exp", base)
+            open_step(store, "exp", base)
 
 
 def test_damage_of_an_encoded_chunk_is_found_and_named(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_manifest_with_an_unknown_codec_is_refused(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         base = repository.find(store, "exp", "latest")
         assert base is not None
-        found = repository.open_step(store, "exp", base).manifests[0]
+        found = open_step(store, "exp", base).manifests[0]
         wrong = msgspec.structs.replace(found, chunks=(msgspec.structs.replace(found.chunks[0], codec=99),))
         key = f"runs/exp/000001/{1:012d}/{base.attempt}/rank-00000.manifest"
         with pytest.raises(CorruptionError, match="unknown codec 99"):

@@ -295,7 +295,7 @@ class Reads(Wrapped):
         return self.inner.get(key, max_bytes=max_bytes)
 
 
-@pytest.mark.parametrize(("divided", "read"), [(b"alike", [[0], [1]]), (b"otherwise", [[0, 0, 1], [1, 0, 1]])])
+@pytest.mark.parametrize(("divided", "read"), [(b"alike", [[0], [1]]), (b"otherwise", [[0, 0, 1], [0, 1, 1]])])
 def test_of_a_base_that_was_divided_alike_a_rank_reads_its_own_manifest_alone(
     store: Store, divided: bytes, read: list[list[int]]
 ) -> None:
@@ -311,7 +311,7 @@ def test_of_a_base_that_was_divided_alike_a_rank_reads_its_own_manifest_alone(
             for m, s in zip(again, reads, strict=True)
         )  # type: ignore[misc]
     )
-    assert [each.ranks for each in reads] == read
+    assert [sorted(each.ranks) for each in reads] == read  # several are read at once
     assert [result["bytes_written"] for result in results] == [0, 0]
 
 

@@ -24,6 +24,7 @@ from checkpoint.lifecycle.collect import collect
 from checkpoint.repository import check as checking
 from checkpoint.repository import steps as repository
 from checkpoint.repository.dedup import Known
+from checkpoint.repository.opening import open_step
 from checkpoint.saving import choose, plan
 from checkpoint.saving.choose import Sample, decide, worth_leaning
 from checkpoint.saving.progress import ProgressFile, add_stored
@@ -124,7 +125,7 @@ def manifests(run: Run, step: int) -> Manifest:
     with open_store(run.url) as store:
         base = repository.find(store, "exp", step)
         assert base is not None
-        return repository.open_step(store, "exp", base).manifests[0]
+        return open_step(store, "exp", base).manifests[0]
 
 
 def test_hardly_changed_weights_are_stored_as_differences_from_one_base_and_come_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from checkpoint import Checkpointer
-from checkpoint.repository.steps import Step
+from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore
 from dataio.core.errors import CorruptionError, MismatchError, UsageError
 

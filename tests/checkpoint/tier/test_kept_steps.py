@@ -17,7 +17,7 @@ from checkpoint.format import names, ulid
 from checkpoint.format.documents import Base, Commit, StepName, encode
 from checkpoint.lifecycle.plan import ORPHAN_SECONDS
 from checkpoint.repository import commit, timeline
-from checkpoint.repository import steps as repository
+from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore
 from checkpoint.saving.events import Event, Released
 from checkpoint.saving.progress import ProgressFile
@@ -64,7 +64,7 @@ def saved(remote: Store, tier: Shelf, step: int = 1, seed: int = 1, base: Base |
 
 
 @contextmanager
-def offline(near: Store, base: Base) -> Iterator[repository.Step]:
+def offline(near: Store, base: Base) -> Iterator[Step]:
     with reading.away(near, RUN, base) as step:
         yield step
 
