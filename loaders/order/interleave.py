@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -50,11 +50,7 @@ class Interleave:
     @cached_property
     def step(self) -> int:
         """Near Q divided by the golden ratio, prime to Q, and of these the hardest to come near by fractions."""
-        wanted = max(1, round(self.period * _GOLDEN))
-        near = range(max(1, wanted - _LOOK), min(self.period, wanted + _LOOK) + 1)
-        return min(
-            (c for c in near if math.gcd(c, self.period) == 1), key=lambda c: _quotients(c, self.period), default=1
-        )
+        return golden(self.period)
 
     def stream(self, places: I64, offsets: int | I64 = 0) -> I64:
         """Which stream stands at each place, 0 <= place < 2^62."""
@@ -77,6 +73,24 @@ class Interleave:
     @cached_property
     def _ends(self) -> I64:
         return np.cumsum(np.asarray(self.quotas, np.int64))
+
+
+@lru_cache(maxsize=64)
+def golden(period: int) -> int:
+    """The step that spreads the points of every stretch most evenly over `period` places, each of which it reaches."""
+    return evenly(0, 1, period)
+
+
+def evenly(step: int, modulus: int, factor: int) -> int:
+    """Of the steps that are `step` modulo `modulus`, one that spreads points evenly over `modulus * factor` places."""
+    wanted = round(factor * _GOLDEN)
+    near = range(max(0, wanted - _LOOK), min(factor, wanted + _LOOK + 1))
+    steps = (step + modulus * more for more in near)
+    return min(
+        (one for one in steps if math.gcd(one, modulus * factor) == 1),
+        key=lambda one: _quotients(one, modulus * factor),
+        default=1,
+    )
 
 
 def _quotients(a: int, b: int) -> int:

@@ -4,7 +4,7 @@ Purpose: mixtures and buckets together, exact and elastic, with a position that 
 
 How. A source whose share of all samples is w has the share w * n / N of those in a bucket, where n of its N clips lie. The sum
 over the sources, divided by how many clips a batch of the bucket has, is how often the bucket's turn comes: `Turns` says whose
-turn a step is and how often it came before, as `Interleave` does for samples. The batch is then number so-and-many of the
+turn a step is and how often it came before, by `Interleave`. The batch is then number so-and-many of the
 bucket's own `Mixed`, in which sources have just those shares. A change of weights begins a segment outside and one in every
 bucket, at the number of batches that it had given by then; so counting goes on without a hole.
 
@@ -29,6 +29,7 @@ from dataio.core.errors import UsageError
 from loaders.order.interleave import Interleave
 from loaders.order.lanes import Order
 from loaders.order.mixture import (
+    MERGED,
     RESOLUTION,
     Mixed,
     Segment,
@@ -184,7 +185,7 @@ class MixedBuckets:
         lanes = [mixed.lanes for mixed in self.mixtures]
         return {
             "buckets": self.name,
-            "order": [self.batches, orders_digest(self.orders, *lanes)],
+            "order": [self.batches, orders_digest(self.orders, *lanes, MERGED)],
             "weights": weights_digest(self.segments, step),
         }
 

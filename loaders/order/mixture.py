@@ -4,16 +4,15 @@ Purpose: say which sample of which source stands in any slot of any step, exactl
 own size and its own epochs.
 
 How. The stream has K lanes, as `lanes` has them; slot s of a global batch of G belongs to lane floor(s * K / G), and every
-source of enough chunks is cut into the same lanes, so a node reads the same chunks of it in every epoch. In each lane
-`Interleave` picks the source of each place by the weights and counts how often it was picked before: its y-th pick in lane k
-is place y * K + k of the source's own stream, which is its epoch 0, 1, 2, … in a row. Lanes start their circles far apart,
-so that every batch and every rank's part of it hold about the right numbers. A change of weights begins a segment, in which
-counting goes on from where the last one ended.
+source of enough chunks is cut into the same lanes, so a node reads the same chunks of it in every epoch. `Strata` says which
+source stands in each slot of a step, and how often it stood in its lane before: its y-th pick in lane k is place y * K + k
+of the source's own stream, which is its epoch 0, 1, 2, … in a row. A change of weights begins a segment, in which counting
+goes on from where the last one ended.
 
 Invariants, for any weights and changes: no place of a source is skipped or comes twice, so between its epochs e and e+1
-every sample comes once (samples near the seam may come a few places early or late, since lanes are not in step). Of any S
-steps' samples, each source has its share give or take a few for each lane. The position is one number, the step; the world
-size is no parameter.
+every sample comes once (samples near the seam may come a few places early or late, since lanes are not in step). Every batch
+holds of each source its share rounded down or up, and steps together, and ranks' parts, their shares give or take a few. The
+position is one number, the step; the world size is no parameter.
 
 The epoch of a mixture, which is infinite, is by definition as many batches as all sources' samples fill once, or
 `epoch_batches`: with weights in proportion to sizes that is one epoch of each. Steps count on over the ends of epochs, for
@@ -35,17 +34,18 @@ import numpy as np
 
 from dataio.core.errors import UsageError
 from loaders.kinds import plain
-from loaders.order.interleave import Interleave
 from loaders.order.lanes import Order, lanes_for
 from loaders.order.permutation import I64, key_of, short
 from loaders.order.schedule import Population, Share, orders_digest, part, sizes
+from loaders.order.strata import Strata
 
 MAX_SOURCES = 1024
 MAX_SEGMENTS = 64
 RESOLUTION = 832_040
 """Weights are multiples of one in so many; a Fibonacci number, see `Interleave`."""
-_LANE_STEP = math.sqrt(2) - 1
 _SOURCE, _START = 6, 7  # keep the keys apart from those of `lanes` and of clips
+MERGED = 2
+"""How sources are merged; 1, which states named by nothing, gave batches that were off by a few."""
 
 Weights = Mapping[str, float]
 
@@ -123,10 +123,12 @@ class Mixed:
         each = self.batch // self.lanes
         step = epoch * self.batches + number
         segment = segment_at(self.segments, step)
-        lane, place = slots // each, (step - self.segments[segment].step) * each + slots % each
-        interleave, offsets = self._interleaves[segment], self._offsets[lane]
-        stream = interleave.stream(place, offsets)
-        pick = self._bases[segment][lane, stream] + interleave.before(stream, place, offsets)
+        strata, since = self._strata[segment], step - self.segments[segment].step
+        lane = slots // each
+        lanes, row = np.unique(lane, return_inverse=True)
+        streams = strata.streams(since, lanes)
+        stream, earlier = streams[row, slots % each], _earlier(streams)[row, slots % each]
+        pick = self._bases[segment][lane, stream] + strata.before(stream, since, lane) + earlier
         own_epoch, virtual = self._of_sources(stream, pick, lane)
         return Share(stream, own_epoch, virtual, sizes(self.batch, world_size))
 
@@ -141,7 +143,7 @@ class Mixed:
         step = epoch * self.batches + number
         return {
             "global_batch": self.batch,
-            "order": [self.batches, orders_digest(self.orders, self.lanes)],
+            "order": [self.batches, orders_digest(self.orders, self.lanes, MERGED)],
             "weights": weights_digest(self.segments, step),
         }
 
@@ -156,14 +158,9 @@ class Mixed:
         return epochs, virtual
 
     @cached_property
-    def _interleaves(self) -> list[Interleave]:
-        return [Interleave(segment.quotas) for segment in self.segments]
-
-    @cached_property
-    def _offsets(self) -> I64:
-        """Where each lane's circle starts."""
-        turns = np.arange(self.lanes) * _LANE_STEP + int(key_of(_START, self.seed)[0]) / 2**64
-        return (turns % 1.0 * RESOLUTION).astype(np.int64)
+    def _strata(self) -> list[Strata]:
+        start = int(key_of(_START, self.seed)[0])
+        return [Strata(segment.quotas, self.batch, self.lanes, start) for segment in self.segments]
 
     @cached_property
     def _bases(self) -> list[I64]:
@@ -175,9 +172,19 @@ class Mixed:
 
     def _counts(self, segment: int, step: int) -> I64:
         """(lanes, sources): the picks from the begin of `segment` up to `step`."""
-        places = (step - self.segments[segment].step) * (self.batch // self.lanes)
-        every = np.arange(len(self.names))
-        return self._interleaves[segment].before(every[None, :], np.array([[places]]), self._offsets[:, None])
+        every, lanes = np.arange(len(self.names)), np.arange(self.lanes)
+        return self._strata[segment].before(every[None, :], step - self.segments[segment].step, lanes[:, None])
+
+
+def _earlier(streams: I64) -> I64:
+    """How often the stream of each place stands before it in its row."""
+    order = np.argsort(streams, axis=1, kind="stable")
+    ordered = np.take_along_axis(streams, order, axis=1)
+    places = np.broadcast_to(np.arange(streams.shape[1]), streams.shape)
+    first = np.where(np.diff(ordered, axis=1, prepend=-1) != 0, places, 0)
+    earlier = np.empty_like(streams)
+    np.put_along_axis(earlier, order, places - np.maximum.accumulate(first, axis=1), axis=1)
+    return earlier
 
 
 def _endless(order: Order, places: I64) -> tuple[I64, I64]:
