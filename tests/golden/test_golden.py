@@ -1,0 +1,161 @@
+"""What earlier versions wrote is read by this one: repositories, datasets, loader states, and both sides of the sidecar's socket.
+
+Each folder here was written once, by the version that it is named after (`tests/golden/make.py`), and is never changed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from checkpoint import Checkpointer, Keep
+from checkpoint.lifecycle import collect
+from checkpoint.repository import check
+from checkpoint.repository import steps as repository
+from dataio.shards.dataset import Dataset
+from dataio.sidecar import messages as m
+from dataio.store.open import open_store
+from tests.checkpoint.making import RUN as STAGED
+from tests.checkpoint.making import load
+from tests.golden import dialogue, make
+
+VERSIONS = sorted(path.parent for path in Path(__file__).parent.glob("*/expected.json"))
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda path: path.name)
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy, in which a test may write."""
+    return Path(shutil.copytree(request.param, tmp_path / "golden"))
+
+
+def expected(golden: Path, what: str) -> Any:
+    return json.loads((golden / "expected.json").read_text())[what]
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return make.digest(ours) == make.digest(theirs)
+    if isinstance(ours, torch.nn.Module | torch.optim.Optimizer | make.Position):
+        return same(ours.state_dict(), theirs.state_dict())
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        return type(ours) is type(theirs) and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return bool(ours == theirs)
+
+
+def test_there_is_a_version_to_read() -> None:
+    assert VERSIONS
+
+
+def test_every_tensor_of_every_step_is_the_one_that_was_saved(golden: Path) -> None:
+    wanted = expected(golden, "repository")
+    url = str(golden / "repository")
+    for run, step in make.STEPS:
+        assert make.tensors_of(url, run, step) == wanted["tensors"][f"{run} {step}"]
+    for tag, step in wanted["tags"].items():
+        with Checkpointer(url, run=make.RUN, sidecar=None) as checkpointer:
+            assert checkpointer.restore(make.training(0), step=f"tag:{tag}") == step
+    for run, steps in wanted["steps"].items():
+        with Checkpointer(url, run=run, sidecar=None) as checkpointer:
+            assert checkpointer.steps() == steps
+
+
+def test_a_state_of_every_kind_is_restored_and_the_run_goes_on(golden: Path) -> None:
+    url = str(golden / "repository")
+    state = make.training(0)
+    with Checkpointer(url, run=make.RUN, sidecar=None, compression="delta", keep=Keep(last=2)) as checkpointer:
+        assert checkpointer.restore(state) == 40
+        saved = make.training(40)
+        rng, _ = state.pop("rng"), saved.pop("rng")
+        assert same(state, saved)
+        assert state["tied"]["a"] is state["tied"]["b"]
+        checkpointer.save(41, {**make.training(41), "rng": rng}).result(60)
+    again = make.training(0)
+    with Checkpointer(url, run=make.RUN, sidecar=None) as checkpointer:
+        assert checkpointer.restore(again) == 41
+        assert same({**again, "rng": 0}, {**make.training(41), "rng": 0})
+    with open_store(url) as store:
+        assert check.check(store).clean
+
+
+def test_check_and_collection_accept_the_repository_and_keep_what_they_must(golden: Path) -> None:
+    url = str(golden / "repository")
+    with open_store(url) as store:
+        report = check.check(store)
+        assert report.clean, report.problems
+        assert report.chunks >= 20
+        collect.retain(store, make.RUN, Keep(last=1))
+        collect.collect(store, ())
+        assert check.check(store).clean
+    kept = expected(golden, "repository")["tensors"]
+    for run, step in [(make.RUN, 10), (make.RUN, 40), (make.FORK, 1), (make.PRUNED, 3)]:  # 10 and 40 have tags
+        found = make.tensors_of(url, run, step)
+        assert found
+        assert found == kept.get(f"{run} {step}", found)
+
+
+def test_a_dataset_has_the_samples_that_were_packed(golden: Path) -> None:
+    wanted = expected(golden, "datasets")["packed"]
+    assert make.described(Dataset(golden / "datasets" / "packed")) == wanted
+    with (
+        Dataset(golden / "datasets" / "packed", version=1) as first,
+        Dataset(golden / "datasets" / "packed", version="all") as tagged,
+    ):
+        assert len(first) == len(tagged) == wanted["samples"] + 1
+        first.check()
+        sample = first.find("clip0")
+        assert json.loads(first.read(sample, "json"))["caption"] == "clip 0"
+
+
+def test_a_loader_state_goes_on_with_the_batches_that_came_next(golden: Path) -> None:
+    wanted = expected(golden, "loaders")
+    for name, loader in make.loaders_of(golden / "datasets").items():
+        with loader:
+            loader.load_state_dict(wanted[name]["state"])
+            batches = make.batches(loader)
+            assert [next(batches) for _ in wanted[name]["next"]] == wanted[name]["next"], name
+
+
+def test_a_daemon_understands_an_earlier_client_and_stores_its_checkpoint(golden: Path, tmp_path: Path) -> None:
+    wanted = expected(golden, "dialogue")
+    arena = base64.b64decode(wanted["arena"])
+    shard = golden / "datasets" / "packed" / wanted["read"]["key"]
+    with dialogue.daemon() as path, open_store(tmp_path / "steps") as steps:
+        dialogue.begin(steps)
+        places = {dialogue.HERE: f"file://{golden / 'datasets' / 'packed'}", dialogue.STEPS: steps.location.url}
+        heard = list(dialogue.play(path, wanted["told"], places, dialogue.raw(wanted["plan"]), arena))
+        assert {tag for tag, _, _ in heard} >= {answer["t"] for answer in wanted["answered"]} - {"progress"}
+        (read,) = [content for tag, _, content in heard if tag == "opened"]
+        assert read == [shard.read_bytes()[at : at + length] for at, length in wanted["read"]["ranges"]]
+        base = repository.find(steps, STAGED, "latest")
+        assert base is not None
+        assert load(steps, base) == dialogue.STATE
+
+
+def test_a_client_understands_what_an_earlier_daemon_answered(golden: Path) -> None:
+    for answer in expected(golden, "dialogue")["answered"]:
+        found = m.decode_from_daemon(msgspec.msgpack.encode(dialogue.raw(answer)))
+        assert superset(msgspec.to_builtins(found), answer)
+
+
+def test_messages_of_every_kind_mean_what_they_meant(golden: Path) -> None:
+    messages = expected(golden, "dialogue")["messages"]
+    assert len(messages) > 20
+    for message in messages:
+        payload = bytes.fromhex(message["payload"])
+        client = message["fields"]["t"] in {each.__struct_config__.tag for each in m.FromClient.__args__}
+        found: Any = m.decode_from_client(payload) if client else m.decode_from_daemon(payload)
+        assert superset(dialogue.plain(msgspec.to_builtins(found)), message["fields"])
+
+
+def superset(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether every field that the earlier version had has its value; later ones may be added."""
+    return all(json.loads(json.dumps(found[name])) == value for name, value in wanted.items())
