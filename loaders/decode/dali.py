@@ -111,7 +111,7 @@ class DaliDecoder:
     def _prepare(self, request: Request) -> tuple[_Feed | MillraceError, _Wanted]:
         try:
             with open_window(request) as window:
-                if len(window.packets) != len(window.times):
+                if not window.stamped or len(window.packets) != len(window.times):
                     raise UnsupportedError("some packets show no frame, and DALI counts packets")
                 if self._device_id is not None:
                     nvdec.check(window, request.info.codec)

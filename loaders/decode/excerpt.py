@@ -129,7 +129,7 @@ def _track(moov: memoryview, info: VideoInfo) -> _Track | None:
     movie = dict(found)
     if b"mvex" in movie:
         return None
-    track = boxes.once([view for kind, view in found if kind == b"trak"][info.stream])
+    track = boxes.once(boxes.tracks(found)[info.stream])
     media = boxes.once(track[b"mdia"])
     middle = boxes.once(media[b"minf"])
     tables = boxes.once(middle[b"stbl"])

@@ -20,7 +20,7 @@ from av.video.stream import VideoStream
 from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError, MillraceError
-from dataio.shards.media import images
+from dataio.shards.media import bitstream, images
 from dataio.shards.media.container import IMAGE_EXTENSIONS
 from loaders.decode import jpeg
 from loaders.decode.canvas import Canvas, Paintable, Quick, Whole
@@ -28,7 +28,7 @@ from loaders.decode.contract import Decoded, Request
 from loaders.decode.convert import U8, Converter
 from loaders.decode.giving_up import check
 from loaders.decode.together import Several, grouped, union
-from loaders.decode.trim import Window, open_window, tells_all
+from loaders.decode.trim import NoStartError, Window, open_window, tells_all
 
 _SKIPPING = frozenset(["h264", "hevc"])
 """Codecs whose decoders may be told anew with every packet whether to skip; dav1d listens only once."""
@@ -151,9 +151,12 @@ def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface,
     which the picture recovers gradually."""
     first: CorruptionError | None = None
     for earlier, trusting in _starts(request):
+        if isinstance(first, NoStartError) and earlier.wanted.key == request.wanted.key:
+            continue
         try:
             with open_window(earlier, trusting=trusting) as window:
-                return _clip(window, earlier, begin()), window.pts
+                pts = window.pts
+                return _clip(window, earlier, begin()), pts
         except CorruptionError as error:
             first = first or error
         except MillraceError as error:
@@ -209,14 +212,33 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
     that comes after the last wanted one in the order of decoding."""
     context = window.stream.codec_context
     context.thread_count = 1
-    wanted = set(window.pts)
-    skipping = window.stamped and context.codec.canonical_name in _SKIPPING
-    for packet in _until(window.packets, wanted) if window.stamped else window.packets:
-        check()
-        if skipping:
-            context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
-        yield from context.decode(packet)
+    if not window.stamped:
+        for packet in window.packets:
+            check()
+            yield from context.decode(packet)
+    else:
+        wanted = set(window.pts)
+        packets = _until(window.packets, wanted)
+        skipping = context.codec.canonical_name in _SKIPPING
+        needed = _in_lower_layers(window, packets) if skipping else set[int]()
+        for number, packet in enumerate(packets):
+            check()
+            if skipping:
+                context.skip_frame = "DEFAULT" if packet.pts in wanted or number in needed else "NONREF"
+            yield from context.decode(packet)
     yield from context.decode(None)
+
+
+def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> set[int]:
+    """The packets of pictures to which none of their temporal layer refers, but maybe some of a higher one. libav's decoder of
+    HEVC takes them for such as nothing refers to."""
+    context = window.stream.codec_context
+    if context.codec.canonical_name != "hevc":
+        return set()
+    units = bitstream.length_size("hevc", context.extradata)
+    layers = [bitstream.layer(memoryview(packet), units) for packet in packets]
+    highest = max((layer for layer, _ in layers), default=0)
+    return {number for number, (layer, referred) in enumerate(layers) if not referred and layer < highest}
 
 
 def _until(packets: Sequence[Packet[VideoStream]], wanted: set[Any]) -> Sequence[Packet[VideoStream]]:

@@ -7,10 +7,12 @@ Invariants: the packets of a `Window` start with a key frame, in decode order, a
 last wanted one refers to. Pictures that are shown before that key frame but stored after it (open GOP) are left out, since
 what they refer to is not there; frames from the key frame on never refer to them. `times` are the presentation stamps of
 the window's frames, ascending; `picks` says which of them make the clip.
-Streams where packets are not frames (AVI, packed MPEG-4) are read whole and their frames counted from the first.
+A key frame of the index at which decoding cannot begin (`bitstream.starts_clean`; datasets from before have some) is refused.
+Streams where packets are not frames (AVI, packed MPEG-4), frames before the first key frame, and streams without any are read
+whole and their frames counted from the first.
 Failure behaviour: `CorruptionError` for what cannot be demultiplexed, a packet marked damaged, a file that ends before its
-container or its index says; `UnsupportedError` for a stream without time stamps. Only the listed demuxers may open a file,
-so that a playlist in a dataset can name no other files.
+container or its index says; `UnsupportedError` for a stream, or a wanted frame, without time stamps. Only the listed demuxers may
+open a file, so that a playlist in a dataset can name no other files.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import io
 from bisect import bisect_right, insort
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import BinaryIO, TypeAlias, TypeVar, cast
 
 import av
@@ -32,13 +34,16 @@ from msgspec.structs import replace
 from dataio.core import limits
 from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 from dataio.shards.contract import KeyFrame
+from dataio.shards.media import bitstream
+from dataio.shards.media.bitstream import is_shown
 from dataio.shards.media.container import check_complete
-from dataio.shards.media.probe import is_shown
 from loaders.clip import Wanted
 from loaders.decode.contract import MAX_CLIP_BYTES, Request
 from loaders.decode.excerpt import Excerpt, excerpt, pays
+from loaders.decode.giving_up import check
 from loaders.partial.file import Media
 
+_EXPANDED = 4
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
@@ -49,6 +54,8 @@ _READ_BYTES = 1 << 16
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
 _IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
+_NEVER = -(1 << 63)
+"""The time of a frame without a stamp, which is before all others."""
 
 Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
 
@@ -68,7 +75,10 @@ class Window(msgspec.Struct, frozen=True):
     @property
     def pts(self) -> tuple[int, ...]:
         """The time stamps of the clip's frames."""
-        return tuple(self.times[min(pick, len(self.times) - 1)] for pick in self.picks)
+        found = tuple(self.times[min(pick, len(self.times) - 1)] for pick in self.picks)
+        if _NEVER in found:
+            raise UnsupportedError("frames of the clip have no time stamps", hint="remux the file, such as by ffmpeg")
+        return found
 
 
 class ViewFile(io.RawIOBase):
@@ -141,8 +151,13 @@ def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]
         raise CapacityError("the decoded clip would be too large", hint="ask for fewer frames a clip")
     cut = _excerpt(request) if trusting else None
     data, read = (request.data, _read) if cut is None else (cut, _read_excerpt)
-    with open_media(data, trusting=trusting, ext=request.info.ext) as container:
-        yield read(container, request)
+    with ExitStack() as stack:
+        container = stack.enter_context(open_media(data, trusting=trusting, ext=request.info.ext))
+        window = read(container, request)
+        if window is None:
+            stack.close()
+            window = _whole(stack.enter_context(open_media(request.data)), request)
+        yield window
 
 
 def _excerpt(request: Request) -> Excerpt | None:
@@ -182,17 +197,31 @@ def tells_all(request: Request) -> bool:
     return request.info.ext in _WITH_DECODE_TIMES or request.info.codec in _IN_ORDER
 
 
-def _read(container: av.container.InputContainer, request: Request) -> Window:
+def _read(container: av.container.InputContainer, request: Request) -> Window | None:
+    """None where frames can only be counted from the file's first packet."""
     info, wanted = request.info, request.wanted
     stream = _video(container, info.stream)
-    if _is_counted(container, info.codec):
-        return _whole(container, stream, wanted, info.frames)
-    packets, times, ended = _collect(_from_key(container, stream, wanted), wanted)
+    if _is_counted(container, info.codec) or wanted.values[0] < (
+        wanted.key.index if wanted.by == "index" else wanted.key.pts
+    ):
+        return None
+    try:
+        packets, times, ended = _collect(_from_key(container, stream, wanted), wanted)
+    except NoStartError:
+        if wanted.key == info.key_frames[0]:
+            return None
+        raise
+    if any(packet.pts is None for packet in packets):
+        return None
     if ended and wanted.key.index + len(times) != info.frames:
         raise CorruptionError(
             f"{len(times)} frames follow frame {wanted.key.index}, but the index lists {info.frames} in all"
         )
-    return Window(stream, packets, times, _picks(wanted, times), all(p.pts is not None for p in packets))
+    return Window(stream, packets, times, _picks(wanted, times), stamped=True)
+
+
+class NoStartError(CorruptionError):
+    """There is no packet at which decoding can begin where the index lists a key frame."""
 
 
 def _video(container: av.container.InputContainer, number: int) -> VideoStream:
@@ -215,13 +244,58 @@ def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
     return codec not in _ONE_PACKET_ONE_FRAME or ("avi" in container.format.name and codec != "mjpeg")
 
 
-def _whole(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted, frames: int) -> Window:
+def _whole(container: av.container.InputContainer, request: Request) -> Window:
     """Every packet: the index counted the frames by decoding from the start, so that is what has to be done again."""
-    packets = [packet for packet in container.demux(stream) if packet.size]
-    times = sorted(_stamp(packet) for packet in packets)[:frames]
-    if wanted.by == "index" and times:
+    info, wanted = request.info, request.wanted
+    stream = _video(container, info.stream)
+    with demuxed(container, stream) as source:
+        packets = list(_bounded(source, len(request.data)))
+    times = _times(packets, stream)
+    if len(times) != info.frames:
+        times = _decoded_times(request)
+    if wanted.by == "index":
         return Window(stream, packets, times, wanted.values, stamped=False)
     return Window(stream, packets, times, _picks(replace(wanted, key=KeyFrame(0, 0)), times), stamped=False)
+
+
+def _bounded(source: Packets, length: int) -> Packets:
+    """Packets of a file of so many bytes; each byte is in one of them, but tables may name the same bytes often."""
+    held = 0
+    for packet in source:
+        held += packet.size
+        if held > _EXPANDED * length:
+            raise CorruptionError(f"its packets hold more than {_EXPANDED} times the bytes of the file")
+        if packet.size:
+            yield packet
+
+
+def _times(packets: list[Packet[VideoStream]], stream: VideoStream) -> list[int]:
+    """The instants of the packets that show a frame, in order."""
+    codec = stream.codec_context.codec.canonical_name
+    views = (memoryview(packet) for packet in packets)
+    if codec == "mpeg4":
+        shown = list(bitstream.mpeg4_shown(stream.codec_context.extradata, views))
+    else:
+        shown = [is_shown(codec, view) for view in views]
+    stamps = (
+        packet.pts if packet.pts is not None else packet.dts for packet, one in zip(packets, shown, strict=True) if one
+    )
+    return sorted(_NEVER if stamp is None else stamp for stamp in stamps)
+
+
+def _decoded_times(request: Request) -> list[int]:
+    """The instants of the frames that the decoder puts out, where packets do not tell: all of the file is decoded for it."""
+    times = list[int]()
+    with open_media(request.data) as container:
+        stream = _video(container, request.info.stream)
+        stream.codec_context.thread_count = 1
+        for packet in _bounded(container.demux(stream), len(request.data)):
+            check()
+            times += [_NEVER if frame.pts is None else frame.pts for frame in packet.decode()]
+        times += [_NEVER if frame.pts is None else frame.pts for frame in stream.codec_context.decode(None)]
+    if len(times) != request.info.frames:
+        raise CorruptionError(f"{len(times)} frames can be decoded, but the index lists {request.info.frames}")
+    return sorted(times)
 
 
 def _from_key(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted) -> Packets:
@@ -235,7 +309,7 @@ def _from_key(container: av.container.InputContainer, stream: VideoStream, wante
         packets = _skip_to(container, stream, wanted.key.pts)
         first = next(packets, None)
     if first is None:
-        raise CorruptionError(f"the key frame at time stamp {wanted.key.pts}, which the index lists, is not there")
+        raise NoStartError(f"the key frame at time stamp {wanted.key.pts}, which the index lists, is not there")
     yield first
     yield from packets
 
@@ -267,17 +341,30 @@ def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]]
             continue
         if packet.dts is not None and _is_over(packet.dts, wanted, times):
             return packets, times, False
+        if not packets:
+            _check_start(packet)
         packets.append(packet)
         if not packet.is_discard and is_shown(packet.stream.codec.canonical_name, memoryview(packet)):
             insort(times, _stamp(packet))
     return packets, times, True
 
 
+def _check_start(packet: Packet[VideoStream]) -> None:
+    context = packet.stream.codec_context
+    codec = context.codec.canonical_name
+    units = bitstream.length_size(codec, context.extradata)
+    if not bitstream.starts_clean(codec, memoryview(packet), units):
+        raise NoStartError(
+            f"decoding cannot begin at the key frame of time stamp {packet.pts}, which the index lists",
+            hint="index the dataset again",
+        )
+
+
 def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:
     """Whether all frames up to the last wanted one are in `times`: what is decoded from `dts` on is shown after it."""
     if wanted.by == "pts":
         return dts > wanted.values[-1]
-    needed = wanted.values[-1] - wanted.key.index
+    needed = max(0, wanted.values[-1] - wanted.key.index)
     return len(times) > needed and times[needed] < dts
 
 

@@ -9,7 +9,7 @@ Failure behaviour: `WRONG` for what does not add up; whoever asks leaves such a 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -25,6 +25,7 @@ WRONG = (struct.error, ValueError, KeyError, IndexError, ZeroDivisionError)
 _MOST_BYTES = 64 * limits.MIB
 """Of the tables."""
 _MOST_OF_BRAND = 1 << 10
+_DESCRIBING = (b"udta", b"meta")
 _ONCE = 1 << 16
 """The rate of an edit that plays what it holds as it is."""
 
@@ -79,6 +80,35 @@ def once(view: memoryview) -> Boxes:
     if len(found) != len(dict(found)):
         raise ValueError("a box that comes twice")
     return dict(found)
+
+
+def tracks(movie: Iterable[tuple[bytes, memoryview]]) -> list[memoryview]:
+    """The tracks among a movie's boxes, as libav numbers its streams.
+
+    libav makes a stream of a cover picture (`covr`) where it meets one, and several streams of one track of IAMF. Tracks behind
+    either have other numbers; they are left out, so that libav reads such a file by itself.
+    """
+    found = list[memoryview]()
+    for kind, view in movie:
+        if kind == b"trak":
+            parts = list(inside(view))
+            found.append(view)
+            if any(_more_streams(name, part) for name, part in parts):
+                break
+        elif kind in _DESCRIBING and b"covr" in bytes(view):
+            break
+    return found
+
+
+def _more_streams(kind: bytes, view: memoryview) -> bool:
+    """Whether libav makes other streams of a track's box than the one of the track."""
+    if kind in _DESCRIBING:
+        return b"covr" in bytes(view)
+    if kind != b"mdia":
+        return False
+    minf = dict(inside(view)).get(b"minf", view[:0])
+    stbl = dict(inside(minf)).get(b"stbl", view[:0])
+    return b"iamf" in bytes(dict(inside(stbl)).get(b"stsd", view[:0]))
 
 
 def ticks_per_second(view: memoryview) -> int:

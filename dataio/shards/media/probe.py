@@ -8,7 +8,10 @@ Invariants:
   The audio stream is the one flagged "default", then of most channels, then of the highest sample rate, then the first.
 * Frames are counted, never taken from a header: a packet that is shown is a frame, in order of pts. Where that does not
   hold (AVI, which stores no pts; packed MPEG-4; packets without pts; a start inside a group of pictures), the whole
-  stream is decoded and its output counted.
+  stream is decoded and its output counted. Where not even the first shown frame follows a key frame, the first key frame of
+  the index is behind it, or is none of the file's: loaders begin at the file's first packet then.
+* A key frame is one that decoding can begin at (`bitstream.starts_clean`), whatever the container marks: not a point from which
+  H.264 recovers little by little.
 * So a key frame's index is the number of frames that decoding from the start puts out before it. A key frame cut off by an
   edit list, which is decoded but not shown, carries the index of the first shown frame that needs it.
 * Of files that may be read in part (`dataio.shards.pieces`), a key frame's place is where libav says that its packet begins.
@@ -45,6 +48,7 @@ from av.video.frame import VideoFrame
 from dataio.core import limits
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
+from dataio.shards.media.bitstream import is_shown, length_size, starts_clean
 from dataio.shards.media.color import color_of
 from dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, is_converted
 from dataio.shards.pieces import size_for
@@ -74,6 +78,8 @@ class _Packet(msgspec.Struct, frozen=True):
     """Whether it is a whole JPEG, so that it is a frame wherever it stands."""
     at: int
     """At which byte of the file, if libav says."""
+    unclean: bool = False
+    """Whether the container marks it as a key frame and decoding cannot begin at it."""
 
 
 def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
@@ -132,7 +138,7 @@ def _probe_open(source: Any, ext: str) -> Probe:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
         video_info = None if video is None else _video_info(source, ext, container, video, packets, first)
         audio_info = None if audio is None else sound.info(ext, audio)
-        return _result(container, video_info, audio_info, sound.errors)
+        return _result(container, video_info, audio_info, sound.errors, sum(p.unclean for p in packets))
 
 
 def _check_video(stream: Any) -> None:
@@ -149,8 +155,13 @@ def _check_frames(count: int) -> None:
         raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
 
 
-def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, audio_errors: int) -> Probe:
+def _result(container: Any, video: VideoInfo | None, audio: AudioInfo | None, audio_errors: int, unclean: int) -> Probe:
     notes = []
+    if unclean:
+        notes.append(
+            f"decoding cannot begin at {unclean} of its key frames (such as of intra refresh), so clips begin at those "
+            "before, which may take long; --transcode h264 helps"
+        )
     if audio is None and audio_errors:
         if video is None:
             raise CorruptionError("no sound could be decoded")
@@ -217,17 +228,20 @@ def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], Video
     for stream in (video, audio):
         if stream is not None:
             _prepare(stream)
+    codec = "" if video is None else video.codec_context.codec.canonical_name
+    units = 0 if video is None else length_size(codec, video.codec_context.extradata)
     for packet in container.demux([s for s in (video, audio) if s is not None]):
         if audio is not None and packet.stream.index == audio.index:  # a flush packet's own stream_index is always 0
             sound.feed(packet)
             continue
         first = first or next(_decode(packet), None)
         if packet.size:
-            codec = video.codec_context.codec.canonical_name
-            shown = not packet.is_discard and is_shown(codec, memoryview(packet))
-            picture = codec == "mjpeg" and _is_jpeg(memoryview(packet))
+            data, marked = memoryview(packet), packet.is_keyframe
+            shown = not packet.is_discard and is_shown(codec, data)
+            picture = codec == "mjpeg" and _is_jpeg(data)
+            key = marked and starts_clean(codec, data, units)
             packets.append(
-                _Packet(packet.pts, packet.duration or 0, packet.is_keyframe, shown, picture, _place(packet))
+                _Packet(packet.pts, packet.duration or 0, key, shown, picture, _place(packet), marked != key)
             )
             _check_frames(len(packets))
     return packets, first, sound
@@ -250,18 +264,6 @@ def _decode(packet: Any) -> Iterator[VideoFrame]:
         return  # damage inside is the loader's to judge; that nothing decodes is judged by the caller
 
 
-def is_shown(codec: str, data: memoryview) -> bool:
-    """False for the alternate reference frames that VP8 and VP9 may store in packets of their own."""
-    if codec == "vp8":
-        return bool(data[0] & 0x10)
-    if codec == "vp9" and data[-1] & 0xE0 != 0xC0:  # not a superframe, which always ends in a shown frame
-        bits = int.from_bytes(bytes(data[:2]).ljust(2, b"\0"), "big")
-        after_profile = 5 if (bits >> 12) & 3 == 3 else 4
-        show_existing, show = (bits >> (15 - after_profile)) & 1, (bits >> (13 - after_profile)) & 1
-        return bool(show_existing or show)
-    return True
-
-
 def _video_info(
     source: Any, ext: str, container: Any, stream: Any, packets: list[_Packet], first: VideoFrame | None
 ) -> VideoInfo:
@@ -269,7 +271,7 @@ def _video_info(
         raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
     believed = "avi" not in container.format.name or all(packet.picture for packet in packets)  # AVI has empty packets
     counted = _count_packets(stream, packets) if believed else None
-    frames, keys, start, end = counted or _count_by_decoding(source, stream.index)
+    frames, keys, start, end = counted or _count_by_decoding(source, stream, packets)
     keys = _placed(keys, packets, container.size)
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
     if end <= start:  # the last frame's own duration is unknown
@@ -331,18 +333,19 @@ def _placed(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tu
     return tuple(KeyFrame(key.pts, key.index, places.get(key.pts, -1)) for key in keys)
 
 
-def _count_by_decoding(source: Any, index: int) -> _Count:
+def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Count:
+    unclean = {p.pts for p in packets if p.unclean}
     keys, times, end, count = [], [], 0, 0
     with _open(source) as container:
-        stream = container.streams[index]
-        _prepare(stream)
-        for packet in container.demux(stream):
+        again = container.streams[stream.index]
+        _prepare(again)
+        for packet in container.demux(again):
             for frame in _decode(packet):
                 pts = frame.pts if frame.pts is not None else frame.dts
                 if pts is not None:
                     times.append(pts)
                     end = max(end, pts + (frame.duration or 0))
-                    if frame.key_frame:
+                    if frame.key_frame and pts not in unclean:
                         keys.append(KeyFrame(pts, count))
                 count += 1
                 _check_frames(count)

@@ -11,6 +11,7 @@ Failure behaviour: None for everything else, which libav reads by itself.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from fractions import Fraction
@@ -27,6 +28,8 @@ from loaders.sound.excerpts.contract import Excerpt
 EXTENSIONS = boxes.EXTENSIONS
 _EDGE = 8
 """So many packets at the beginning and at the end are not taken."""
+_MOST_CHUNKS = 1 << 14
+"""Chunks of packets that an excerpt may have."""
 _MORE = 4
 """Packets behind the last one that is wanted: decoders give some later than they get them."""
 
@@ -65,7 +68,9 @@ def excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerpt
     last += 1 + _MORE
     if not _EDGE <= first < last <= len(track.sizes) - _EDGE or _run(track, first) != _run(track, last):
         return None
-    stretches = list(_stretches(track, first, last))
+    stretches = list(itertools.islice(_stretches(track, first, last), _MOST_CHUNKS + 1))
+    if len(stretches) > _MOST_CHUNKS or sum(size for _, size in stretches) > len(data):
+        return None  # the same bytes more than once: a small file would become a large one
     if any(begin + size > len(data) for begin, size in stretches):
         return None
     parts = [data[begin : begin + size] for begin, size in stretches]
@@ -81,7 +86,7 @@ def _track(moov: memoryview, number: int) -> Track | None:
     found = list(boxes.inside(moov))
     if any(kind == b"mvex" for kind, _ in found):
         return None
-    track = dict(boxes.inside([view for kind, view in found if kind == b"trak"][number]))
+    track = dict(boxes.inside(boxes.tracks(found)[number]))
     media = dict(boxes.inside(track[b"mdia"]))
     tables = dict(boxes.inside(dict(boxes.inside(media[b"minf"]))[b"stbl"]))
     if bytes(media[b"hdlr"][8:12]) != b"soun" or not tables.keys().isdisjoint([b"ctts", b"stss", b"stz2", b"cslg"]):

@@ -230,6 +230,21 @@ def changed(data: bytes, kind: bytes, at: int, layout: str, *values: Any) -> byt
     return bytes(made)
 
 
+@pytest.mark.parametrize("describing", [b"udta", b"meta"])
+def test_a_cover_before_the_track_makes_its_number_another_one(pyramid: Film, describing: bytes) -> None:
+    wanted, data = middle(pyramid), pyramid.data
+    at = data.rindex(b"moov") - 4
+    (movie,) = struct.unpack_from(">I", data, at + 8)
+    tracks = data[at + 8 + movie :]
+    for inside, known in ((b"covr", False), (b"name", True)):
+        more = struct.pack(">I4s", 24, describing) + struct.pack(">I4s", 16, inside) + bytes(8)
+        length = struct.pack(">I4s", len(data) - at + len(more), b"moov")
+        cover_first = data[:at] + length + data[at + 8 : at + 8 + movie] + more + tracks
+        assert (pyramid.excerpt(wanted, cover_first) is not None) == known
+        cover_last = data[:at] + length + data[at + 8 :] + more
+        assert pyramid.excerpt(wanted, cover_last) is not None
+
+
 @pytest.mark.parametrize(
     "change",
     {

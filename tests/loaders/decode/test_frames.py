@@ -138,7 +138,7 @@ def test_open_groups_and_gradual_refreshes_are_exact_at_every_frame(
     data = reencode(media / "nasa_h264_aac.mp4", codec, container, options=parameters, frames=40)
     info = info_of(data, container)
     assert _leading_pictures(data) > 0  # the case is there
-    assert len(info.key_frames) > 2
+    assert len(info.key_frames) > 2 or "intra-refresh" in str(parameters)  # which has no key frames but the first
     images, _ = reference(data, info.stream)
     for first in range(0, 39, 3):
         decoded = decode(PyAVDecoder(), data, info, frames_at(info, first, first + 1))

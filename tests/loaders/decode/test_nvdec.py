@@ -105,8 +105,10 @@ def test_frames_within_one_millisecond_are_not_decoded_on_the_gpu(media: Path, i
             nvdec.check(close, "vp9")
 
 
-def test_gradual_refreshes_of_h264_are_not_decoded_on_the_gpu(media: Path, reencode: Any, info_of: InfoOf) -> None:
-    options = {"x264-params": "intra-refresh=1:keyint=10"}
+def test_what_begins_at_a_point_of_recovery_is_not_decoded_on_the_gpu(
+    media: Path, reencode: Any, info_of: InfoOf
+) -> None:
+    options = {"x264-params": "open-gop=1:keyint=10:bframes=4:scenecut=0"}
     data = reencode(media / "nasa_h264_aac.mp4", "libx264", "mp4", options=options, frames=40)
     info = info_of(data, "mp4")
     assert why_not(request(data, info)) == ""
