@@ -2,11 +2,13 @@
 
 Invariants: bytes are first written to a hidden file under `<root>/.millrace-tmp`, fsynced, and only then named by `rename`
 (`put`, `put_multipart`) or `link` (`put_if_absent`); then the directories from the object's own up to the root are fsynced,
-whoever made them. So a killed writer leaves at most a hidden file, which a later writer removes when it is a day old.
+whoever made them. So a killed writer leaves at most a hidden file. The writer holds a lock (flock) on it until it has its name; a
+later writer removes a hidden file that is a day old by the file system's own clock and that no process has locked.
 Below the root no symbolic link is followed, neither to read nor to write nor to list.
 
 Failure behaviour: an errno becomes the error of its remedy (`dataio.store.oserrors`). `link` answering EEXIST, or failing in
 a way that leaves the outcome open (an NFS reply that was lost), is settled by reading the object back, as the contract says.
+An fsync that fails is final (`_sync`): the kernel reports a lost write once, so a second fsync would only seem to succeed.
 A delete is not fsynced: after a crash of the machine a deleted object may be there again.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import secrets
@@ -26,13 +29,20 @@ import msgspec
 
 from dataio.core import limits
 from dataio.core.crashpoints import declare
-from dataio.core.errors import AmbiguousWriteError, CapacityError, NotFoundError, TransientError, UnsupportedError
+from dataio.core.errors import (
+    AmbiguousWriteError,
+    CapacityError,
+    MillraceError,
+    NotFoundError,
+    TransientError,
+    UnsupportedError,
+)
 from dataio.core.filesystem import is_local
 from dataio.store import nolinks
 from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
 from dataio.store.direct import fill_directly, fill_together
-from dataio.store.oserrors import AMBIGUOUS, translated
+from dataio.store.oserrors import AMBIGUOUS, from_os_error, translated
 from dataio.store.writer import FileWriter
 
 TEMPORARY = ".millrace-tmp"
@@ -208,28 +218,33 @@ class PosixStore(Store):
 
     @contextlib.contextmanager
     def _written_aside(self, parts: Iterable[Buffer]) -> Iterator[_Aside]:
-        """A hidden file that holds `parts`, fsynced; whatever happens, it is gone at the end."""
+        """A hidden file that holds `parts`, fsynced; whatever happens, it is gone at the end, and locked until then."""
         path, fd = self._new_file()
         try:
-            try:
-                size = self._write(path, fd, parts)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            size = self._write(path, fd, parts)
+            _sync(fd, path)
             _written()
             yield _Aside(path, size)
         finally:
+            os.close(fd)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
     def _new_file(self) -> tuple[str, int]:
-        """A hidden file, open; whoever tidies up (`millrace doctor`) may take its empty folder away, so try a few times."""
+        """A hidden file, open and locked; `millrace doctor` may take its empty folder away, so try a few times."""
         for _ in range(_PUBLISH_TRIES):
             with contextlib.suppress(FileNotFoundError):
-                path = os.path.join(
-                    self._temporary_folder(), f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(8)}"
-                )
-                return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                folder = self._temporary_folder()
+                path = os.path.join(folder, f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(8)}")
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                try:
+                    if _locked(fd, path):
+                        self._sweep(folder, path, fd)
+                        return path, fd
+                except BaseException:
+                    os.close(fd)
+                    raise
+                os.close(fd)
         raise TransientError(
             f"{self._root!r}: {_PUBLISH_TRIES} times there was no folder for unfinished files, though it was made",
             hint="see whether another program deletes below it, and whether that file system takes files at all",
@@ -246,10 +261,13 @@ class PosixStore(Store):
         folder = os.path.join(self._root, TEMPORARY)
         if not os.path.isdir(folder):
             _make_folders(folder)
+        return folder
+
+    def _sweep(self, folder: str, path: str, fd: int) -> None:
+        """Once, remove what killed writers left in `folder`; `path`, open as `fd`, was made there just now."""
         if not self._swept:
             self._swept = True
-            _remove_stale(folder)
-        return folder
+            _remove_stale(folder, path, os.fstat(fd).st_mtime - _STALE_SECONDS)
 
     def _publish(self, path: str, name_it: Callable[[], None]) -> None:
         """Name the new content; a concurrent delete may take the emptied folder away, so try a few times."""
@@ -351,9 +369,23 @@ def _sync_folder(folder: str) -> None:
     except FileNotFoundError:  # deleted with its last object by someone else, after this write took effect
         return
     try:
-        os.fsync(fd)
+        _sync(fd, folder)
     finally:
         os.close(fd)
+
+
+def _sync(fd: int, path: str) -> None:
+    """fsync, once: the kernel reports that it lost a write to one fsync and forgets it, so a retry proves nothing."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        found = from_os_error(error, f"writing: fsync of {path!r}")
+        if not isinstance(found, TransientError):
+            raise
+        raise MillraceError(
+            f"{found.message}: what was written there may be lost",
+            hint="check the disk or mount, then write it again; what was durable before is as it was",
+        ) from error
 
 
 def _make_folders(folder: str) -> None:
@@ -371,14 +403,37 @@ def _ancestors(folder: str) -> Iterator[str]:
         folder = os.path.dirname(folder)
 
 
-def _remove_stale(folder: str) -> None:
-    """Remove what writers killed more than a day ago left; a bounded number each time a store begins to write."""
-    oldest = time.time() - _STALE_SECONDS
+def _locked(fd: int, path: str) -> bool:
+    """Lock the new file at `path` for as long as `fd` is open. False when another writer has taken it for a dead one's."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, where nothing is swept
+        return True
+    return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+
+
+def _remove_stale(folder: str, but: str, before: float) -> None:
+    """Remove what killed writers left before this time; a bounded number each time a store begins to write.
+
+    The clock says what is worth a look: earlier releases wrote without a lock. The lock says what is dead.
+    """
     with os.scandir(folder) as entries:
-        for entry in itertools.islice(entries, _STALE_SCAN):
+        for entry in itertools.islice((entry for entry in entries if entry.path != but), _STALE_SCAN):
             with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                    os.unlink(entry.path)
+                if entry.stat(follow_symlinks=False).st_mtime < before:
+                    _remove_if_dead(entry.path)
+
+
+def _remove_if_dead(path: str) -> None:
+    """Remove the hidden file unless its writer lives. OSError where it does, or where the file system cannot tell."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # for writing: NFS wants it for a lock
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    finally:
+        os.close(fd)
 
 
 def _no_hard_links(root: str) -> UnsupportedError:

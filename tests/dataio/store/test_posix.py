@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dataio.core.errors import (
     AccessDeniedError,
     AmbiguousWriteError,
     CapacityError,
+    MillraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
@@ -25,6 +27,7 @@ from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.store.posix import TEMPORARY, PosixStore
 from dataio.testing.conformance import StoreConformance, StoreMachine
+from dataio.testing.system import clock_jump, failing_fsync
 from tests.denied import denied
 
 
@@ -91,6 +94,68 @@ def test_leftovers_are_removed_when_they_are_a_day_old_and_not_before(root: Path
     os.utime(left, (0, 0))
     open_store(root).put("b", b"")
     assert not left.exists()
+
+
+def test_a_clock_that_is_days_ahead_removes_no_hidden_file_of_a_live_writer(root: Path) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b"first "
+        (hidden,) = (root / TEMPORARY).iterdir()
+        os.utime(hidden, (0, 0))  # the machine's clock, and so the file system's, was behind until now
+        with clock_jump(3 * 86400) as told:
+            open_store(root).put("other", b"")
+        assert told
+        assert hidden.exists()
+        yield b"second"
+
+    store = open_store(root)
+    store.put_multipart("k", parts())
+    assert store.get("k") == b"first second"
+    assert os.listdir(root / TEMPORARY) == []
+
+
+def test_a_hidden_file_stays_locked_until_it_has_its_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fired, real = [], os.link
+
+    def link(source: str, target: str, **more: bool) -> None:
+        os.utime(source, (0, 0))
+        open_store(root).put("other", b"")  # removes what is old and nobody's
+        fired.append(source)
+        real(source, target, **more)
+
+    monkeypatch.setattr(os, "link", link)
+    assert open_store(root).put_if_absent("k", b"new")
+    assert fired
+
+
+def test_a_writer_whose_new_file_was_taken_for_a_dead_ones_makes_another(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, fired = os.open, []
+
+    def opened(path: str, flags: int, *more: int) -> int:
+        fd = real(path, flags, *more)
+        if flags & os.O_EXCL and not fired:
+            fired.append(path)
+            os.unlink(path)
+        return fd
+
+    monkeypatch.setattr(os, "open", opened)
+    before = len(os.listdir("/proc/self/fd"))
+    open_store(root).put("k", b"new")
+    assert open_store(root).get("k") == b"new"
+    assert (len(fired), len(os.listdir("/proc/self/fd"))) == (1, before)
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if_absent", "put_multipart"])
+@pytest.mark.parametrize("where", [TEMPORARY, "/folder"])
+def test_an_fsync_error_that_is_reported_once_fails_the_write(root: Path, operation: str, where: str) -> None:
+    store = open_store(root)
+    store.put("folder/before", b"")
+    with failing_fsync(where) as failed, pytest.raises(MillraceError, match=r"fsync of .*may be lost") as caught:
+        getattr(store, operation)("folder/k", [b"new"] if operation == "put_multipart" else b"new")
+    assert len(failed) == 1
+    assert not isinstance(caught.value, TransientError)  # which would be tried again
+    assert store.get("folder/before") == b""
 
 
 def test_no_symbolic_link_is_followed_below_the_root(root: Path, tmp_path: Path) -> None:
