@@ -1,16 +1,21 @@
 """The bytes of a staged arena into packs: hashed, known ones left out, new ones compressed where that pays; and their manifest.
 
 Invariant: pieces are taken from the arena in order, each once; a chunk is stored once in an attempt, and what a base has
-already is referred to there. Memory ahead of the store is `_AHEAD` chunks.
-Failure behaviour: errors of the store; packs that were complete before are known to the progress file, if there is one.
+already is referred to there. Memory ahead of the store is `_AHEAD` chunks. What was written to a pack is what was hashed: the
+pieces of a whole arena, which its trainer can still reach, are looked at again once the store has them.
+Failure behaviour: errors of the store; `CorruptionError` when the arena was changed meanwhile, before a manifest names the chunk.
+Packs that were complete before are known to the progress file, if there is one.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import xxhash
 
 from checkpoint.format import layout, pack
 from checkpoint.format import manifest as manifests
@@ -25,12 +30,15 @@ from checkpoint.saving.plan import PutPlan
 from checkpoint.saving.progress import FreeNumbers, ProgressFile, add_stored
 from dataio.core.clock import Clock
 from dataio.core.crashpoints import declare
+from dataio.core.errors import CorruptionError
 from dataio.core.limits import MIB
 from dataio.store.contract import Store
 
 _THREADS = 2
 _AHEAD = 8
 """Chunks hashed ahead of the upload."""
+_ON_THEIR_WAY = 32 * MIB
+"""What the store may still be reading when it asks for more; it is looked at again later, or when the pack is stored."""
 
 _in_pack = declare("ckpt.in-pack", "a pack is half sent: invisible, and no such object")
 _first_pack = declare("ckpt.first-pack", "one pack is there: invisible, garbage once the lease is over")
@@ -95,11 +103,13 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
 
     def new_chunks() -> Iterator[pack.NewChunk]:
         done = said = 0
-        for chunk, base in _hashed(pool, arena, pieces, known, choice):
+        for piece, (chunk, base, seen) in zip(pieces, _hashed(pool, arena, pieces, known, choice), strict=True):
             digests.append(chunk.digest)
             if base is not None and chunk.digest not in tables.number:
                 tables.leans[chunk.digest] = base
-            yield from _if_new(chunk, known, tables)
+            for new in _if_new(chunk, known, tables):
+                same.sent(piece, seen)
+                yield new
             done += chunk.raw
             if done == total or done - said >= max(total // 100, 4 * MIB):
                 said = done
@@ -117,9 +127,60 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
     with ThreadPoolExecutor(
         _THREADS, thread_name_prefix="millrace-hash"
     ) as pool:  # ends with this call, however it ends
+        same = _Same(arena, pool, plan.step)
         for _ in pack.write_all(store, key_of, new_chunks(), packed, taken.took):
+            same.require()
             _first_pack()
     return Stored(specs, spans, tables, digests, known)
+
+
+class _Same:
+    """Whether the pieces that were sent are still what they were when they were hashed.
+
+    A trainer that writes to the arena meanwhile would have a step committed that cannot be restored. Each piece is read once more
+    (XXH3-64) when the store must be done with it. A state in slices is not looked at: nobody else has its memory.
+    """
+
+    def __init__(self, arena: ArenaBytes, pool: Executor, step: int) -> None:
+        self._arena, self._pool, self._step = arena if isinstance(arena, memoryview) else None, pool, step
+        self._waiting: deque[tuple[layout.Piece, int]] = deque()
+        self._bytes = 0
+        self._looks: deque[Future[None]] = deque()
+
+    def sent(self, piece: layout.Piece, seen: int) -> None:
+        """This piece is sent next."""
+        if self._arena is None:
+            return
+        self._waiting.append((piece, seen))
+        self._bytes += piece.length
+        while self._bytes > _ON_THEIR_WAY:
+            self._look()
+        while len(self._looks) > _AHEAD:
+            self._looks.popleft().result()
+
+    def require(self) -> None:
+        """The store has all that was sent: raises `CorruptionError` unless nothing of it has changed."""
+        while self._waiting:
+            self._look()
+        while self._looks:
+            self._looks.popleft().result()
+
+    def _look(self) -> None:
+        piece, seen = self._waiting.popleft()
+        self._bytes -= piece.length
+        self._looks.append(self._pool.submit(self._compare, piece, seen))
+
+    def _compare(self, piece: layout.Piece, seen: int) -> None:
+        assert self._arena is not None
+        if _glance(self._arena[piece.at : piece.at + piece.length]) != seen:
+            raise CorruptionError(
+                f"step {self._step} is not saved: its staged copy was changed while it was stored, within {piece.length} bytes "
+                f"from {piece.at} on",
+                hint="see what in the trainer writes to the memory file millrace-arena; earlier steps are untouched",
+            )
+
+
+_glance = xxhash.xxh3_64_intdigest
 
 
 def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterator[pack.NewChunk]:
@@ -137,18 +198,19 @@ def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterato
 
 def _hashed(
     pool: Executor, arena: ArenaBytes, pieces: Sequence[layout.Piece], known: dedup.Known, choice: choose.Choice
-) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None]]:
+) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None, int]]:
     """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with what a
-    difference leans on."""
+    difference leans on, and what `_Same` compares later."""
 
-    def work(numbered: tuple[int, layout.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None]:
+    def work(numbered: tuple[int, layout.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None, int]:
         number, piece = numbered
         payload = arena[piece.at : piece.at + piece.length]
+        seen = _glance(payload) if isinstance(arena, memoryview) else 0  # first: a change from here on is seen
         name = digest(payload)
         if name in known.chunks:
-            return pack.NewChunk(name, payload, piece.length), None
+            return pack.NewChunk(name, payload, piece.length), None, seen
         made = choice.pack(number, payload)
-        return pack.NewChunk(name, made.stored, piece.length, made.kind), made.base
+        return pack.NewChunk(name, made.stored, piece.length, made.kind), made.base, seen
 
     return in_order(pool, work, enumerate(pieces), _AHEAD)
 

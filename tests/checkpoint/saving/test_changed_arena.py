@@ -1,0 +1,67 @@
+"""A trainer that goes on writing to its staged arena while that is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoint.repository import check
+from dataio.core.errors import CorruptionError
+from dataio.core.limits import MIB
+from dataio.store.contract import Buffer, Store
+from dataio.store.open import open_store
+from tests.checkpoint.making import Made, Wrapped, begin, latest, load, make, save, tiny_state
+
+STATE = {f"t{n}": np.random.default_rng(n).integers(0, 8, MIB, np.uint8).tobytes() for n in range(6)}
+
+
+class Tampering(Wrapped):
+    """The trainer changes one byte of the arena as the store asks for part number `part` of a pack, or has the last one."""
+
+    def __init__(self, inner: Store, part: int, at: int) -> None:
+        super().__init__(inner)
+        self._part, self._at = part, at
+        self.made: Made | None = None
+        self.fired = 0
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        return self.inner.put_multipart(key, self._changed(parts))
+
+    def _changed(self, parts: Iterable[Buffer]) -> Iterator[Buffer]:
+        for number, part in enumerate(parts):
+            if number == self._part:
+                self._change()
+            yield part
+        if self._part < 0:
+            self._change()
+
+    def _change(self) -> None:
+        assert self.made is not None
+        self.made.arena[self._at] ^= 1
+        self.fired += 1
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize(
+    ("part", "at"),
+    [(0, 0), (3, 2 * MIB + 5), (6, 5 * MIB + 7), (-1, 6 * MIB - 1)],
+    ids=["hashed", "sent", "before the footer", "when all parts were given"],
+)
+def test_an_arena_that_is_changed_while_it_is_stored_commits_nothing(
+    tmp_path: Path, compression: str, part: int, at: int
+) -> None:
+    with open_store(tmp_path) as inner:
+        number = begin(inner)
+        first = save(inner, make(inner, tiny_state(1), step=1, number=number))
+        store = Tampering(inner, part, at)
+        store.made = make(inner, STATE, step=2, number=number, compression=compression)
+        with pytest.raises(CorruptionError, match="step 2 is not saved: its staged copy was changed"):
+            save(store, store.made)
+        assert store.fired == 1
+        assert latest(inner) == first
+        assert not check.check(inner).problems
+        again = make(inner, STATE, step=2, number=number, compression=compression)
+        assert load(inner, save(inner, again)) == STATE
