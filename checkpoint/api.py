@@ -138,9 +138,9 @@ class Checkpointer:
         `priority` is "normal", or "preemption" for the last save before this machine is taken away: it waits for no earlier
         save's memory, and in the sidecar it overtakes what waits and holds what runs.
 
-        Raises the error of an earlier save that nobody has fetched (see `failed_saves`), `ConflictError` when this timeline
-        has the step already, `UsageError` naming the path of a value that cannot be saved, `DeadlineError` when the previous save
-        keeps the arena too long.
+        A store that is away fails the handle, also at the first save. Raises the error of an earlier save that nobody has fetched
+        (see `failed_saves`), `ConflictError` when this timeline has the step already, `UsageError` naming the path of a value
+        that cannot be saved, `DeadlineError` when the previous save keeps the arena too long.
         """
         urgent = _is_urgent(priority)
 

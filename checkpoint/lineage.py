@@ -22,11 +22,13 @@ from checkpoint.repository import timeline
 from checkpoint.repository.parent import Parent
 from checkpoint.tier import reading
 from checkpoint.tier.reading import Found, NodeTier
-from dataio.core.errors import NotFoundError
+from dataio.core.errors import NotFoundError, TransientError
 from dataio.store.contract import Store
 
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""
+_AWAY_BYTES = 400
+"""What fits into the message of rank 0."""
 _LOOKS = 5
 """How often the latest step is looked for, when retention removes what was found."""
 
@@ -37,6 +39,8 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
     attempt: str
     timeline: int
     bases: tuple[Base, ...]
+    away: str = ""
+    """Why there is no timeline yet: the store could not be reached, and nothing is saved."""
 
 
 class Lineage:
@@ -63,7 +67,16 @@ class Lineage:
                 self._prepared = True
 
     def draw(self) -> Ticket:
-        """On rank 0. Opens the run's next timeline before the first save; otherwise asks the store nothing."""
+        """On rank 0. Opens the run's next timeline before the first save; otherwise asks the store nothing. A store that is away
+        is no error of the training loop: the ticket says why, and the next save tries again."""
+        try:
+            return self._drawn()
+        except TransientError as error:
+            if self.timeline:
+                raise
+            return Ticket("", 0, (), str(error).encode()[:_AWAY_BYTES].decode(errors="ignore"))
+
+    def _drawn(self) -> Ticket:
         number = self.timeline
         if not number:
             self.prepare()

@@ -104,6 +104,8 @@ class Saver:
     def _start_held(self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object]) -> Handle:
         began = time.perf_counter()
         ticket, taken = self._agree(step, state, check)
+        if not ticket.timeline:
+            return self._not_begun(step, ticket)
         try:
             handle, copying = self._start(step, ticket, state, taken, urgent)
         except BaseException as error:
@@ -117,6 +119,18 @@ class Saver:
         handle.stall = time.perf_counter() - began
         metrics.checkpoint_stall_seconds.observe(handle.stall)
         self._meter.held(handle.stall)
+        return handle
+
+    def _not_begun(self, step: int, ticket: Ticket) -> Handle:
+        """The first save while the store is away: it fails as later ones do, at its handle, and nothing is copied."""
+        error = TransientError(
+            f"step {step} is not saved: rank 0 could not open the run's timeline: {ticket.away}",
+            hint="the next save tries again",
+        )
+        handle = Handle(step, ticket.attempt)
+        self._log_failure(step, error)
+        handle.set_error(error)
+        self._saves.add(handle)
         return handle
 
     def warm_up(self, state: dict[str, Any]) -> None:
@@ -317,14 +331,18 @@ class Saver:
             raise
 
     def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
-        metrics.checkpoint_saves.labels("failed").inc()
-        detail = None if isinstance(error, MillraceError) else error
-        _log.error("step %d was not saved; training goes on without it: %s", handle.step, error, exc_info=detail)
+        self._log_failure(handle.step, error)
         if handle.carrier != "sidecar" or not isinstance(error, TransientError):  # else the daemon may go on with it
             self._abort(Attempt(put.run, put.timeline, put.step, put.attempt, put.world_size), error)
         handle.set_error(error)  # last: whoever hears of it may close the store
 
     # when this rank has failed
+
+    @staticmethod
+    def _log_failure(step: int, error: BaseException) -> None:
+        metrics.checkpoint_saves.labels("failed").inc()
+        detail = None if isinstance(error, MillraceError) else error
+        _log.error("step %d was not saved; training goes on without it: %s", step, error, exc_info=detail)
 
     def _attempt(self, step: int, ticket: Ticket) -> Attempt:
         return Attempt(self._run, ticket.timeline, step, ticket.attempt, self._ranks.world_size)

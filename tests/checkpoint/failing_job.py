@@ -1,7 +1,7 @@
 """Three ranks of which one fails in the middle of a save: `failing_job.py HOW URL`.
 
-HOW is kill (from outside), apart (the same, with every rank as if on a node of its own) or anything else: then rank 1 fails while
-it copies, while it uploads, and then not at all. Each rank prints what its saves raised.
+HOW is kill (from outside), apart (the same, with every rank as if on a node of its own) or anything else: then rank 0's store is
+away at first, and rank 1 fails while it copies, while it uploads, and then not at all. Each rank prints what its saves raised.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from checkpoint.staging.arena import Staging
 from dataio.core.errors import MillraceError
 from dataio.store.contract import Buffer
 from dataio.store.open import open_store
+from dataio.testing.faulty import Fault, Faulty, Rule
 from tests.checkpoint.making import Wrapped
 from tests.ranks import in_group
 
@@ -50,11 +51,13 @@ def main(how: str, url: str) -> None:
         peers._place = lambda: bytes([dist.get_rank()]) * 8
     odd, take = dist.get_rank() == 1, Staging.take
     with open_store(url) as inner:
-        store = Breaking(inner)
+        faulty = Faulty(inner, [])
+        store = Breaking(faulty)
         with Checkpointer(store, run="exp", sidecar=None, wait_seconds=WAIT_SECONDS) as checkpointer:
             for step, broken in enumerate(
-                ["nothing"] if how in ("kill", "apart") else ["copy", "upload", "nothing"], 1
+                ["nothing"] if how in ("kill", "apart") else ["away", "copy", "upload", "nothing"], 1
             ):
+                faulty.rules = [Rule(Fault.TRANSIENT)] if broken == "away" and dist.get_rank() == 0 else []
                 store.broken = odd and broken == "upload"
                 Staging.take = _no_memory if odd and broken == "copy" else take  # type: ignore[assignment, method-assign]
                 print(json.dumps({broken: save(checkpointer, step)}), flush=True)

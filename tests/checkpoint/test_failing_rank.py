@@ -23,14 +23,15 @@ OWN = {"copy": "MemoryError: no memory for the arena", "upload": "OSError: the c
 
 def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     ranks = launch(3, "tests.checkpoint.failing_job", "raise", str(tmp_path))
-    said = {how: [line[how] for lines in ranks for line in lines if how in line] for how in OWN}
+    said = {how: [line[how] for lines in ranks for line in lines if how in line] for how in (*OWN, "away")}
+    assert all("rank 0 could not open the run's timeline" in line for line in said["away"])
     for how, own in OWN.items():
         assert said[how][1] == own
         assert f"was aborted: rank 1 failed: {own}" in said[how][0]
         assert f"was aborted: rank 1 failed: {own}" in said[how][2]
     assert [lines[-1] for lines in ranks] == [{"nothing": "committed"}] * 3
     with open_store(tmp_path) as store:
-        assert [base.step for base in repository.visible(store, "exp")] == [3]
+        assert [base.step for base in repository.visible(store, "exp")] == [4]
 
 
 @pytest.mark.parametrize("how", ["kill", "apart"])

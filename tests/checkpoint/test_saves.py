@@ -7,12 +7,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from checkpoint import Checkpointer
 from checkpoint.handle import Handle, SaveResult
 from checkpoint.lineage import Lineage
 from checkpoint.saves import Saves, warn_of_python
 from dataio.core import log
+from dataio.core.errors import AccessDeniedError, TransientError
 from dataio.store.open import open_store
+from dataio.testing.faulty import Fault, Faulty, Rule
 
 
 @pytest.mark.parametrize("version", [(3, 12, 0), (3, 12, 2)])
@@ -47,3 +51,31 @@ def test_a_save_that_ends_late_does_not_take_the_place_of_a_newer_one(tmp_path: 
             )
             saves.settle()
         assert [msgspec.structs.astuple(base)[1:3] for base in lineage.draw().bases] == [(2, "B")]
+
+
+@pytest.mark.parametrize("failed_saves", ["log", "raise"])
+def test_the_first_save_while_the_store_is_away_fails_at_its_handle_and_the_next_one_tries_again(
+    tmp_path: Path, failed_saves: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Faulty(open_store(tmp_path), [Rule(Fault.TRANSIENT)])
+    state = {"w": torch.ones(4)}
+    with Checkpointer(store, run="exp", sidecar=None, failed_saves=failed_saves) as checkpointer:
+        handle = checkpointer.save(1, state)
+        assert store.fired[Fault.TRANSIENT]
+        assert handle.done
+        assert "training goes on without it" in caplog.text
+        store.rules.clear()
+        if failed_saves == "raise":
+            with pytest.raises(TransientError, match="could not open the run's timeline"):
+                checkpointer.save(2, state)
+        with pytest.raises(TransientError, match="could not open the run's timeline"):
+            handle.result(0)
+        assert checkpointer.save(1, state).result(60).step == 1
+        assert checkpointer.steps() == [1]
+
+
+def test_what_no_waiting_mends_is_raised_by_the_first_save(tmp_path: Path) -> None:
+    store = Faulty(open_store(tmp_path), [Rule(Fault.DENIED)])
+    with Checkpointer(store, run="exp", sidecar=None) as checkpointer, pytest.raises(AccessDeniedError):
+        checkpointer.save(1, {"w": torch.ones(4)})
+    assert store.fired[Fault.DENIED]

@@ -90,7 +90,7 @@ def test_going_on_from_a_step_that_is_not_the_latest_any_more_is_stopped_before_
         assert second.restore(found) == 1
         assert torch.equal(found["w"], state(1)["w"])
         with pytest.raises(TransientError, match="away"):
-            second.save(3, found)
+            second.save(3, found).result(60)
         back(store)
         for _ in range(2):
             with pytest.raises(ConflictError, match="restored while the store was away, and its latest is step 2"):
