@@ -19,26 +19,53 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from checkpoint.repository.opening import Step
 from checkpoint.restoring.apply import DCP_MARK
 from checkpoint.state import tree
-from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef
-from dataio.core.errors import CorruptionError, UnsupportedError
+from checkpoint.state.build import called
+from checkpoint.state.flatten import Leaf, flatten
+from checkpoint.state.kinds import TorchKinds
+from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
+from dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 
 Path = tuple[str | int, ...]
+_KINDS = TorchKinds()
 
 
 @dataclass(slots=True)
 class Names:
-    """A step by DCP's names. `tensors`: the tensor's name in the manifests; `values`: plain ones."""
+    """A step by DCP's names. `tensors`: the tensor's name in the manifests; `values`: others, as nodes of a tree."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
 
 
-def encode(tensors: Iterable[str], values: Mapping[str, object], paths: Mapping[str, Path] | None) -> bytes:
-    """The document of one rank; `UsageError` naming a value that cannot be saved."""
+def encode(
+    tensors: Iterable[str], values: Mapping[str, object], paths: Mapping[str, Path] | None
+) -> tuple[bytes, list[Leaf]]:
+    """The document of one rank, and tensors inside of its values, which are the rank's own: a planner that does not flatten
+    containers saves them as values. `UsageError` naming what cannot be saved."""
     refs = {name: TensorRef(name) for name in tensors}
     where = {name: tuple(path) for name, path in (paths or {}).items()}
-    return tree.encode({"by": DCP_MARK, "values": dict(values), "tensors": refs, "paths": where})
+    flat = flatten({"values": dict(values)}, _KINDS)
+    for leaf in flat.leaves:
+        if leaf.seen.sharded or leaf.name in refs:
+            what = "is spread over ranks" if leaf.seen.sharded else "has the name of another one"
+            raise UsageError(f"{leaf.name}: a tensor inside of a value {what}", hint="leave flatten_state_dict=True")
+    document: Any = flat.tree
+    _require_plain(document["values"], "values")
+    return tree.encode({"by": DCP_MARK, **document, "tensors": refs, "paths": where}), flat.leaves
+
+
+def _require_plain(node: object, path: str) -> None:
+    if isinstance(node, (StatefulNode, PartsNode, MetaNode)):
+        raise UsageError(
+            f"{path}: {called(node)} inside of a value cannot be saved", hint="leave flatten_state_dict=True"
+        )
+    inside = node.value if isinstance(node, ValueNode) else node
+    items = (
+        inside.items() if isinstance(inside, dict) else enumerate(inside) if isinstance(inside, (list, tuple)) else ()
+    )
+    for key, value in items:
+        _require_plain(value, tree.join(path, key))
 
 
 def is_dcp(document: object) -> bool:

@@ -10,11 +10,11 @@ Failure behaviour: `NotFoundError`, `CorruptionError` naming step, tensor, pack 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,7 +31,7 @@ from torch.futures import Future
 from checkpoint.dcp import document, session
 from checkpoint.dcp.writer import step_of
 from checkpoint.format import names
-from checkpoint.format.chunk import Box
+from checkpoint.format.chunk import Box, whole
 from checkpoint.format.documents import Base
 from checkpoint.gds.file import Direct
 from checkpoint.gds.store import GdsStore, direct_for
@@ -40,17 +40,20 @@ from checkpoint.repository import steps as repository
 from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore
 from checkpoint.restoring.restore import Saved, Want
-from checkpoint.state.kinds import TensorSink, settle
-from dataio.core.errors import CorruptionError, NotFoundError
+from checkpoint.state.build import Builder, Fit
+from checkpoint.state.kinds import TensorSink, TorchKinds, settle
+from dataio.core.errors import CorruptionError, MismatchError, NotFoundError, TransientError, UsageError
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+
+_KINDS = TorchKinds()
 
 
 class RepositoryReader(StorageReader):
     """Loads one step of `run` from the repository at `url`; DCP's `checkpoint_id`, where given, is another step.
 
-    `step` is a number or "latest", on which the ranks agree through torch.distributed (so with `no_dist=True` in a job of
-    several ranks, give the number). `rank`: whose values other than tensors are loaded; this process's if not given.
+    `step` is a number or "latest": all ranks load the one that DCP's coordinator found. `rank`: whose values other than tensors
+    are loaded; if not given, those of this process's rank in the process group that `dcp.load` was given.
     `gds`: as for `Checkpointer`.
     """
 
@@ -91,26 +94,34 @@ class RepositoryReader(StorageReader):
         with contextlib.ExitStack() as stack:
             base = self._find(stack)
             self._opened_step = stack.enter_context(restore.reading(self._store, self._run, base))
-            rank = self._rank()
-            self._names = document.names_of(self._opened_step, rank)
-            self._saved = _all_tensors(self._opened_step, rank)
             self._step, self._base = base.step, base
+            self._see(Ranks.here(None, None).rank if self._given_rank is None else self._given_rank)
             metadata = self._metadata()
             self._open = stack.pop_all()
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `read_metadata` has opened the step."""
+        """Only now DCP says which rank of its process group this is: `metadata` becomes that rank's, in place."""
+        rank = kwargs.get("rank")
+        if rank is not None and self._given_rank is None and rank != self._rank:
+            self._see(rank)
+            metadata.state_dict_metadata.clear()
+            metadata.state_dict_metadata.update(self._metadata().state_dict_metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """On the coordinator: every rank is told which step to load. Between two looks "latest" may be another one."""
+        if len(plans) == 1 and self._given_rank is None:
+            self._see_alone()
+        return [dataclasses.replace(plan, storage_data=self._base) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the planner asks for."""
         try:
+            if isinstance(plan.storage_data, Base) and plan.storage_data != self._base:
+                self._go_over_to(plan.storage_data)
             items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
             targets = [planner.resolve_tensor(item).detach() for item in items]
             with torch.no_grad():
@@ -123,7 +134,7 @@ class RepositoryReader(StorageReader):
                 planner.commit_tensor(item, target)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, _pickled_here(self._names.values[item.storage_index.fqn]))
+                    planner.load_bytes(item, _pickled_here(self._value(item.storage_index.fqn)))
             session.loaded(self._store, self._run, self._base)
         finally:
             self._open.close()
@@ -134,26 +145,56 @@ class RepositoryReader(StorageReader):
     def _opened(self) -> contextlib.AbstractContextManager[Store]:
         return open_store(str(self._url), **self._options)
 
-    def _rank(self) -> int:
-        return Ranks.here(None, None).rank if self._given_rank is None else self._given_rank
+    def _see(self, rank: int) -> None:
+        """The step as this rank sees it."""
+        self._rank = rank
+        self._names = document.names_of(self._opened_step, rank)
+        self._saved = _all_tensors(self._opened_step, rank)
+
+    def _see_alone(self) -> None:
+        """With `no_dist=True` DCP calls every process rank 0. Of a step that all ranks of the job saved, each sees its own."""
+        job, planned = Ranks.here(None, None), self._metadata().state_dict_metadata
+        if job.rank == self._rank or len(self._opened_step.manifests) != job.world_size:
+            return
+        self._see(job.rank)
+        if self._metadata().state_dict_metadata != planned:
+            raise UsageError("ranks hold other tensors under the same names", hint="RepositoryReader(..., rank=)")
+
+    def _go_over_to(self, base: Base) -> None:
+        """The coordinator found another step than this rank, which has planned with its own."""
+        planned = self._metadata().state_dict_metadata
+        self._open.close()
+        with contextlib.ExitStack() as stack:
+            if not isinstance(self._url, Store):
+                self._store = stack.enter_context(self._opened())
+            self._opened_step = stack.enter_context(restore.reading(self._store, self._run, base))
+            self._step, self._base = base.step, base
+            self._see(self._rank)
+            self._open = stack.pop_all()
+        if self._metadata().state_dict_metadata != planned:
+            raise TransientError(
+                f"run {self._run} got step {base.step}, of another structure, while it was loaded", hint="load it again"
+            )
 
     def _find(self, stack: contextlib.ExitStack) -> Base:
-        """The step, with the store open. All ranks come to the same one, or all raise: see `Ranks`."""
-        found, error = None, None
-        try:
-            self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
-            if self._step != "latest" or Ranks.here(None, None).rank == 0:
-                found = repository.find(self._store, self._run, self._step)
-        except Exception as caught:  # the other ranks must learn of it, whatever it is
-            error = caught
-        if self._step == "latest":
-            message = Ranks.here(None, None).agree(0, msgspec.msgpack.encode(found), error)
-            found = msgspec.msgpack.decode(message, type=Base | None)
-        elif error is not None:  # DCP tells the other ranks
-            raise error
+        """The step, with the store open."""
+        self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
+        found = repository.find(self._store, self._run, self._step)
         if found is None:
             raise NotFoundError(f"run {self._run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
         return found
+
+    def _value(self, name: str) -> object:
+        """A value that is no tensor, with the tensors inside of it read."""
+        plan = Fit()
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in self._saved.items()}
+        value = Builder(shapes, _KINDS, plan).value(self._names.values[name], name)
+        if plan.problems:
+            raise MismatchError("; ".join(plan.problems))
+        wants = [Want(self._saved[n], whole(self._saved[n].shape), TensorSink(tensor)) for n, tensor in plan.fresh]
+        if wants:
+            restore.read(self._store, self._opened_step, wants)
+        return value
 
     def _metadata(self) -> Metadata:
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._names.values}
@@ -172,8 +213,8 @@ class RepositoryReader(StorageReader):
 def _tensor_metadata(saved: Saved) -> TensorStorageMetadata:
     """One chunk, the whole: which shards hold what is wanted is ours to find, and need not be planned."""
     size = torch.Size(saved.shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, saved.dtype)), size, [whole])
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, saved.dtype)), size, [chunk])
 
 
 def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:

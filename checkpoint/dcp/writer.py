@@ -165,7 +165,10 @@ class RepositoryWriter(StorageWriter):
         tensors = [_tensor(planner, item) for item in [*items, *own]]
         specs = [_spec(item, True) for item in items] + [_spec(item, False) for item in own]
         values = {item.index.fqn: _value(planner, item) for item in self._own if item.type == WriteItemType.BYTE_IO}
-        return tensors, specs, document.encode(sorted({i.index.fqn for i in [*items, *own]}), values, self._paths)
+        tree, inside = document.encode(sorted({i.index.fqn for i in [*items, *own]}), values, self._paths)
+        tensors += [leaf.seen.tensor for leaf in inside]
+        specs += [TensorSpec(leaf.name, leaf.seen.dtype, leaf.seen.box, False) for leaf in inside]
+        return tensors, specs, tree
 
     def _share(self, orders: _Orders) -> Share:
         assert self._step is not None

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
+import zstandard
 
 from checkpoint.format import dtypes, names, ulid
 from checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, Box, digest
@@ -25,7 +26,9 @@ from dataio.core.errors import CapacityError, CorruptionError
 from dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
 
 MAX_BYTES = JSON_DOCUMENT_BYTES
-"""The most that a manifest may hold, which is what a conditional write takes: about half a terabyte of state for each rank."""
+"""The most that a manifest's object may hold, which is what a conditional write takes."""
+MAX_RAW_BYTES = 64 * MIB
+"""The most that a manifest may hold once it is decompressed: half a million tensors, or two terabytes of state, for each rank."""
 PACK_BYTES = 256 * MIB
 """The most payload that a pack holds."""
 RAW, ZSTD = 0, 1
@@ -36,7 +39,11 @@ DELTAS = {5: 2, 6: 3}
 CODECS = {RAW, ZSTD, *PLANES, *DELTAS}
 WITH_PLANES, WITH_DELTAS = 2, 3
 """The version of manifests and packs that have such chunks; others keep version 1, so that older readers read them."""
-NEWEST = WITH_DELTAS
+WITH_VALUES = 4
+"""The version of manifests that are compressed, or have a tree that begins with `NEWER_TREE` (note 0028)."""
+NEWEST = WITH_VALUES
+NEWER_TREE = b"\x92\xa1N"
+"""How a tree begins that holds kinds of values which readers of versions up to 3 do not know."""
 _NAME_BYTES = 4096
 
 
@@ -120,14 +127,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Head(msgspec.Struct):
     version: int
+    zstd: bytes = b""
+
+
+class _Compressed(msgspec.Struct, frozen=True):
+    """A manifest that would be larger than `MAX_BYTES` as it is."""
+
+    version: int
+    zstd: bytes
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
-def version_for(codecs: Iterable[int]) -> int:
-    """The version that a reader of chunks with these codecs must know."""
+def version_for(codecs: Iterable[int], tree: bytes = b"") -> int:
+    """The version that a reader of chunks with these codecs, and of this tree, must know."""
+    if tree.startswith(NEWER_TREE):
+        return WITH_VALUES
     found = set(codecs)
     if found & DELTAS.keys():
         return WITH_DELTAS
@@ -145,11 +162,15 @@ def encodings(manifest: Manifest) -> dict[int, tuple[int, int]]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's object; `CapacityError` when the rank has too many tensors and chunks for one."""
-    data = _encoder.encode(manifest)
+    """The manifest's object, compressed where it is large; `CapacityError` when the rank has too much for one."""
+    raw = data = _encoder.encode(manifest)
+    if MAX_BYTES < len(raw) <= MAX_RAW_BYTES:
+        raw = _encoder.encode(msgspec.structs.replace(manifest, version=WITH_VALUES))
+        data = _encoder.encode(_Compressed(WITH_VALUES, zstandard.ZstdCompressor(level=1).compress(raw)))
     if len(data) > MAX_BYTES:
         raise CapacityError(
-            f"the manifest of rank {manifest.rank} would have {format_bytes(len(data))}, more than {format_bytes(MAX_BYTES)}",
+            f"the manifest of rank {manifest.rank} would have {format_bytes(len(raw))}, {format_bytes(len(data))} compressed; "
+            f"at most {format_bytes(MAX_RAW_BYTES)}, {format_bytes(MAX_BYTES)} compressed",
             hint="spread the state over more ranks, or join tiny tensors",
         )
     return data
@@ -162,17 +183,23 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
             f"{key} is damaged: its digest is not the one in the fate", hint="run `millrace ckpt check`"
         )
     try:
-        version = msgspec.msgpack.decode(data, type=_Head).version
-        if not VERSION <= version <= NEWEST:
-            raise newer(key, version)
-        manifest = _decoder.decode(data)
+        head = msgspec.msgpack.decode(data, type=_Head)
+        if not VERSION <= head.version <= NEWEST:
+            raise newer(key, head.version)
+        manifest = _decoder.decode(_decompressed(head.zstd) if head.zstd else data)
         _check_identity(manifest, key)
         _check_chunks(manifest)
         _check_links(manifest)
         _check_tensors(manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, _Unsound) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, zstandard.ZstdError, _Unsound) as error:
         raise CorruptionError(f"{key} is not a sound manifest: {error}", hint="run `millrace ckpt check`") from None
     return manifest
+
+
+def _decompressed(frame: bytes) -> bytes:
+    size = zstandard.frame_content_size(frame)
+    _require(0 < size <= MAX_RAW_BYTES, f"it would have {size} bytes")
+    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
 
 
 class _Unsound(Exception):

@@ -23,8 +23,9 @@ from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore
 from checkpoint.restoring.restore import Saved, Want
 from checkpoint.state import tree
-from checkpoint.state.kinds import TensorSink, empty
-from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, join
+from checkpoint.state.build import plain
+from checkpoint.state.kinds import TensorSink, TorchKinds, empty
+from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, join, tensor_names
 from dataio.core.errors import NotFoundError, UsageError
 from dataio.core.forgotten import Ending
 from dataio.store.contract import Store
@@ -100,7 +101,7 @@ class SavedStep(Mapping[str, Any]):
         if path not in self._entries:
             raise NotFoundError(f"step {self.step} has no entry {path!r:.200}", hint="list() of it names all entries")
         found = self._entries[path]
-        return LazyTensor(self, found) if isinstance(found, Saved) else found
+        return LazyTensor(self, found) if isinstance(found, Saved) else plain(found, TorchKinds(), path)
 
     def __contains__(self, path: object) -> bool:
         return path in self._entries
@@ -150,6 +151,8 @@ def _entries(node: object, path: str) -> Iterator[tuple[str, object]]:
         yield from _entries(node.state, path)
     elif isinstance(node, PartsNode):
         yield from _entries(node.parts, path)
+    elif isinstance(node, ValueNode) and any(True for _ in tensor_names(node)):
+        yield from _entries(node.value, path)
     elif isinstance(node, dict) and node:
         for key, value in node.items():
             yield from _entries(value, join(path, key))

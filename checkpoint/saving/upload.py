@@ -231,7 +231,7 @@ def manifest_of(plan: PutPlan, stored: Stored, clock: Clock) -> manifests.Manife
         for spec, own in zip(stored.specs, stored.spans, strict=True)
     )
     return manifests.Manifest(
-        version=manifests.version_for(chunk.codec for chunk in tables.chunks),
+        version=manifests.version_for((chunk.codec for chunk in tables.chunks), plan.tree),
         run=plan.run,
         timeline=plan.timeline,
         step=plan.step,

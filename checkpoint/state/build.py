@@ -13,8 +13,8 @@ from typing import Any
 
 from checkpoint.format import dtypes
 from checkpoint.state.flatten import OTHER, Kinds, Parts, Seen
-from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef, join
-from dataio.core.errors import CorruptionError
+from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
+from dataio.core.errors import CorruptionError, MismatchError
 
 Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 """(dtype, shape) of every saved tensor by name."""
@@ -55,7 +55,7 @@ class Builder:
             return self.tensor(there.name)
         if isinstance(there, ViewRef):
             return self.view(there)
-        if isinstance(there, (MetaNode, PartsNode, StatefulNode)):
+        if isinstance(there, (MetaNode, PartsNode, StatefulNode, ValueNode)):
             return self._odd(there, path)
         if isinstance(there, dict):
             built = type(there)()
@@ -90,10 +90,27 @@ class Builder:
     def _odd(self, there: object, path: str) -> Any:
         if isinstance(there, MetaNode):
             return self._kinds.nothing(there.dtype, there.shape)
+        if isinstance(there, ValueNode):
+            try:
+                return self._kinds.made(ValueNode(there.kind, there.about, self.value(there.value, path)))
+            except MismatchError as error:
+                self._plan.problems.append(f"{path}: {error}")
+                return None
         made = self._kinds.assemble(self.parts(there, path)) if isinstance(there, PartsNode) else None
         if made is None:
             self._plan.problems.append(f"{path}: {called(there)} in the checkpoint, a plain value here")
         return made
+
+
+def plain(node: object, kinds: Kinds, path: str) -> object:
+    """A saved value without tensors; views and tensors without bytes stay the nodes that they are."""
+    if not isinstance(node, ValueNode):
+        return node
+    plan = Fit()
+    value = Builder({}, kinds, plan).value(node, path)
+    if plan.problems:
+        raise MismatchError("; ".join(plan.problems))
+    return value
 
 
 def called(there: object) -> str:
@@ -104,6 +121,8 @@ def called(there: object) -> str:
         return "a tensor without bytes"
     if isinstance(there, PartsNode):
         return f"a tensor of kind {there.kind}"
+    if isinstance(there, ValueNode):
+        return f"a value of type {there.kind}"
     if isinstance(there, StatefulNode):
         return f"the state of a {there.kind}" if there.kind != OTHER else "the state of an object"
     return f"a {type(there).__name__}"

@@ -14,7 +14,7 @@ from typing import Any
 from checkpoint.state.build import Builder, Fit, Saved, called
 from checkpoint.state.flatten import MODULE, OPTIMIZER, Kinds, Seen, is_stateful, state_of
 from checkpoint.state.selection import Selection
-from checkpoint.state.tree import MAX_DEPTH, MetaNode, PartsNode, StatefulNode, TensorRef, ViewRef, join
+from checkpoint.state.tree import MAX_DEPTH, MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
 from dataio.core.errors import MismatchError, UsageError
 
 _MOST_SAID = 8
@@ -53,6 +53,8 @@ class _Fitter:
 
     def value(self, here: Any, there: object, path: str) -> object:
         """What the parent is to hold: `here` itself when it is changed in place or not restored."""
+        if isinstance(here, dict) and isinstance(there, ValueNode) and isinstance(there.value, dict):
+            there = there.value if self._holds(here) or not self._selection.everything else there  # a defaultdict
         if self._holds(here) or (isinstance(here, dict) and isinstance(there, dict) and not self._selection.everything):
             return self._container(here, there, path)
         if is_stateful(here) and self._kinds.kind(here) == MODULE:
@@ -73,6 +75,8 @@ class _Fitter:
             return self.items(here, there, path)
         if isinstance(here, (list, tuple)) and type(there) is (list if isinstance(here, list) else tuple):
             return self.sequence(here, there, path)
+        if isinstance(there, ValueNode) and isinstance(here, tuple) and self._selection.takes(path):
+            return self._build.value(there, path)  # a named tuple
         if self._selection.takes(path):
             self.say(path, f"a {type(here).__name__} here, {called(there)} in the checkpoint")
         return here

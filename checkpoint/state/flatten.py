@@ -10,7 +10,7 @@ Failure behaviour: `UsageError` naming the path of what cannot be saved.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from checkpoint.format.chunk import Box
-from checkpoint.state.tree import MAX_DEPTH, MetaNode, PartsNode, StatefulNode, TensorRef, join
+from checkpoint.state.tree import MAX_DEPTH, PLAIN, MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, join
 from dataio.core.errors import UsageError
 
 MODULE, OPTIMIZER, SCHEDULER, OTHER = "module", "optimizer", "scheduler", "other"
@@ -58,6 +58,14 @@ class Kinds(Protocol):
     def is_tensor(self, value: object) -> bool: ...
     def describe(self, tensor: Any, path: str) -> Seen:
         """What this rank holds of it, or `UnsupportedError` naming the path."""
+        ...
+
+    def taken(self, value: object) -> ValueNode | None:
+        """A value that is no tensor as a node, None when its type cannot be saved."""
+        ...
+
+    def made(self, node: ValueNode) -> Any:
+        """The value of a node of which `value` was made already."""
         ...
 
     def parts(self, tensor: Any, path: str) -> Parts | None:
@@ -160,7 +168,7 @@ def flatten(state: object, kinds: Kinds, everywhere: Callable[[str], bool] = now
             f"the state is a {type(state).__name__}", hint='give a dict such as {"model": model, "optim": optim}'
         )
     flattener = _Flattener(kinds, everywhere)
-    tree = flattener.value(state, "", False, 0)
+    tree = flattener.value(_as_dict(state), "", False, 0)
     return Flat(tree, list(flattener.leaves.values()))
 
 
@@ -180,12 +188,15 @@ class _Flattener:
             return self._tensor(value, path, replicated, depth)
         if is_stateful(value):
             return self._stateful(value, path, replicated, depth)
-        if isinstance(value, dict):
-            items = {k: self.value(v, join(path, k), replicated, depth + 1) for k, v in value.items()}
-            return items if type(value) is dict else _same_dict(value, items)
-        if isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields")):
-            parts = [self.value(v, join(path, i), replicated, depth + 1) for i, v in enumerate(value)]
-            return parts if isinstance(value, list) else tuple(parts)
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind in (dict, OrderedDict, Counter):
+            return kind({k: self.value(v, join(path, k), replicated, depth + 1) for k, v in value.items()})
+        if kind in (list, tuple):
+            return kind(self.value(v, join(path, i), replicated, depth + 1) for i, v in enumerate(value))
+        if (node := self._kinds.taken(value)) is not None:
+            return ValueNode(node.kind, node.about, self.value(node.value, path, replicated, depth + 1))
         return value
 
     def _stateful(self, value: Any, path: str, replicated: bool, depth: int) -> StatefulNode:
@@ -226,21 +237,14 @@ class _Flattener:
 def state_of(value: Any, path: str) -> object:
     """`value.state_dict()`, as a dict where it is a mapping of another kind."""
     state = value.state_dict()
-    if isinstance(state, Mapping) and not isinstance(state, dict):
-        return dict(state)
+    if isinstance(state, Mapping):
+        return _as_dict(state)
     if is_stateful(state):
         raise UsageError(f"{path}: state_dict() of {type(value).__name__} returned an object with a state of its own")
     return state
 
 
-def _same_dict(value: dict[Any, Any], items: dict[Any, Any]) -> object:
-    """The items in a dict of the same type, where that type is one that can be saved; else the value, to be refused."""
-    if isinstance(value, OrderedDict):
-        return OrderedDict(items)
-    try:
-        copied = value.copy()
-        copied.clear()
-        copied.update(items)
-    except Exception:
-        return value
-    return copied
+def _as_dict(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state's outermost mapping: only what is inside of it comes back with its type."""
+    known: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
+    return state if isinstance(state, dict) and type(state) in known else dict(state)

@@ -21,8 +21,9 @@ from checkpoint.format.chunk import whole
 from checkpoint.format.dtypes import ITEM_BYTES
 from checkpoint.sharding import placement
 from checkpoint.state import flatten as state
-from checkpoint.state import parts
+from checkpoint.state import parts, values
 from checkpoint.state.flatten import Parts, Seen
+from checkpoint.state.tree import ValueNode
 from dataio.core.errors import UnsupportedError
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,6 +43,12 @@ class TorchKinds:
         dtype = name_of(tensor.dtype)
         _refuse(tensor, dtype, path)
         return Seen(tensor, dtype, box, sharded, _memory(tensor))
+
+    def taken(self, value: object) -> ValueNode | None:
+        return values.taken(value)
+
+    def made(self, node: ValueNode) -> Any:
+        return values.made(node)
 
     def parts(self, tensor: torch.Tensor, path: str) -> Parts | None:
         return None if isinstance(tensor, DTensor) else parts.parts(tensor, path)

@@ -1,30 +1,35 @@
 """The state's shape and its Python values as one msgpack document: everything of a checkpoint that is not tensor bytes.
 
 Invariant: decoding gives back what was encoded, types included: tuples stay tuples, integer keys stay integers, NaN and
-infinities and integers of any size survive. Decoding builds nothing but the types named here, so a document from
-outside cannot run code.
+infinities and integers of any size survive. A subclass of a built-in type is not that type, and is refused. Decoding builds
+nothing but the types named here, so a document from outside cannot run code.
 Failure behaviour: a value that cannot be encoded is a `UsageError` naming its path in the state; a document that is not
 of this form is a `CorruptionError`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import msgspec
 
+from checkpoint.format.manifest import NEWER_TREE
 from dataio.core.errors import CorruptionError, UsageError
 from dataio.core.limits import MIB, format_bytes
 
 MAX_DEPTH = 64
-MAX_BYTES = 8 * MIB
+MAX_BYTES = 32 * MIB
 """The most that a document may hold: half of a manifest."""
 _INT64 = 1 << 63
-_DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c", defaultdict: "d"}
+_DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
 _DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"d": dict, "o": OrderedDict, "c": Counter}
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types of values that a document holds as they are."""
+_OLD_KEYS, _KEYS = (str, int), (str, int, type(None), bool, float, bytes, tuple)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -64,6 +69,15 @@ class PartsNode:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueNode:
+    """Stands for a value of a type listed in `checkpoint.state.values`. `about` is plain; only `value` may hold tensors."""
+
+    kind: str
+    about: object
+    value: object = None
+
+
+@dataclass(frozen=True, slots=True)
 class StatefulNode:
     """What an object's `state_dict()` returned. `kind` is module, optimizer, scheduler or other."""
 
@@ -78,9 +92,10 @@ def join(path: str, key: object) -> str:
 
 
 def encode(tree: object) -> bytes:
-    """msgpack of a tree of Python values, `TensorRef` and `StatefulNode`."""
-    packed = _pack(tree, "", 0)
-    document = _encoder.encode(packed)
+    """msgpack of a tree of Python values and the nodes above."""
+    packer = _Packer()
+    packed = packer.pack(tree, "", 0)
+    document = NEWER_TREE + _encoder.encode(packed) if packer.newer else _encoder.encode(packed)
     if len(document) > MAX_BYTES:
         raise _too_large(tree, len(document))
     return document
@@ -88,6 +103,9 @@ def encode(tree: object) -> bytes:
 
 def decode(document: bytes) -> object:
     """The tree of a document."""
+    if len(document) > MAX_BYTES:
+        raise CorruptionError(f"the state's document has {len(document)} bytes, more than {MAX_BYTES}")
+    document = document.removeprefix(NEWER_TREE)
     try:
         return _unpack(msgspec.msgpack.decode(document), 0)
     except (msgspec.DecodeError, RecursionError, ValueError, TypeError) as error:
@@ -102,6 +120,8 @@ def tensor_names(tree: object) -> Iterator[str]:
         yield from tensor_names(tree.parts)
     elif isinstance(tree, StatefulNode):
         yield from tensor_names(tree.state)
+    elif isinstance(tree, ValueNode):
+        yield from tensor_names(tree.value)
     elif isinstance(tree, dict):
         for value in tree.values():
             yield from tensor_names(value)
@@ -110,60 +130,76 @@ def tensor_names(tree: object) -> Iterator[str]:
             yield from tensor_names(value)
 
 
-def _pack(value: object, path: str, depth: int) -> object:
-    if depth > MAX_DEPTH:
-        raise UsageError(f"{path[:200]}: the state is nested deeper than {MAX_DEPTH}", hint="does it contain itself?")
-    if value is None or isinstance(value, (bool, bytes)):
-        return value
-    if isinstance(value, (int, float, str, complex)):
-        return _pack_scalar(value, path)
-    if isinstance(value, TensorRef):
-        return ["T", value.name]
-    if isinstance(value, StatefulNode):
-        return ["S", value.kind, _pack(value.state, path, depth + 1)]
-    if isinstance(value, ViewRef):
-        return ["V", value.name, value.dtype, list(value.shape), list(value.stride), value.offset]
-    if isinstance(value, MetaNode):
-        return ["M", value.dtype, list(value.shape)]
-    if isinstance(value, PartsNode):
-        return ["P", value.kind, _pack(value.values, path, depth + 1), _pack(value.parts, path, depth + 1)]
-    if isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields")):
-        tag = "l" if isinstance(value, list) else "t"
-        return [tag, [_pack(item, join(path, i), depth + 1) for i, item in enumerate(value)]]
-    if type(value) in _DICTS:
-        return [_DICTS[type(value)], _pack_items(value, path, depth)]
-    raise _refused(value, path)
+class _Packer:
+    """`newer`: whether something was packed that readers of manifests up to version 3 do not know."""
 
+    def __init__(self) -> None:
+        self.newer = False
 
-def _pack_items(value: object, path: str, depth: int) -> list[object]:
-    assert isinstance(value, dict)
-    items: list[object] = []
-    for key, item in value.items():
-        if type(key) not in (str, int):
+    def pack(self, value: object, path: str, depth: int) -> object:
+        if depth > MAX_DEPTH:
             raise UsageError(
-                f"{path or 'the state'}: key {key!r:.60} is a {type(key).__name__}", hint="keys are strings or integers"
+                f"{path[:200]}: the state is nested deeper than {MAX_DEPTH}", hint="does it contain itself?"
             )
-        items += [_pack_scalar(key, join(path, key)), _pack(item, join(path, key), depth + 1)]
-    return items
+        kind = type(value)
+        if kind in PLAIN:
+            return _pack_plain(value, path)
+        if isinstance(value, TensorRef):
+            return ["T", value.name]
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
+            tag = "l" if kind is list else "t"
+            return [tag, [self.pack(item, join(path, i), depth + 1) for i, item in enumerate(value)]]
+        if isinstance(value, dict) and kind in _DICTS:
+            return [_DICTS[kind], self._items(value, path, depth)]
+        return self._node(value, path, depth)
+
+    def _node(self, value: object, path: str, depth: int) -> object:
+        if isinstance(value, StatefulNode):
+            return ["S", value.kind, self.pack(value.state, path, depth + 1)]
+        if isinstance(value, ViewRef):
+            return ["V", value.name, value.dtype, list(value.shape), list(value.stride), value.offset]
+        if isinstance(value, MetaNode):
+            return ["M", value.dtype, list(value.shape)]
+        if isinstance(value, PartsNode):
+            values, parts = (self.pack(each, path, depth + 1) for each in (value.values, value.parts))
+            return ["P", value.kind, values, parts]
+        if isinstance(value, ValueNode):
+            self.newer = True
+            about, inner = (self.pack(each, path, depth + 1) for each in (value.about, value.value))
+            return ["X", value.kind, about, inner]
+        raise _refused(value, path)
+
+    def _items(self, value: dict[Any, Any], path: str, depth: int) -> list[object]:
+        items: list[object] = []
+        for key, item in value.items():
+            if type(key) not in _KEYS:
+                raise UsageError(
+                    f"{path or 'the state'}: key {key!r:.60} is a {type(key).__name__}",
+                    hint="keys are text, numbers, bytes, None, or tuples of these",
+                )
+            self.newer = self.newer or type(key) not in _OLD_KEYS
+            items += [self.pack(key, join(path, key), depth + 1), self.pack(item, join(path, key), depth + 1)]
+        return items
 
 
-def _pack_scalar(value: int | float | str | complex, path: str) -> object:
-    if isinstance(value, str):
+def _pack_plain(value: Any, path: str) -> object:
+    kind = type(value)
+    if kind is int:
+        return value if -_INT64 <= value < _INT64 else ["i", hex(value)]
+    if kind is complex:
+        return ["z", value.real, value.imag]
+    if kind is str:
         try:
             value.encode()
         except UnicodeEncodeError:
             raise UsageError(f"{path}: the text is not valid Unicode") from None
-        return str(value)
-    if isinstance(value, int):
-        return int(value) if -_INT64 <= value < _INT64 else ["i", hex(value)]
-    if isinstance(value, complex):
-        return ["z", value.real, value.imag]
-    return float(value)
+    return value
 
 
 def _too_large(tree: object, size: int) -> UsageError:
     items = tree.items() if isinstance(tree, dict) else ()
-    largest = max(((len(_encoder.encode(_pack(value, "", 0))), key) for key, value in items), default=(0, ""))[1]
+    sizes = ((len(_encoder.encode(_Packer().pack(value, "", 0))), key) for key, value in items)
+    largest = max(sizes, key=lambda found: found[0], default=(0, ""))[1]
     return UsageError(
         f"the state's values other than tensors take {format_bytes(size)}, most of them under {largest!r:.60}; "
         f"at most {format_bytes(MAX_BYTES)} can be saved",
@@ -173,10 +209,13 @@ def _too_large(tree: object, size: int) -> UsageError:
 
 def _refused(value: object, path: str) -> UsageError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return UsageError(
-        f"{path or 'the state'}: a value of type {kind} cannot be saved",
-        hint="save tensors, numbers, text, bytes, lists, tuples, dicts, or an object with state_dict and load_state_dict",
-    )
+    hint = "save tensors, numbers, text, bytes, lists, tuples, dicts, or an object with state_dict and load_state_dict"
+    like = next((base.__name__ for base in (dict, list, tuple, str, int, float) if isinstance(value, base)), None)
+    if isinstance(value, Enum):
+        hint = "define its class at the top of a module, where it is found by name again, or save its value"
+    elif like is not None:
+        hint = f"it would come back as a plain {like}: save {like}(...) of it"
+    return UsageError(f"{path or 'the state'}: a value of type {kind} cannot be saved", hint=hint)
 
 
 def _unpack(node: object, depth: int) -> object:
@@ -197,6 +236,8 @@ def _unpack(node: object, depth: int) -> object:
             return MetaNode(dtype, _sizes(shape))
         case ["P", str(kind), values, ["d", list(items)]]:
             return PartsNode(kind, _unpack(values, depth + 1), _unpack_parts(items, depth + 1))
+        case ["X", str(kind), about, value]:
+            return ValueNode(kind, _unpack(about, depth + 1), _unpack(value, depth + 1))
         case ["l", list(items)]:
             return [_unpack(item, depth + 1) for item in items]
         case ["t", list(items)]:
@@ -229,7 +270,7 @@ def _unpack_items(kind: type[dict[Any, Any]], items: list[object], depth: int) -
         raise ValueError("a key without a value")
     for i in range(0, len(items), 2):
         key = _unpack(items[i], depth + 1)
-        if type(key) not in (str, int) or key in result:
+        if type(key) not in _KEYS or key in result:
             raise ValueError(f"a bad or repeated key {key!r:.60}")
         result[key] = _unpack(items[i + 1], depth + 1)
     return result

@@ -18,7 +18,7 @@ from typing import Any
 
 from checkpoint.format.chunk import whole
 from checkpoint.state.flatten import Flat, Kinds, Leaf, Seen
-from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ViewRef
+from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
 
 _ALIGN = 16
 """Bytes start at a multiple of the widest element."""
@@ -96,12 +96,14 @@ def _renamed(tree: Any, views: dict[str, ViewRef]) -> Any:
         return views.get(tree.name, tree)
     if isinstance(tree, StatefulNode):
         return StatefulNode(tree.kind, _renamed(tree.state, views))
+    if isinstance(tree, ValueNode):
+        return ValueNode(tree.kind, tree.about, _renamed(tree.value, views))
     if isinstance(tree, PartsNode):
         return PartsNode(tree.kind, tree.values, _renamed(tree.parts, views))
     if isinstance(tree, dict):
         for key, value in tree.items():
             tree[key] = _renamed(value, views)
         return tree
-    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+    if isinstance(tree, (list, tuple)):
         return type(tree)(_renamed(value, views) for value in tree)
     return tree

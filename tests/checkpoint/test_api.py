@@ -198,11 +198,11 @@ def test_tensors_that_appear_only_in_the_checkpoint_are_made_new(tmp_path: Path)
 @pytest.mark.parametrize(
     ("value", "path"),
     [
-        ({"cfg": {"dtype": torch.float32}}, "cfg/dtype"),
+        ({"cfg": {"dtype": object()}}, "cfg/dtype"),
         ({"a": [nn.ReLU]}, "a/0"),
         ({"f": print}, "f"),
         ({"q": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)}, "q"),
-        ({"g": np.zeros(3)}, "g"),
+        ({"g": np.array([object()])}, "g"),
         ({"p": namedtuple("Point", "x y")(1, torch.ones(1))}, "p"),
     ],
 )

@@ -1,0 +1,94 @@
+"""Values other than tensors through DCP: each comes back as it was saved, of the rank in the process group of the call."""
+
+from __future__ import annotations
+
+import enum
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from checkpoint.dcp import RepositoryReader, RepositoryWriter
+from dataio.core.errors import UsageError
+from tests.ranks import launch
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class Mode(str, enum.Enum):  # noqa: UP042
+    FAST = "fast"
+
+
+def there_and_back(where: Path, state: dict[str, Any], into: dict[str, Any], *, flat: bool = True) -> dict[str, Any]:
+    writer = RepositoryWriter(str(where), run="a", step=1)
+    dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(flat, flat))
+    reader = RepositoryReader(str(where), run="a")
+    dcp.load(into, storage_reader=reader, planner=DefaultLoadPlanner(flat, flat))
+    return into
+
+
+def test_values_that_dcp_would_pickle_come_back_with_their_types(tmp_path: Path) -> None:
+    given = {
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
+        "mode": Mode.FAST,
+        "number": np.int64(3),
+        "array": np.arange(3),
+        "set": {1, 2},
+        "frozen": frozenset({"a"}),
+        "range": range(3),
+        "pairs": frozenset({(np.float32(1.5), Mode.FAST)}),
+    }
+    found = there_and_back(tmp_path, {"v": given, "t": torch.ones(2)}, {"v": dict.fromkeys(given), "t": torch.zeros(2)})
+    for key, value in found["v"].items():
+        assert type(value) is type(given[key])
+        assert repr(value) == repr(given[key])
+    assert found["v"]["mode"] is Mode.FAST
+
+
+def test_a_stream_comes_back_with_its_bytes(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    torch.save([1.0, 2.0], stream)
+    found = there_and_back(tmp_path, {"s": stream, "t": torch.ones(1)}, {"s": None, "t": torch.zeros(1)})
+    assert found["s"].getvalue() == stream.getvalue()
+
+
+def test_tensors_inside_of_containers_that_a_planner_does_not_flatten_come_back(tmp_path: Path) -> None:
+    tied = torch.arange(5.0)
+    state = {"a": torch.ones(3), "b": {"x": tied, "n": 5, "deep": [{"y": torch.full((40_000,), 7.0)}, tied]}, "c/x": 1}
+    into = {"a": torch.zeros(3), "b": {"x": torch.zeros(5), "n": 0, "deep": None}, "c/x": 0}
+    found = there_and_back(tmp_path, state, into, flat=False)
+    assert torch.equal(found["a"], torch.ones(3))
+    assert found["b"]["n"] == 5
+    assert torch.equal(found["b"]["x"], tied)
+    assert torch.equal(found["b"]["deep"][0]["y"], torch.full((40_000,), 7.0))
+    assert torch.equal(found["b"]["deep"][1], tied)
+
+
+def test_what_a_container_cannot_keep_is_refused(tmp_path: Path) -> None:
+    sparse = torch.zeros(3, 3).to_sparse()
+    with pytest.raises(CheckpointException) as caught:
+        there_and_back(tmp_path, {"b": {"x": sparse}}, {}, flat=False)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, UsageError)
+    assert "values/b/x: a tensor of kind coo inside of a value" in str(error)
+
+
+def test_ranks_of_a_process_group_get_their_own_values_and_the_coordinators_step(tmp_path: Path) -> None:
+    lines = launch(3, "tests.checkpoint.dcp.group_job", str(tmp_path))
+    for rank, said in enumerate(lines):
+        found = {line.pop("what"): line for line in said}
+        assert found.pop("alone") == {"position": 30 + rank, "own": [rank] * 2}
+        if rank:
+            second = {"position": 20 + rank, "own": [2.0] * rank}
+            assert found.pop("step 1") == {"position": 10 + rank, "own": [1.0] * rank}
+            assert found.pop("step latest") == second
+            assert found.pop("race 2 ['latest']" if rank == 2 else "race 2 []") == second  # the race took place
+        assert not found
