@@ -1,9 +1,9 @@
 """From a staged arena and its put plan to a committed step; in a thread of the trainer or in a process of the daemon.
 
 Order, each step durable before the next: lease → (base read) → packs → rank manifest → fate → COMMIT → lease deleted.
-Invariant: the arena is only read, and not at all after `Released`. Two carriers of one plan may run at once: their packs
-have names of their own, and of their manifests the first one stands. Whatever happens, the step is afterwards absent, or
-complete, or committed; the previous steps are untouched.
+Invariant: the arena is only read, and not at all after `Released`. Two carriers of one plan may run at once, and requests of a
+dead one may still be applied: packs have names that one process alone uses, and of the manifests the first one stands.
+Whatever happens, the step is afterwards absent, or complete, or committed; the previous steps are untouched.
 Failure behaviour: errors of `dataio.core.errors`; what was uploaded before one is garbage that no step refers to. As a
 program (`python -m checkpoint.carry --arena-fd N --plan-fd M`) it reports events as lines of JSON on standard output and
 ends with the error's exit code; it goes on when nobody reads them any more.
@@ -30,7 +30,7 @@ from checkpoint.repository.lease import LeaseKeeper
 from checkpoint.saving import plan as plans
 from checkpoint.saving.events import Committing, Done, Event, Released, failed, to_json
 from checkpoint.saving.plan import PutPlan
-from checkpoint.saving.progress import ProgressFile
+from checkpoint.saving.progress import Logged, ProgressFile
 from checkpoint.saving.upload import ArenaBytes, manifest_of, upload
 from checkpoint.tier import saving
 from dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -40,7 +40,6 @@ from dataio.sidecar.transfer.gate import pass_by
 from dataio.store.contract import Store
 from dataio.store.gated import Gated
 from dataio.store.open import open_location
-from dataio.store.resume import Resuming
 from dataio.store.tier.shelf import Shelf
 
 _ANY_BYTES = 1 << 62
@@ -79,7 +78,7 @@ def carry(
         return _carry(arena, decoded, emit, store, shelf, book, gone, clock)
     with open_location(decoded.location.to_location()) as opened:
         sending = Gated(opened, gate) if gate is not None else opened
-        return _carry(arena, decoded, emit, Resuming(sending, book), shelf, book, gone, clock)
+        return _carry(arena, decoded, emit, Logged(sending, book), shelf, book, gone, clock)
 
 
 def _carry(
@@ -143,6 +142,7 @@ def _commit(
     lease = LeaseKeeper(store, plan.attempt, plan.run, plan.timeline, plan.step, plan.bases, plan.lease_seconds, clock)
     with lease:
         _leased()
+        book.abandon(store)
         held.go_on(book.manifest)
         manifest, encoded = _packed(arena, plan, emit, store, book, clock)
         held.complete(manifest, encoded)
@@ -189,7 +189,6 @@ def _packed(
     if book.manifest is not None:
         return book.require_packs(store, plan, book.manifest), book.manifest
     if arena is None:
-        book.abandon(store)
         raise _lost(plan)
     stored = upload(arena, plan, emit, store, book)
     _packs_written()

@@ -23,6 +23,7 @@ _STEP_KEY = re.compile(r"runs/([^/]+)/(\d{6})/(\d{12})/(.+)")
 _ATTEMPT_KEY = re.compile(r"([0-9A-Z]{26})/(?:rank-(\d{5})\.manifest|(fate))")
 _TIMELINE_KEY = re.compile(r"runs/([^/]+)/timelines/(\d{6})\.json")
 _PACK_NAME = re.compile(r"\d{1,6}-[0-9a-f]{8}-\d{1,6}")
+_PACK_KEY = re.compile(rf"packs/([0-9A-Z]{{26}})/({_PACK_NAME.pattern})\.pack")
 
 
 def check_run(run: str, what: str = "run") -> str:
@@ -82,12 +83,18 @@ def pack(attempt_id: str, name: str) -> str:
 
 
 def pack_name(rank: int, carrier: str, number: int) -> str:
-    """`carrier`: 8 hexadecimal digits drawn by whoever writes, so that two never write the same pack."""
+    """`carrier`: 8 hexadecimal digits that each writing process draws, so that two never write the same pack."""
     return f"{rank}-{carrier}-{number}"
 
 
 def is_pack_name(name: str) -> bool:
     return _PACK_NAME.fullmatch(name) is not None
+
+
+def parse_pack_key(key: str) -> tuple[str, str] | None:
+    """(attempt, name) of a pack's key, or None."""
+    match = _PACK_KEY.fullmatch(key)
+    return (match[1], match[2]) if match else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,22 @@
 """What a carrier writes down for the one that takes over from it, should it be killed.
 
-A file of records: a length, msgpack, and the XXH3-64 of that. They say under which name this carrier writes its packs, which
-uploads were
-begun, which of their parts the store has, which packs are complete and what is in them, and at last the manifest.
+A file of records: a length, msgpack, and the XXH3-64 of that. They say which uploads were begun, which packs are complete and
+what is in them, and at last the manifest.
 Invariants: a record is written after what it says is true. The manifest is synced before the arena is given back, or, where the
-file cannot be written (`safe` is then false), in the store, so that from then on the arena is not needed. Nothing here is
-trusted: parts are compared with what the store lists (`dataio.store.resume`), packs are looked up again, chunks are found by
-their digest.
+file cannot be written (`safe` is then false), in the store, so that from then on the arena is not needed. A carrier names its
+packs by digits of its own: a request of an earlier carrier may still be applied, and must not meet a pack of this one. Nothing
+here is trusted: packs are looked up again, chunks are found by their digest.
 Failure behaviour: reading ends at the first record that is torn; what was written behind it is cut off and done again. A disk
 that is full or fails costs a warning: the save goes on, and a carrier that takes over finds what was written until then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 import xxhash
@@ -30,64 +28,43 @@ from checkpoint.format.pack import Entry
 from checkpoint.repository.commit import FinalError
 from checkpoint.repository.dedup import Known, Stored
 from checkpoint.saving.plan import PutPlan
-from dataio.core.errors import NotFoundError
+from dataio.core.errors import MillraceError, NotFoundError
 from dataio.core.limits import GIB
 from dataio.core.log import get_logger
-from dataio.store.contract import Store
-from dataio.store.resume import Resuming
-from dataio.store.uploads import Part, Unfinished
+from dataio.store.contract import Buffer, Store
+from dataio.store.wrapper import Wrapper
 
 _MOST_BYTES = 1 * GIB
 _FRAME = struct.Struct("<IQ")
 _log = get_logger(__name__)
 
 
-class Carrier(msgspec.Struct, tag="carrier", frozen=True):
-    """The name that this carrier's packs have."""
-
-    name: str
-
-
 class Begun(msgspec.Struct, tag="begun", frozen=True):
+    """An upload in parts."""
+
     key: str
     id: str
-    nonce: str
 
 
-class Sent(msgspec.Struct, tag="sent", frozen=True):
+class Aborted(msgspec.Struct, tag="aborted", frozen=True):
     key: str
-    number: int
+
+
+class Packed(msgspec.Struct, tag="packed", frozen=True):
+    """A pack that is stored, with its chunks."""
+
+    key: str
     size: int
-    etag: str
-    digest: bytes
-
-
-class Filled(msgspec.Struct, tag="filled", frozen=True):
-    """All chunks of a pack, before the last of its bytes is sent."""
-
-    key: str
     entries: tuple[Entry, ...]
-
-
-class Ended(msgspec.Struct, tag="ended", frozen=True):
-    key: str
-    size: int | None
 
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):
     manifest: bytes
 
 
-Record = Carrier | Begun | Sent | Filled | Ended | Finished
+Record = Begun | Aborted | Packed | Finished
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
-
-
-@dataclass(slots=True)
-class _Upload:
-    id: str
-    nonce: str
-    parts: dict[int, Part] = field(default_factory=dict)
 
 
 class ProgressFile:
@@ -96,30 +73,27 @@ class ProgressFile:
     def __init__(self, fd: int | None) -> None:
         self._fd, self._lock = fd, threading.Lock()
         self.safe = True
-        self._uploads: dict[str, _Upload] = {}
-        self._tables: dict[str, tuple[Entry, ...]] = {}
-        self._sizes: dict[str, int] = {}
+        self.unfinished: dict[str, str] = {}
+        """Uploads by key: their ids."""
+        self._packed: dict[str, Packed] = {}
         self._filling: dict[str, list[Entry]] = {}
         self.manifest: bytes | None = None
-        self.carrier = ""
+        self._carrier = os.urandom(4).hex()
         try:
             for record in self._read():
                 self._apply(record)
         except OSError as error:
             self._do_without(error)
-        if not self.carrier:
-            self._write(Carrier(os.urandom(4).hex()))
 
     # packs
 
-    def packing(self, key: str, entry: Entry) -> None:
-        """A chunk goes into this pack."""
-        self._filling.setdefault(key, []).append(entry)
+    def name(self, plan: PutPlan, number: int) -> PackName:
+        """The name of this carrier's pack with this number."""
+        return PackName(plan.attempt, names.pack_name(plan.rank, self._carrier, number))
 
-    def filled(self, key: str) -> None:
-        """All chunks of this pack are known."""
-        if key in self._filling:
-            self._write(Filled(key, tuple(self._filling.pop(key))))
+    def packing(self, pack: PackName, entry: Entry) -> None:
+        """A chunk goes into this pack."""
+        self._filling.setdefault(pack.key, []).append(entry)
 
     def finished(self, manifest: bytes) -> None:
         """All packs are stored; `manifest` is what is left to be written. On the disk when this returns, if `safe`."""
@@ -128,13 +102,13 @@ class ProgressFile:
             if self._fd is not None:
                 self._try(_sync)
 
-    def stored(self, store: Store, plan: PutPlan) -> dict[int, tuple[Entry, ...]]:
-        """The complete packs of an earlier carrier by number, looked up in the store."""
+    def stored(self, store: Store, plan: PutPlan) -> dict[PackName, tuple[Entry, ...]]:
+        """The complete packs of earlier carriers, looked up in the store."""
         found = {}
-        for key, size in self._sizes.items():
-            number = int(key.removesuffix(".pack").rpartition("-")[2])
-            if key == self.key(plan, number) and key in self._tables and _size(store, key) == size:
-                found[number] = self._tables[key]
+        for packed in self._packed.values():
+            name = names.parse_pack_key(packed.key)
+            if name is not None and name[0] == plan.attempt and _size(store, packed.key) == packed.size:
+                found[PackName(*name)] = packed.entries
         return found
 
     def require_packs(self, store: Store, plan: PutPlan, encoded: bytes) -> manifests.Manifest:
@@ -148,32 +122,22 @@ class ProgressFile:
                 raise FinalError(f"{key} was not stored before its worker ended", hint="save again")
         return manifest
 
-    def name(self, plan: PutPlan, number: int) -> PackName:
-        return PackName(plan.attempt, names.pack_name(plan.rank, self.carrier, number))
-
-    def key(self, plan: PutPlan, number: int) -> str:
-        return names.pack(plan.attempt, self.name(plan, number).name)
-
     # uploads
 
-    def unfinished(self, key: str) -> Unfinished | None:
-        with self._lock:
-            upload = self._uploads.get(key)
-            return Unfinished(upload.id, upload.nonce, dict(upload.parts)) if upload is not None else None
-
-    def begun(self, key: str, upload: Unfinished) -> None:
-        self._write(Begun(key, upload.id, upload.nonce))
-
-    def sent(self, key: str, part: Part) -> None:
-        self._write(Sent(key, part.number, part.size, part.etag, part.digest))
+    def begun(self, key: str, upload: str) -> None:
+        self._write(Begun(key, upload))
 
     def ended(self, key: str, size: int | None) -> None:
-        self._write(Ended(key, size))
+        self._write(Aborted(key) if size is None else Packed(key, size, tuple(self._filling.pop(key, ()))))
 
     def abandon(self, store: Store) -> None:
-        """Abort every upload that was begun and not ended."""
-        for key in list(self._uploads):
-            Resuming(store, self).abandon(key)
+        """Abort every upload that an earlier carrier left unfinished. Where that fails they stay, invisible."""
+        for key, upload in list(self.unfinished.items()):
+            try:
+                store.abort_upload(key, upload)
+                self.ended(key, None)
+            except MillraceError as error:
+                _log.warning("the unfinished upload %s of %s is left on the server: %s", upload, key, error)
 
     # inside
 
@@ -200,18 +164,13 @@ class ProgressFile:
 
     def _apply(self, record: Record) -> None:
         match record:
-            case Carrier(name):
-                self.carrier = name
-            case Begun(key, id, nonce):
-                self._uploads[key] = _Upload(id, nonce)
-            case Sent(key, number, size, etag, digest) if key in self._uploads:
-                self._uploads[key].parts[number] = Part(number, size, etag, digest)
-            case Filled(key, entries):
-                self._tables[key] = entries
-            case Ended(key, size):
-                self._uploads.pop(key, None)
-                if size is not None:
-                    self._sizes[key] = size
+            case Begun(key, upload):
+                self.unfinished[key] = upload
+            case Aborted(key):
+                self.unfinished.pop(key, None)
+            case Packed(key):
+                self.unfinished.pop(key, None)
+                self._packed[key] = record
             case Finished(manifest):
                 self.manifest = manifest
 
@@ -222,15 +181,26 @@ class ProgressFile:
         while at + _FRAME.size <= end:
             length, check = _FRAME.unpack(os.pread(self._fd, _FRAME.size, at))
             payload = os.pread(self._fd, length, at + _FRAME.size) if length <= end - at else b""
-            try:
-                if len(payload) != length or xxhash.xxh3_64_intdigest(payload) != check:
-                    break
-                yield _decoder.decode(payload)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
+            if len(payload) != length or xxhash.xxh3_64_intdigest(payload) != check:
                 break
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):  # another version's record
+                yield _decoder.decode(payload)
             at += _FRAME.size + length
         os.ftruncate(self._fd, at)
         os.lseek(self._fd, at, os.SEEK_SET)
+
+
+class Logged(Wrapper):
+    """`inner`, with uploads and packs written down in `book`."""
+
+    def __init__(self, inner: Store, book: ProgressFile) -> None:
+        super().__init__(inner)
+        self._book = book
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        size = self.inner.put_logged(key, parts, self._book)
+        self._book.ended(key, size)
+        return size
 
 
 _sync = os.fsync
@@ -242,27 +212,14 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-class FreeNumbers:
-    """The numbers that are not in `taken`, by their place among them."""
-
-    def __init__(self, taken: Collection[int]) -> None:
-        self._free = (number for number in count() if number not in taken)
-        self._found: list[int] = []
-
-    def __getitem__(self, nth: int) -> int:
-        while len(self._found) <= nth:
-            self._found.append(next(self._free))
-        return self._found[nth]
-
-
-def add_stored(known: Known, packs: dict[int, tuple[Entry, ...]], progress: ProgressFile, plan: PutPlan) -> None:
+def add_stored(known: Known, packs: Mapping[PackName, tuple[Entry, ...]]) -> None:
     """Make the chunks of these packs known, as this save's own."""
-    for number, entries in packs.items():
+    for name, entries in packs.items():
         for entry in entries:
             if entry.codec in DELTAS:
                 continue  # what it leans on is not written down: it is stored once more
             chunk = Chunk(entry.digest, 0, entry.offset, entry.stored, entry.raw, entry.codec)
-            known.chunks[entry.digest] = Stored(progress.name(plan, number), chunk)
+            known.chunks[entry.digest] = Stored(name, chunk)
             known.own[entry.digest] = entry.stored
 
 

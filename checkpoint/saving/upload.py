@@ -27,7 +27,7 @@ from checkpoint.saving import choose
 from checkpoint.saving.bases import Bases
 from checkpoint.saving.events import Event, Progress
 from checkpoint.saving.plan import PutPlan
-from checkpoint.saving.progress import FreeNumbers, ProgressFile, add_stored
+from checkpoint.saving.progress import ProgressFile, add_stored
 from dataio.core.clock import Clock
 from dataio.core.crashpoints import declare
 from dataio.core.errors import CorruptionError
@@ -96,9 +96,7 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
     bases = Bases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
     choice = choose.Choice(plan.compression, specs, place, spans, taken, _THREADS, bases)
     tables, digests = Tables(), list[bytes]()
-    there = book.stored(store, plan)
-    add_stored(known, there, book, plan)
-    numbers = FreeNumbers(there)
+    add_stored(known, book.stored(store, plan))
     total = sum(piece.length for piece in pieces)
 
     def new_chunks() -> Iterator[pack.NewChunk]:
@@ -116,13 +114,14 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
                 emit(Progress(done, total))
 
     def packed(nth: int, entry: pack.Entry) -> None:
-        tables.add(book.name(plan, numbers[nth]), entry)
+        name = book.name(plan, nth)
+        tables.add(name, entry)
         tables.written += entry.stored
-        book.packing(key_of(nth), entry)
+        book.packing(name, entry)
         _in_pack()
 
     def key_of(nth: int) -> str:
-        return book.key(plan, numbers[nth])
+        return book.name(plan, nth).key
 
     with ThreadPoolExecutor(
         _THREADS, thread_name_prefix="millrace-hash"

@@ -113,8 +113,8 @@ class Store(abc.ABC):
         leftovers.
         """
 
-    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
-        """As `put_multipart`; where the back-end has parts, what `log` says is there already is not sent again."""
+    def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        """As `put_multipart`; where the back-end has parts, `log` is told of the upload, so that another process can abort it."""
         return self.put_multipart(key, parts)
 
     def abort_upload(self, key: str, upload: str) -> None:  # noqa: B027 - most stores have no uploads

@@ -23,8 +23,8 @@ class Gated(Wrapper):
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         return self.inner.put_multipart(key, self._passing(parts))
 
-    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
-        return self.inner.put_resumable(key, self._passing(parts), log)
+    def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        return self.inner.put_logged(key, self._passing(parts), log)
 
     def _passing(self, parts: Iterable[Buffer]) -> Iterator[Buffer]:
         for part in parts:

@@ -68,8 +68,8 @@ class Metered(Wrapper):
         self._wrote(size)
         return size
 
-    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
-        size = super().put_resumable(key, parts, log)
+    def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        size = super().put_logged(key, parts, log)
         self._wrote(size)
         return size
 

@@ -85,7 +85,7 @@ class S3Store(Store):
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         return self._upload(key, parts, None)
 
-    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+    def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
         return self._upload(key, parts, Notes(log, key))
 
     def abort_upload(self, key: str, upload: str) -> None:

@@ -5,25 +5,21 @@ more is being filled, so memory stays below (IN_FLIGHT + 2) parts. Nothing is vi
 Failure behaviour: each part is retried by itself (its bytes cannot be asked for twice). Any exception, also one of the stream
 or an interrupt, cancels what is on its way and aborts the upload. A lost answer to the completion is settled by the
 nonce in the object's metadata. More than `MAX_BYTES` is a `CapacityError`. A process that is killed leaves an unfinished
-upload, invisible but billable, which the next one continues where there is a log (`resume`); give the bucket a lifecycle
-rule that
-aborts the others.
+upload, invisible but billable, which the next one aborts where there is a log (`uploads`); give the bucket a lifecycle rule
+that aborts the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import io
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import xxhash
 
 from dataio.core import limits
 from dataio.core.crashpoints import declare
@@ -33,7 +29,7 @@ from dataio.store.contract import Buffer
 from dataio.store.retry import Policy, call_async
 from dataio.store.s3errors import NoSuchUploadError
 from dataio.store.s3session import S3Session
-from dataio.store.uploads import Part, Unfinished, UploadLog
+from dataio.store.uploads import UploadLog
 
 PART_BYTES = 8 * limits.MIB
 _PARTS_PER_SIZE, _SIZES = 2500, 4
@@ -77,13 +73,11 @@ class Notes:
 
 
 class Upload:
-    """One multipart upload, begun or continued, to `complete` or `abort`. Used from one thread."""
+    """One multipart upload, to `complete` or `abort`. Used from one thread."""
 
     def __init__(self, session: S3Session, key: str, name: str, policy: Policy, notes: Notes | None = None) -> None:
         self._session, self._key, self._name, self._policy = session, key, name, policy
         self._notes = notes
-        self._there: dict[int, tuple[int, str]] = {}
-        self._written: Mapping[int, Part] = {}
         self._nonce = secrets.token_hex(16)
         self._id = ""
         self._waiting: deque[asyncio.Task[dict[str, Any]]] = deque()
@@ -106,40 +100,9 @@ class Upload:
             raise
 
     async def _begin(self) -> None:
-        """Continue the upload of the notes, if the server still has it; begin one otherwise."""
-        found = self._notes.log.unfinished(self._notes.key) if self._notes is not None else None
-        if found is not None:
-            self._id, self._nonce = found.id, found.nonce
-            with contextlib.suppress(NoSuchUploadError):
-                self._there, self._written = await self._listed(), found.parts
-                return
-        self._nonce = secrets.token_hex(16)
         self._id = (await self._retried("create_multipart_upload", Metadata={_NONCE: self._nonce}))["UploadId"]
         if self._notes is not None:
-            self._notes.log.begun(self._notes.key, Unfinished(self._id, self._nonce))
-
-    async def _listed(self) -> dict[int, tuple[int, str]]:
-        """Size and ETag of the parts that the server has of this upload."""
-        found: dict[int, tuple[int, str]] = {}
-        marker = 0
-        while True:
-            page = await self._retried("list_parts", UploadId=self._id, PartNumberMarker=marker)
-            found |= {part["PartNumber"]: (part["Size"], part["ETag"]) for part in page.get("Parts", ())}
-            after = int(page.get("NextPartNumberMarker") or 0)
-            if not page.get("IsTruncated") or after <= marker:
-                return found
-            marker = after
-
-    def _kept(self, number: int, block: io.BytesIO, seen: bytes) -> str | None:
-        """The ETag of this part if the server has it with these bytes: by its own MD5, or by what was written down."""
-        size, etag = self._there.get(number, (-1, ""))
-        with block.getbuffer() as data:
-            if size != data.nbytes:
-                return None
-            written = self._written.get(number)
-            if written is not None and (written.size, written.etag, written.digest) == (size, etag, seen):
-                return etag
-            return etag if hashlib.md5(data, usedforsecurity=False).hexdigest() == etag.strip('"') else None
+            self._notes.log.begun(self._notes.key, self._id)
 
     async def _admit(self, number: int, block: io.BytesIO) -> None:
         await self._drain(IN_FLIGHT - 1)
@@ -151,14 +114,7 @@ class Upload:
             self._waiting.popleft()
 
     async def _part(self, number: int, block: io.BytesIO) -> dict[str, Any]:
-        data = block.getbuffer()
-        size, seen = data.nbytes, xxhash.xxh3_128_digest(data) if self._notes is not None else b""
-        data.release()
-        if (etag := self._kept(number, block, seen)) is not None:
-            return {"PartNumber": number, "ETag": etag}
         answer = await self._retried("upload_part", UploadId=self._id, PartNumber=number, Body=block)
-        if self._notes is not None:
-            self._notes.log.sent(self._notes.key, Part(number, size, answer["ETag"], seen))
         _part_sent()
         return {"PartNumber": number, "ETag": answer["ETag"]}
 

@@ -60,8 +60,8 @@ class Wrapper(Store):
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         return self._through("put_multipart", key, MULTIPART_BYTES, lambda: self.inner.put_multipart(key, parts))
 
-    def put_resumable(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
-        return self._through("put_multipart", key, MULTIPART_BYTES, lambda: self.inner.put_resumable(key, parts, log))
+    def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
+        return self._through("put_multipart", key, MULTIPART_BYTES, lambda: self.inner.put_logged(key, parts, log))
 
     def abort_upload(self, key: str, upload: str) -> None:
         self._through("delete_many", key, 0, lambda: self.inner.abort_upload(key, upload))

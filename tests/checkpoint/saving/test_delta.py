@@ -25,13 +25,13 @@ from checkpoint.repository import check as checking
 from checkpoint.repository import steps as repository
 from checkpoint.repository.dedup import Known
 from checkpoint.repository.opening import open_step
-from checkpoint.saving import choose, plan
+from checkpoint.saving import choose
 from checkpoint.saving.choose import Sample, decide, worth_leaning
-from checkpoint.saving.progress import ProgressFile, add_stored
+from checkpoint.saving.progress import add_stored
 from dataio.core.errors import CorruptionError, UnsupportedError
 from dataio.core.limits import MIB
 from dataio.store.open import open_store
-from tests.checkpoint.making import begin, flip, make, tiny_state
+from tests.checkpoint.making import flip
 
 ATTEMPT = ulid.new()
 
@@ -227,13 +227,11 @@ def test_a_manifest_whose_links_are_wrong_is_refused(links: tuple[tuple[int, int
         manifest.decode(manifest.encode(msgspec.structs.replace(good, links=links)), key)
 
 
-def test_a_carrier_that_takes_over_stores_differences_once_more(tmp_path: Path) -> None:
+def test_a_carrier_that_takes_over_stores_differences_once_more() -> None:
     from checkpoint.format.pack import Entry
 
-    with open_store(tmp_path) as store:
-        made: plan.PutPlan = make(store, tiny_state(1), step=1, number=begin(store)).plan
-    known, book = Known(), ProgressFile(None)
-    add_stored(known, {0: (Entry(b"a" * 32, 0, 5, 9, RAW), Entry(b"b" * 32, 4096, 5, 9, 5))}, book, made)
+    known, entries = Known(), (Entry(b"a" * 32, 0, 5, 9, RAW), Entry(b"b" * 32, 4096, 5, 9, 5))
+    add_stored(known, {manifest.PackName("A", "0-0123abcd-0"): entries})
     assert set(known.chunks) == {b"a" * 32}
 
 

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.carry import carry
 from checkpoint.format import pack
+from checkpoint.format.manifest import PackName
 from checkpoint.format.pack import Entry
 from checkpoint.repository import check
 from checkpoint.saving import progress
 from checkpoint.saving.events import Event, Released
-from checkpoint.saving.progress import FreeNumbers, ProgressFile
+from checkpoint.saving.progress import Logged, ProgressFile
 from dataio.core.errors import TransientError
 from dataio.core.limits import KIB
 from dataio.store.contract import Buffer, Store
 from dataio.store.open import open_store
-from dataio.store.resume import Resuming
-from dataio.store.uploads import Part, Unfinished
 from tests.checkpoint.making import Wrapped, begin, latest, load, make, manifest_of
 
 STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(8)}
@@ -67,10 +69,10 @@ def test_packs_that_are_complete_are_not_written_again(tmp_path: Path, fd: int) 
         made = make(store, STATE, step=1, number=begin(store))
         first = Dying(store, 5)
         with pytest.raises(Killed):
-            carry(made.arena, made.encoded, lambda _: None, store=Resuming(first, b := ProgressFile(fd)), progress=b)
+            carry(made.arena, made.encoded, lambda _: None, store=Logged(first, b := ProgressFile(fd)), progress=b)
         second = Dying(store, 100)
         result = carry(
-            made.arena, made.encoded, lambda _: None, store=Resuming(second, b := ProgressFile(fd)), progress=b
+            made.arena, made.encoded, lambda _: None, store=Logged(second, b := ProgressFile(fd)), progress=b
         )
         assert len(first.written) == 5
         assert len(second.written) == 3
@@ -89,10 +91,10 @@ def test_a_pack_that_is_gone_from_the_store_is_written_again(tmp_path: Path, fd:
         made = make(store, STATE, step=1, number=begin(store))
         first = Dying(store, 5)
         with pytest.raises(Killed):
-            carry(made.arena, made.encoded, lambda _: None, store=Resuming(first, b := ProgressFile(fd)), progress=b)
+            carry(made.arena, made.encoded, lambda _: None, store=Logged(first, b := ProgressFile(fd)), progress=b)
         store.delete_many(first.written[1:3])
         second = Dying(store, 100)
-        carry(made.arena, made.encoded, lambda _: None, store=Resuming(second, b := ProgressFile(fd)), progress=b)
+        carry(made.arena, made.encoded, lambda _: None, store=Logged(second, b := ProgressFile(fd)), progress=b)
         assert len(second.written) == 5
         found = latest(store)
         assert found is not None
@@ -108,7 +110,7 @@ def finished(store: Store, fd: int) -> bytes:
             raise Killed
 
     with pytest.raises(Killed):
-        carry(made.arena, made.encoded, emit, store=Resuming(store, b := ProgressFile(fd)), progress=b)
+        carry(made.arena, made.encoded, emit, store=Logged(store, b := ProgressFile(fd)), progress=b)
     assert latest(store) is None
     return made.encoded
 
@@ -151,7 +153,7 @@ def test_where_progress_cannot_be_written_the_arena_is_held_until_the_manifest_i
             patched.setattr(progress, "_write_all", torn)
             if records is None:
                 patched.setattr(progress, "_sync", broken)
-            carry(made.arena, made.encoded, emit, store=Resuming(store, b := ProgressFile(fd)), progress=b)
+            carry(made.arena, made.encoded, emit, store=Logged(store, b := ProgressFile(fd)), progress=b)
         assert there == [True]
         assert [record.levelname for record in caplog.records].count("WARNING") == 1
         assert (found := latest(store)) is not None
@@ -173,21 +175,21 @@ def test_without_arena_and_manifest_the_step_is_lost_and_that_is_said(tmp_path: 
     with open_store(tmp_path / "store") as store:
         made = make(store, STATE, step=1, number=begin(store))
         book = ProgressFile(fd)
-        book.begun("packs/x", Unfinished("no such upload", "nonce"))
+        book.begun("packs/x", "no such upload")
         with pytest.raises(TransientError, match="step 1 of run exp is lost"):
             carry(None, made.encoded, lambda _: None, store=store, progress=book)
-        assert book.unfinished("packs/x") is None
+        assert book.unfinished == {}
         assert latest(store) is None
 
 
+PACK = PackName("01M862H48BV5SXSPNCAQGWFXX2", "0-0123abcd-0")
+
+
 def fill(book: ProgressFile) -> None:
-    book.begun("packs/a", Unfinished("id", "nonce"))
-    book.sent("packs/a", Part(1, 10, "etag", b"digest"))
-    book.packing("packs/a", Entry(b"d" * 32, 0, 5, 5))
-    book.filled("packs/a")
-    book.ended("packs/a", 10)
-    book.begun("packs/b", Unfinished("id2", "nonce2"))
-    book.sent("packs/b", Part(2, 10, "etag", b"digest"))
+    book.begun(PACK.key, "id")
+    book.packing(PACK, Entry(b"d" * 32, 0, 5, 5))
+    book.ended(PACK.key, 10)
+    book.begun("packs/b", "id2")
     book.finished(b"manifest")
 
 
@@ -195,7 +197,7 @@ def fill(book: ProgressFile) -> None:
 def test_a_file_cut_anywhere_is_a_shorter_history_and_goes_on(cut: int, flip: bool) -> None:
     fd = os.memfd_create("progress")
     try:
-        fill(first := ProgressFile(fd))
+        fill(ProgressFile(fd))
         size = os.fstat(fd).st_size
         if flip:
             at = cut % size
@@ -206,17 +208,41 @@ def test_a_file_cut_anywhere_is_a_shorter_history_and_goes_on(cut: int, flip: bo
         second = ProgressFile(fd)
         assert second.manifest in (None, b"manifest")
         if second.manifest:
-            assert second.unfinished("packs/b") == Unfinished("id2", "nonce2", {2: Part(2, 10, "etag", b"digest")})
-        assert flip or second.carrier == first.carrier or cut < size
+            assert second.unfinished == {"packs/b": "id2"}
         fill(second)
         third = ProgressFile(fd)
         assert third.manifest == b"manifest"
-        assert third.carrier == second.carrier
-        assert third.unfinished("packs/a") is None
+        assert third.unfinished == {"packs/b": "id2"}
     finally:
         os.close(fd)
 
 
-def test_free_numbers_leave_out_those_that_are_taken() -> None:
-    numbers = FreeNumbers({0, 2, 3})
-    assert [numbers[n] for n in (2, 0, 1)] == [5, 1, 4]
+def old_record(tag: str, **fields: object) -> bytes:
+    payload = msgspec.msgpack.encode({"type": tag, **fields})
+    return struct.pack("<IQ", len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+
+
+def test_a_file_of_version_0_1_gives_its_manifest_and_its_uploads_and_none_of_its_packs(
+    tmp_path: Path, fd: int
+) -> None:
+    """Its carriers shared a name, so another body of a pack may still be on its way."""
+    entry = [b"d" * 32, 0, 5, 5]
+    os.write(fd, old_record("carrier", name="0123abcd"))
+    os.write(fd, old_record("begun", key=PACK.key, id="id", nonce="n"))
+    os.write(fd, old_record("sent", key=PACK.key, number=1, size=10, etag="e", digest=b"d"))
+    os.write(fd, old_record("filled", key=PACK.key, entries=[entry]))
+    os.write(fd, old_record("ended", key=PACK.key, size=10))
+    os.write(fd, old_record("begun", key="packs/b", id="id2", nonce="n"))
+    os.write(fd, old_record("finished", manifest=b"manifest"))
+    book = ProgressFile(fd)
+    assert book.manifest == b"manifest"
+    assert book.unfinished == {PACK.key: "id", "packs/b": "id2"}
+    with open_store(tmp_path / "store") as store:
+        made = make(store, STATE, step=1, attempt=PACK.attempt)
+        store.put(PACK.key, b"ten bytes!")
+        assert book.stored(store, made.plan) == {}
+
+
+def test_each_carrier_of_one_job_names_its_packs_anew(tmp_path: Path, fd: int) -> None:
+    made = make(open_store(tmp_path), STATE, step=1)
+    assert len({ProgressFile(fd).name(made.plan, 0) for _ in range(4)}) == 4

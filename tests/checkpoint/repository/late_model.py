@@ -1,0 +1,287 @@
+"""The commit protocol as a small machine, on a store that may apply any request late, and again: all its states are visited.
+
+Store: every request that was ever sent stays on its way, and may be applied at any later moment, any number of times. A sender
+either hears that its request was applied, or hears nothing; then it tries again, or never moves any more.
+Actors: a worker, its replacement with the same plan (also while the first is only hung and goes on later), a process that
+finishes the save from a node's tier, and collectors that remove the base step B and then the new step A. Leases run out at any
+moment; a holder that has not renewed since stops before the decision.
+Promise: a step that is visible has its manifest, as its decision names it, and every pack with the body that the manifest means.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+S = TypeVar("S", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Found:
+    """How many states were visited, and the shortest way to one that breaks the promise, if there is one."""
+
+    states: int
+    way: list[object] | None
+
+
+def search(first: S, moves: Callable[[S], Iterator[S]], broken: Callable[[S], bool]) -> Found:
+    """Visit everything that can be reached, or stop at the first broken state."""
+    before: dict[S, S | None] = {first: None}
+    waiting = deque([first])
+    while waiting:
+        state = waiting.popleft()
+        if broken(state):
+            way: list[object] = []
+            at: S | None = state
+            while at is not None:
+                way.append(at)
+                at = before[at]
+            return Found(len(before), way[::-1])
+        for after in moves(state):
+            if after not in before:
+                before[after] = state
+                waiting.append(after)
+    return Found(len(before), None)
+
+
+KEYS = (
+    "commit A",
+    "commit B",
+    "fate",
+    "lease",
+    "lease of tier",
+    "manifest",
+    "pack 0",
+    "pack 1",
+    "pack B",
+    "gc 0",
+    "gc 1",
+)
+COMMIT_A, COMMIT_B, FATE, LEASE, TIER_LEASE, MANIFEST, PACK_0, PACK_1, PACK_B, GC_0, GC_1 = range(len(KEYS))
+Objects = tuple[object, ...]
+"""What the store holds, by key; None for nothing."""
+
+
+class Manifest(NamedTuple):
+    """`pack` is a key, `body` what was in it, `leans` whether the base step's pack is needed too."""
+
+    pack: int
+    body: str
+    leans: bool
+
+
+class Lease(NamedTuple):
+    names_base: bool
+    live: bool = True
+
+
+class Request(NamedTuple):
+    """`value` None deletes the object."""
+
+    key: int
+    value: object
+    if_absent: bool = False
+
+
+class Worker(NamedTuple):
+    """`at` is the next thing to do; `trusts` its lease; `leans` on the base step."""
+
+    at: str = "lease"
+    trusts: bool = False
+    leans: bool = False
+    manifest: Manifest | None = None
+
+
+class Collector(NamedTuple):
+    at: str = "finish"
+    fence: bool = False
+    spare: bool = False
+    doomed: tuple[int, ...] = ()
+
+
+class World(NamedTuple):
+    """`sent` may be applied at any later moment; `noted`: the first worker wrote down that its pack is stored."""
+
+    objects: Objects
+    sent: frozenset[Request]
+    workers: tuple[Worker, ...]
+    tier: str
+    collectors: tuple[Collector, ...]
+    noted: bool = False
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is tried. `own_packs`: a replacement has pack names of its own. `own_lease`: a process that sends another rank's part
+    from a tier has a lease of its own. `together`: while one lease of an attempt lives, what any of them names is spared.
+    `conditional`: what is written if absent. `late`: how many requests may stay on their way. `removes_new`: collectors remove
+    the new step too, not only its base."""
+
+    own_packs: bool = True
+    own_lease: bool = True
+    together: bool = True
+    conditional: frozenset[int] = frozenset({MANIFEST, FATE, COMMIT_A, GC_0, GC_1})
+    workers: int = 2
+    tier: bool = False
+    collectors: int = 1
+    removes_new: bool = True
+    late: int = 1
+
+
+def begin(rules: Rules) -> World:
+    objects: list[object] = [None] * len(KEYS)
+    objects[COMMIT_B], objects[PACK_B] = "B", "base"
+    tier = "lease" if rules.tier else "over"
+    return World(tuple(objects), frozenset(), (Worker(),) * rules.workers, tier, (Collector(),) * rules.collectors)
+
+
+def applied(objects: Objects, request: Request) -> Objects:
+    """The request reaches the store."""
+    key, value, if_absent = request
+    if if_absent and objects[key] is not None:
+        return objects
+    return (*objects[:key], value, *objects[key + 1 :])
+
+
+def broken(world: World) -> bool:
+    """Whether a visible step lacks something."""
+    objects = world.objects
+    if objects[COMMIT_B] == "B" and objects[PACK_B] is None:
+        return True
+    commit, fate = objects[COMMIT_A], objects[FATE]
+    if commit == "tombstone" or (commit is None and not isinstance(fate, Manifest)):
+        return False
+    if not isinstance(fate, Manifest) or objects[MANIFEST] != fate or objects[fate.pack] != fate.body:
+        return True
+    return fate.leans and objects[PACK_B] is None
+
+
+class Machine:
+    """All moves from a state, under some rules."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+
+    def moves(self, world: World) -> Iterator[World]:
+        for request in world.sent:
+            yield world._replace(objects=applied(world.objects, request))
+        yield self._time_passes(world)
+        for i, worker in enumerate(world.workers):
+            yield from self._worker(world, i, worker)
+        yield from self._tier(world)
+        for i, collector in enumerate(world.collectors):
+            yield from self._collector(world, i, collector)
+        if isinstance(world.objects[FATE], Manifest) and world.objects[COMMIT_A] is None:  # a reader helps
+            yield from self._send(world, world, (COMMIT_A, "A"))
+
+    def _time_passes(self, world: World) -> World:
+        """All leases run out; their holders have stopped to trust them before."""
+        objects = tuple(value._replace(live=False) if isinstance(value, Lease) else value for value in world.objects)
+        return world._replace(objects=objects, workers=tuple(w._replace(trusts=False) for w in world.workers))
+
+    def _send(self, world: World, after: World, *wanted: tuple[int, object]) -> Iterator[World]:
+        """The requests are applied, and the sender goes on to `after`; one may stay on its way as well. Or one times out: it
+        stays on its way, and the sender does not go on."""
+        requests = [Request(key, value, value is not None and key in self.rules.conditional) for key, value in wanted]
+        objects = world.objects
+        for request in requests:
+            objects = applied(objects, request)
+        yield after._replace(objects=objects)
+        if len(world.sent) < self.rules.late:
+            for request in requests:
+                sent = world.sent | {request}
+                yield world._replace(sent=sent)
+                yield after._replace(objects=objects, sent=sent)
+
+    def _worker(self, world: World, i: int, worker: Worker) -> Iterator[World]:
+        def then(**changes: object) -> World:
+            changed = worker._replace(**changes)  # type: ignore[arg-type]
+            return world._replace(workers=(*world.workers[:i], changed, *world.workers[i + 1 :]))
+
+        objects, body = world.objects, f"by worker {i}"
+        if worker.at == "lease":
+            yield from self._send(world, then(at="base", trusts=True), (LEASE, Lease(True)))
+        elif worker.at == "base":
+            going = objects[GC_0] is not None or objects[GC_1] is not None
+            yield then(at="pack", leans=objects[COMMIT_B] == "B" and not going)
+        elif worker.at == "pack":
+            if i > 0 and world.noted and objects[PACK_0] is not None:  # as its predecessor wrote down
+                yield then(at="manifest", manifest=Manifest(PACK_0, "by worker 0", worker.leans))
+            pack = PACK_1 if i > 0 and self.rules.own_packs else PACK_0
+            after = then(at="manifest", manifest=Manifest(pack, body, worker.leans))
+            yield from self._send(world, after._replace(noted=world.noted or i == 0), (pack, body))
+        elif worker.at == "manifest":
+            yield from self._send(world, then(at="decide"), (MANIFEST, worker.manifest))
+        elif worker.at == "decide" and objects[FATE] is not None:
+            yield then(at="commit" if isinstance(objects[FATE], Manifest) else "over")
+        elif worker.at == "decide" and worker.trusts and objects[MANIFEST] is not None:
+            yield from self._send(world, then(at="decide"), (FATE, objects[MANIFEST]))
+        elif worker.at == "commit":
+            yield from self._send(world, then(at="release"), (COMMIT_A, "A"))
+        elif worker.at == "release":
+            yield from self._send(world, then(at="over"), (LEASE, None))
+        if worker.at in ("pack", "manifest", "decide") and not worker.trusts:
+            yield from self._send(world, then(trusts=True), (LEASE, Lease(True)))
+
+    def _tier(self, world: World) -> Iterator[World]:
+        """Another rank's part of the attempt, which leans on nothing, is sent by another process, under a lease."""
+        if world.tier == "lease":
+            found = world.objects[LEASE]
+            yield world._replace(tier="with" if isinstance(found, Lease) and found.names_base else "without")
+        elif world.tier != "over":
+            lease = TIER_LEASE if self.rules.own_lease else LEASE
+            yield from self._send(world, world._replace(tier="over"), (lease, Lease(world.tier == "with")))
+
+    def _collector(self, world: World, i: int, collector: Collector) -> Iterator[World]:
+        def then(at: str, **changes: object) -> World:
+            changed = collector._replace(at=at, **changes)  # type: ignore[arg-type]
+            return world._replace(collectors=(*world.collectors[:i], changed, *world.collectors[i + 1 :]))
+
+        objects = world.objects
+        fate, commit = objects[FATE], objects[COMMIT_A]
+        if collector.at == "finish":
+            complete = isinstance(fate, Manifest) and commit is None
+            yield from self._send(world, then("record"), *([(COMMIT_A, "A")] if complete else []))
+        elif collector.at == "record":
+            yield from self._send(world, then("leases"), (GC_0 + i, "record"))
+        elif collector.at == "leases":
+            leases = [lease for lease in objects if isinstance(lease, Lease)]
+            alive = any(lease.live for lease in leases)
+            fence = fate is None and (bool(leases) or objects[MANIFEST] is not None) and not alive
+            named = [lease for lease in leases if lease.live or self.rules.together]
+            yield then("fence", fence=fence, spare=alive and any(lease.names_base for lease in named))
+        elif collector.at == "fence":
+            yield from self._send(world, then("bury B"), *([(FATE, "abort")] if collector.fence else []))
+        elif collector.at == "bury B":
+            bury = not collector.spare and objects[COMMIT_B] == "B"
+            yield from self._send(world, then("bury A"), *([(COMMIT_B, "tombstone")] if bury else []))
+        elif collector.at == "bury A":
+            bury = self.rules.removes_new and commit == "A"
+            yield from self._send(world, then("look"), *([(COMMIT_A, "tombstone")] if bury else []))
+        elif collector.at == "look":
+            yield then("delete", doomed=tuple(self._garbage(objects)))
+        elif collector.at == "delete":
+            yield from self._send(world, then("settle", doomed=()), *((key, None) for key in collector.doomed))
+        elif collector.at == "settle":
+            yield from self._send(world, then("over"), (GC_0 + i, None))
+
+    def _garbage(self, objects: Objects) -> Iterator[int]:
+        fate, commit, manifest = objects[FATE], objects[COMMIT_A], objects[MANIFEST]
+        dead = fate == "abort" or (fate is not None and commit == "tombstone")
+        live = manifest if isinstance(manifest, Manifest) and not dead else None
+        for pack in (PACK_0, PACK_1):
+            if fate is not None and objects[pack] is not None and not (live and live.pack == pack):
+                yield pack
+        if dead:
+            yield MANIFEST
+            if commit == "tombstone":
+                yield FATE
+        if objects[COMMIT_B] == "tombstone" and not (live and live.leans):
+            yield PACK_B
+
+
+def explore(rules: Rules) -> Found:
+    machine = Machine(rules)
+    return search(begin(rules), machine.moves, broken)

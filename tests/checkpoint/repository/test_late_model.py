@@ -1,0 +1,49 @@
+"""The exhaustive model of the protocol on a store that applies requests late: what it finds, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.checkpoint.repository.late_model import COMMIT_A, FATE, MANIFEST, Rules, explore
+
+WRITTEN_ONCE = Rules().conditional
+
+
+@pytest.mark.parametrize(
+    ("rules", "states"),
+    [
+        (Rules(collectors=0), 5000),
+        (Rules(workers=1), 8000),
+        (Rules(late=0, collectors=0), 300),
+    ],
+    ids=["a worker and its replacement", "a worker and a collector", "nothing is late"],
+)
+def test_no_order_of_requests_breaks_a_visible_step(rules: Rules, states: int) -> None:
+    found = explore(rules)
+    assert found.way is None
+    assert found.states > states
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules(own_packs=False, collectors=0),
+        Rules(conditional=WRITTEN_ONCE - {MANIFEST}, collectors=0),
+        Rules(conditional=WRITTEN_ONCE - {FATE}, workers=1),
+        Rules(conditional=WRITTEN_ONCE - {COMMIT_A}, workers=1),
+    ],
+    ids=["packs of one name", "manifests overwritten", "decisions overwritten", "COMMIT overwritten"],
+)
+def test_the_search_finds_what_each_rule_is_for(rules: Rules) -> None:
+    assert explore(rules).way is not None
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "rules",
+    [Rules(), Rules(workers=1, late=3), Rules(workers=1, collectors=2)],
+    ids=["replacement and collector", "three late requests", "two collectors"],
+)
+def test_no_order_of_many_more_requests_does_either(rules: Rules) -> None:
+    assert explore(rules).way is None
