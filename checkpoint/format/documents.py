@@ -161,8 +161,13 @@ def newer(key: str, version: int) -> UnsupportedError:
 
 
 def read(store: Store, key: str, kind: type[D]) -> D:
-    """Fetch and decode; `NotFoundError` when the object is absent."""
-    return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
+    """Fetch and decode; `NotFoundError` when the object is absent. What is damaged is fetched once more: the damage may have
+    happened on the way."""
+    try:
+        return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
+    except (CorruptionError, UnsupportedError):
+        store.distrust(key)
+        return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
 
 
 def me() -> Who:

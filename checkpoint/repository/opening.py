@@ -103,10 +103,12 @@ def together(found: Sealed, given: Sequence[Manifest]) -> Step:
 
 
 def _encoded(store: Store, found: Sealed, rank: int) -> bytes:
-    """The manifest with the digest of the fate, from whichever copy has it."""
+    """The manifest with the digest of the fate, from whichever copy has it. The last copy is read twice: a byte may have changed
+    on the way."""
     key = found.attempt.manifest_key(rank)
-    while digest(data := _get(store, key)) != found.digests[rank] and store.distrust(key):
-        pass
+    while digest(data := _get(store, key)) != found.digests[rank]:
+        if not store.distrust(key):
+            return _get(store, key)
     return data
 
 

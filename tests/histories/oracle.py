@@ -88,6 +88,8 @@ class Told:
     """The fewest steps that a policy of each run keeps."""
     tags: dict[str, list[int]] = field(default_factory=dict)
     """The save that each tag was given to last, and those of attempts whose outcome is not known."""
+    given: set[str] = field(default_factory=set)
+    """Tags that were reported."""
     lost: set[str] = field(default_factory=set)
     committed_at: dict[int, int] = field(default_factory=dict)
 
@@ -121,6 +123,7 @@ class Told:
                 self.tags.setdefault(line["name"], []).append(line["nonce"])
             case "tagged":
                 self.tags[line["name"]] = [line["nonce"]]
+                self.given.add(line["name"])
             case "node lost":
                 self.lost.add(line["node"])
 
@@ -229,7 +232,7 @@ def _taken_over(told: Told, run: str, seen: Seen) -> Iterator[str]:
 def _tags(told: Told, seen: Seen) -> Iterator[str]:
     for name, possible in told.tags.items():
         if name not in seen.tags:
-            if len(possible) == 1 and told.saves[possible[0]].timeline:
+            if name in told.given:
                 yield f"tag {name} is gone"
         elif seen.tags[name] not in possible:
             yield f"tag {name} names {seen.tags[name]}, not one of {possible}"

@@ -52,18 +52,19 @@ def branch(*found: Found) -> dict[str, list[Found]]:
     return {"r": list(found)}
 
 
-WRONG = {
+ALL = (Found(2, 4, 14), Found(2, 3, 13), Found(1, 2, 12), Found(1, 1, 11))
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a chunk is damaged": ({"problems": ["pack 0"]}, "pack 0"),
-    "bytes of no save": ({"branch": branch(Found(2, 4, 14), Found(2, 3, 13), Found(1, 2, None), Found(1, 1, 11))}, "no save wrote"),
-    "bytes of another step": ({"branch": branch(Found(2, 4, 14), Found(2, 3, 11))}, "holds what step 1"),
-    "the newest step is lost": ({"branch": branch(Found(1, 2, 12), Found(1, 1, 11))}, "ends in timeline 1"),
-    "the run went back": ({"branch": branch(Found(2, 2, 12), Found(1, 1, 11))}, "ends at step 2"),
-    "an old step is lost": ({"branch": branch(Found(2, 4, 14), Found(2, 3, 13), Found(1, 1, 11))}, "step 2 of timeline 1 was committed and is gone"),
+    "bytes of no save": ({"branch": branch(*ALL[:2], Found(1, 2, None), ALL[3])}, "no save wrote"),
+    "bytes of another step": ({"branch": branch(ALL[0], Found(2, 3, 11))}, "holds what step 1"),
+    "the newest step is lost": ({"branch": branch(*ALL[2:])}, "ends in timeline 1"),
+    "the run went back": ({"branch": branch(Found(2, 2, 12), ALL[3])}, "ends at step 2"),
+    "an old step is lost": ({"branch": branch(*ALL[:2], ALL[3])}, "step 2 of timeline 1 was committed and is gone"),
     "all is lost": ({"branch": {}}, "has no step"),
     "a tag is lost": ({"tags": {}}, "tag best is gone"),
     "a tag went back": ({"tags": {"best": 11}}, "tag best names 11"),
-    "a staged step is lost": ({"branch": branch(Found(2, 3, 13), Found(1, 2, 12), Found(1, 1, 11)), "stored": {("r", 2, 3, "at13")}}, "took it over"),
-}  # fmt: skip
+    "a staged step is lost": ({"branch": branch(*ALL[1:]), "stored": {("r", 2, 3, "at13")}}, "took it over"),
+}
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -37,8 +37,8 @@ BROKEN, FAILED = 1, 3
 
 @dataclass(frozen=True)
 class Task:
-    """`kind`: trainer, reader, tagger or collector. `start`: "latest", a step, or None for a new run. `crash`: a crash point's name,
-    where the process kills itself the `nth` time."""
+    """`kind`: trainer, reader, tagger or collector. `start`: "latest", a step, or None for a new run. `crash`: a named point
+    at which the process kills itself the `nth` time."""
 
     kind: str
     name: str

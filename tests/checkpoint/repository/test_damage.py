@@ -16,6 +16,7 @@ from checkpoint.repository import check, timeline
 from checkpoint.repository import steps as repository
 from checkpoint.repository.lease import LeaseKeeper
 from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from dataio.testing.faulty import Fault, Faulty, Rule
 from tests.checkpoint.lifecycle.stepping import MemoryStore
 from tests.checkpoint.making import RUN, begin, load, make, save
 
@@ -64,6 +65,18 @@ def test_whatever_is_damaged_is_found_or_harmless_and_never_returned(kind: str) 
             refused += not restores(store, bases, f"{key}: {what}")
             collects(store, sound, bases, f"{key}: {what}")
     assert refused or kind in ("leases/", "tags/")  # which no restore reads
+
+
+@pytest.mark.parametrize("kind", ["repo.json", "timelines/", "COMMIT", "/fate", ".manifest", "packs/", "tags/"])
+def test_what_one_flipped_bit_on_the_way_damaged_is_read_again(kind: str) -> None:
+    sound, bases = repository_with_everything()
+    for seed in range(8):  # of a document the flipped byte may be that of its version
+        store = Faulty(sound, [Rule(Fault.FLIP_BIT, key=kind, times=1)], seed)
+        assert repository.find(store, RUN, "latest") == bases[-1]
+        assert tags.find(store, "best").step == 2
+        assert load(store, bases[1]) == STATES[2]
+        assert repository.read_repo(store) is not None
+        assert store.fired == {Fault.FLIP_BIT: 1}
 
 
 def restores(store: MemoryStore, bases: list[Base], what: str) -> bool:
