@@ -155,7 +155,7 @@ class History:
             return [found.step for found in repository.visible(store, run)] if repository.read_repo(store) else []
 
     def _disturb_store(self, proxy: FaultProxy) -> None:
-        for _ in range(self._draw.choice([0, 1, 2, 4])):
+        for _ in range(self._draw.choice([0, 2, 4, 8])):
             fault = self._draw.choice(FAULTS)
             method = self._draw.choice(["", "GET", "PUT"])
             path = self._draw.choice(["", "/packs/", "/runs/", "/leases/", "fate", "COMMIT"])

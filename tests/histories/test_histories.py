@@ -17,8 +17,8 @@ from tests.histories.oracle import read_journal
 
 
 def test_a_short_history_with_daemons_and_a_buddy_loses_nothing() -> None:
-    count = history.run(seed=4, server=None, rounds=4)
-    assert count["rounds"] == 4
+    count = history.run(seed=4, server=None, rounds=2)
+    assert count["rounds"] == 2
     assert count["committed"]
     assert count["staged"]
 
@@ -28,7 +28,7 @@ def test_a_short_history_on_s3_with_disturbed_answers_loses_nothing(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_s3_server(s3_server, monkeypatch)
-    count = history.run(seed=3, server=s3_server, rounds=4)
+    count = history.run(seed=3, server=s3_server, rounds=3)
     assert count["committed"]
     assert any(name.startswith("store fault") for name in count)
 
