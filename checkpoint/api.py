@@ -59,9 +59,9 @@ class Checkpointer:
     `close`; training goes on) or "raise" (the next `save` raises it as well). That another trainer took over is always raised.
     `staging` is "eager" (`save` returns when the state is copied) or "lazy" (parameters and optimizer state are copied behind
     what the trainer does next, and the next step of an optimizer in the state waits for what is not copied by then).
-    `replicas`: tensors that several ranks hold are compared at each save, by samples (`checkpoint.state.replicas`): those that
-    differ are named in a warning, a metric and `SaveResult.diverged` ("warn"), or the save is refused on all ranks ("error");
-    "trust" compares nothing.
+    `replicas`: tensors that several ranks hold are compared at each save, by samples (`checkpoint.state.replicas`). Where some
+    differ, all ranks refuse the save ("error"), or save the writing rank's and name them in a warning, a metric and
+    `SaveResult.diverged` ("warn"). "trust" compares nothing.
     `replicated`: patterns on paths (as `include` of `restore`) of plain tensors that are the same on all ranks although no module
     or optimizer says so, such as the dicts of `get_state_dict` under DDP: they are written once, and compared as above.
     `staging_bytes`: the most memory for the copy, None for what the state needs; a larger state is copied in slices, as
@@ -92,7 +92,7 @@ class Checkpointer:
         failed_saves: str = "log",
         staging: str = "eager",
         staging_bytes: int | None = None,
-        replicas: str = "warn",
+        replicas: str = "error",
         replicated: str | Iterable[str] = (),
         gds: bool | Direct = False,
         wait_seconds: float = 600.0,

@@ -190,14 +190,17 @@ class Saver:
         if self._options.replicas == "trust" or self._ranks.world_size == 1:
             return ()
         found = comparing.diverged(prepared, self._ranks, step)
+        concerned = any(self._ranks.rank in (0, *each.ranks) for each in found)
+        if concerned:
+            metrics.checkpoint_replicas_diverged.inc(len(found))
         if found and self._options.replicas == "error":
             raise MismatchError(
-                f"step {step} is not saved: tensors that should be the same on several ranks differ: "
+                f"step {step} is not saved: tensors of one name, which would be written once, differ between ranks: "
                 f"{', '.join(map(str, found[:8]))}",
-                hint='look at those ranks; replicas="warn" saves what the writing rank has',
+                hint="give what is a rank's own (a pipeline stage, experts) a name of its own, as in "
+                '{f"stage{stage}": model}; if they should be equal, look at those ranks; replicas="warn" saves one of them',
             )
-        if found and any(self._ranks.rank in (0, *each.ranks) for each in found):
-            metrics.checkpoint_replicas_diverged.inc(len(found))
+        if concerned:
             _log.warning(
                 "step %d: tensors that should be the same on several ranks differ: %s",
                 step,

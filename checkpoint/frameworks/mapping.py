@@ -26,8 +26,10 @@ def _mapped(value: Any, where: Where, moved: dict[int, torch.Tensor | None]) -> 
         made = value.copy()
         made.update({key: _mapped(item, where, moved) for key, item in value.items()})
         return made
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(_mapped(item, where, moved) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(_mapped(item, where, moved) for item in value)
     return value
 
 

@@ -46,7 +46,7 @@ def main(directory: str) -> None:
     logging.getLogger("millrace").addHandler(lines)
     saved = {"model": model()}
     found: dict[str, Any] = {}
-    with Checkpointer(directory, run="warn", sidecar=None, wait_seconds=60) as checkpointer:
+    with Checkpointer(directory, run="warn", sidecar=None, wait_seconds=60, replicas="warn") as checkpointer:
         found["same"] = save(checkpointer, 1, saved)
         if dist.get_rank() == 1:
             with torch.no_grad():
@@ -54,9 +54,24 @@ def main(directory: str) -> None:
         found["differ"] = save(checkpointer, 2, saved)
     found["lines"] = [line for line in lines.lines if "differ" in line]
     found["counted"] = metrics.checkpoint_replicas_diverged._value.get()
-    with Checkpointer(directory, run="error", sidecar=None, wait_seconds=60, replicas="error") as checkpointer:
+    with Checkpointer(directory, run="error", sidecar=None, wait_seconds=60) as checkpointer:
         found["refused"] = save(checkpointer, 1, saved)
         found["steps"] = checkpointer.steps()
     with Checkpointer(directory, run="trust", sidecar=None, wait_seconds=60, replicas="trust") as checkpointer:
         found["trusted"] = save(checkpointer, 1, saved)
+    found["stages"] = stages(directory)
     print(json.dumps(found), flush=True)
+
+
+def stages(directory: str) -> dict[str, Any]:
+    """Modules with equal names and shapes whose content is each rank's own; ranks 1 and 2 hold the same one."""
+    torch.manual_seed(min(dist.get_rank(), 1))
+    stage, made = min(dist.get_rank(), 1), torch.nn.Linear(40, 40)
+    before = made.weight.clone()
+    with Checkpointer(directory, run="stages", sidecar=None, wait_seconds=60) as checkpointer:
+        refused = save(checkpointer, 1, {"model": made})
+        written = checkpointer.save(2, {f"stage{stage}": made}).result(60).bytes_state
+        with torch.no_grad():
+            made.weight.zero_()
+        checkpointer.restore({f"stage{stage}": made})
+    return {**refused, "same": torch.equal(before, made.weight), "bytes": written}

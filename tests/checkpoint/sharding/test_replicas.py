@@ -123,7 +123,9 @@ def test_a_divergence_says_where() -> None:
     assert str(Divergence("w", tuple(range(12)))).endswith("7, ...)")
 
 
-def test_one_drifted_rank_of_three_is_warned_of_or_refused_by_name(tmp_path: Path) -> None:
+def test_ranks_that_differ_are_refused_or_warned_of_by_name_and_stages_with_names_of_their_own_are_kept(
+    tmp_path: Path,
+) -> None:
     lines = [each[0] for each in launch(3, "tests.checkpoint.sharding.replicas_job", str(tmp_path))]
     for rank, line in enumerate(lines):
         assert line["same"] == line["trusted"] == {"diverged": []}
@@ -132,3 +134,7 @@ def test_one_drifted_rank_of_three_is_warned_of_or_refused_by_name(tmp_path: Pat
         assert "model/0.weight (rank 1)" in line["refused"]["message"]
         assert line["steps"] == []
         assert bool(line["lines"]) == bool(line["counted"]) == (rank < 2)  # rank 0 and the one that drifted
+        assert line["stages"]["error"] == "MismatchError"
+        assert "a name of its own" in line["stages"]["message"]
+        assert line["stages"]["same"]
+    assert sum(line["stages"]["bytes"] for line in lines) == 2 * (40 * 40 + 40) * 4  # both stages, once each
