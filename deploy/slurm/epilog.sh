@@ -1,14 +1,16 @@
 #!/bin/bash
-# Slurm's Epilog, as root on every node of a job: when the user's last job on the node is over, his sidecar is told to drain.
+# Slurm's Epilog, as root on every node of a job: when the user's last job on the node is over, the user's sidecar is told to drain.
 # It finishes what was staged, on its own time; the epilog does not wait for it.
+# All of it is done as the user: the directory is the user's, and a link in it may lead anywhere.
 set -u
 user=${SLURM_JOB_USER:?}
-run=${MILLRACE_RUN_DIR:-/run}/millrace-$user
-exec 9> "$run/prolog.lock" || exit 0
-flock -w 30 9 || exit 0
-rm -f "$run/jobs/${SLURM_JOB_ID:?}"
-[ -n "$(ls -A "$run/jobs" 2>/dev/null)" ] && exit 0
-pid=$(cat "$run/sidecar.sock.lock" 2>/dev/null)
-[ -n "$pid" ] && [ "$(stat -c %U "/proc/$pid" 2>/dev/null)" = "$user" ] \
-  && tr '\0' ' ' < "/proc/$pid/cmdline" | grep -q "sidecar run" && kill -TERM "$pid"
+[ "$(id -un)" = "$user" ] && as_user=() || as_user=(runuser -u "$user" --)
+timeout -k 5 60 "${as_user[@]}" "$BASH" -s -- "${MILLRACE_RUN_DIR:-/run}/millrace-$user" "${SLURM_JOB_ID:?}" > /dev/null 2>&1 << 'AS_USER'
+set -u
+cd "$1" && exec 9>> prolog.lock && flock -w 30 9 || exit 0
+rm -f "jobs/$2"
+[ -n "$(ls -A jobs)" ] && exit 0
+pid=$(head -c 20 sidecar.sock.lock)
+[ "$(stat -c %u "/proc/$pid")" = "$(id -u)" ] && tr '\0' ' ' < "/proc/$pid/cmdline" | grep -q "sidecar run" && kill -TERM "$pid"
+AS_USER
 exit 0

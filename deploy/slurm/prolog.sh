@@ -1,25 +1,59 @@
 #!/bin/bash
-# Slurm's Prolog, as root on every node of a job: one sidecar for the job's user, shared by all his jobs on the node.
+# Slurm's Prolog, as root on every node of a job: one sidecar for the job's user, shared by all jobs of that user on the node.
 # A prolog that fails drains the node, so trouble here is logged and the job runs without a sidecar, as it can.
+# Root makes two directories, in directories that only root can write to, and gives them to the user. Everything below them is
+# the user's: it is opened, made and run as the user, since a link there may lead anywhere.
 set -u
 user=${SLURM_JOB_USER:?}
 run=${MILLRACE_RUN_DIR:-/run}/millrace-$user
 cache=${MILLRACE_CACHE_DIR:-/var/cache}/millrace-$user
-millrace=${MILLRACE_BIN:-/opt/millrace/bin/millrace}
-as_user() { if [ "$(id -un)" = "$user" ]; then "$@"; else runuser -u "$user" -- "$@"; fi; }
+[ "$(id -un)" = "$user" ] && as_user=() || as_user=(runuser -u "$user" --)
 fail() { logger -t millrace "job ${SLURM_JOB_ID:-?}: $1" 2>/dev/null; exit 0; }
 
-install -d -m 0700 -o "$user" "$run" "$run/jobs" "$cache" || fail "no directories for $user"
-: > "$run/jobs/${SLURM_JOB_ID:?}"
-exec 9> "$run/prolog.lock"
-flock -w 30 9 || fail "another prolog holds $run"
-as_user "$millrace" sidecar status --socket "$run/sidecar.sock" > /dev/null 2>&1 && exit 0
+# whether no one but root can put anything into the directory $1, or another directory in its place
+only_roots() {
+  local at mode most=022
+  at=$(realpath -e -- "$1") || return 1
+  while mode=$(stat -c %a -- "$at") && [ "$(stat -c %u -- "$at")" = 0 ] && [ $((0$mode & most)) = 0 ]; do
+    [ "$at" = / ] && return 0
+    at=$(dirname -- "$at")
+    [ $((0$(stat -c %a -- "$at") & 01000)) != 0 ] && most=0 || most=022  # in a sticky directory entries are their owners' own
+  done
+  return 1
+}
+
+# the directory $1, private to the user; one that exists is left as it is
+private() {
+  local above
+  above=$(dirname -- "$1")
+  mkdir -p -- "$above" 2>/dev/null
+  if ! only_roots "$above"; then
+    "${as_user[@]}" mkdir -p -m 0700 -- "$1" 2>/dev/null
+  elif mkdir -m 0700 -- "$1" 2>/dev/null; then
+    chown -h -- "$user:" "$1"
+  fi
+  [ -d "$1" ] && [ ! -L "$1" ] && [ "$(stat -c %U -- "$1")" = "$user" ]
+}
+
+private "$run" && private "$cache" || fail "no directories for $user"
+timeout -k 5 120 "${as_user[@]}" "$BASH" -s -- \
+  "$run" "$cache" "${MILLRACE_BIN:-/opt/millrace/bin/millrace}" "${SLURM_JOB_ID:?}" > /dev/null 2>&1 << 'AS_USER'
+set -u
+umask 077
+run=$1 millrace=$3
+cd "$run" && chmod 0700 . && mkdir -p jobs && : > "jobs/$4" && exec 9> prolog.lock && flock -w 30 9 || exit 1
+status() { "$millrace" sidecar status --socket "$run/sidecar.sock" > /dev/null 2>&1 < /dev/null; }
+status && exit 0
+mv -f sidecar.log sidecar.log.old 2> /dev/null
 # in a session of its own, with nothing of the prolog's but its log
-MILLRACE_SIDECAR_CACHE_DIR=$cache as_user setsid "$millrace" sidecar run --socket "$run/sidecar.sock" \
-  ${MILLRACE_SLURM_OPTIONS:-} < /dev/null >> "$run/sidecar.log" 2>&1 9>&- &
+MILLRACE_SIDECAR_CACHE_DIR=$2 setsid "$millrace" sidecar run --socket "$run/sidecar.sock" \
+  ${MILLRACE_SLURM_OPTIONS:-} < /dev/null > sidecar.log 2>&1 9>&- &
 for _ in $(seq 100); do
   kill -0 $! 2> /dev/null || break
-  as_user "$millrace" sidecar status --socket "$run/sidecar.sock" > /dev/null 2>&1 && exit 0
+  status && exit 0
   sleep 0.1
 done
-fail "the sidecar of $user did not start; see $run/sidecar.log"
+exit 1
+AS_USER
+[ $? = 0 ] || fail "the sidecar of $user did not start; see $run/sidecar.log"
+exit 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -138,3 +139,106 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) ->
     assert (line["job"], line["last_step"]) == ("example", 400)
     node.script("epilog.sh", 7)
     wait_for(lambda: node.daemon is None)
+
+
+# --- a user that prepares the directories which root comes to
+
+STAND_IN = """#!/bin/bash
+[ "$2" = status ] && exit 1
+id -u >> {folder}/ran
+echo "evil::0:0::/root:/bin/bash"
+"""
+
+
+@dataclass
+class Attacked:
+    """A node on which the user `nobody` starts jobs, and what belongs to root on it."""
+
+    folder: Path
+    user = pwd.getpwnam("nobody")
+
+    def script(self, name: str, job: int) -> None:
+        environment = {
+            "PATH": os.environ["PATH"],
+            "MILLRACE_BIN": f"{self.folder}/millrace",
+            "MILLRACE_RUN_DIR": f"{self.folder}/run",
+            "MILLRACE_CACHE_DIR": f"{self.folder}/cache",
+            "SLURM_JOB_USER": self.user.pw_name,
+            "SLURM_JOB_ID": str(job),
+        }
+        done = subprocess.run([SLURM / name], env=environment, timeout=150, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def as_user(self, program: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            ["bash", "-c", program], cwd=self.folder, user=self.user.pw_uid, group=self.user.pw_gid, extra_groups=[]
+        )
+
+    @property
+    def of_root(self) -> dict[str, tuple[int, int, bytes]]:
+        """Owner, mode and content of all that is root's own."""
+        found = {}
+        for path in sorted((self.folder / "root").rglob("*")):
+            content = path.read_bytes() if path.is_file() else b""
+            found[path.name] = (path.stat().st_uid, path.stat().st_mode, content)
+        return found
+
+
+@pytest.fixture
+def attacked() -> Iterator[Attacked]:
+    if os.geteuid() != 0:
+        pytest.skip("Slurm runs its prolog as root")
+    with tempfile.TemporaryDirectory(prefix="mr-", dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for inside in ("run", "cache", "root/etc"):
+            (folder / inside).mkdir(parents=True)
+        for file in ("passwd", "important", "etc/shadow"):
+            (folder / "root" / file).write_text("of root\n")
+        (folder / "ran").touch()
+        (folder / "ran").chmod(0o666)
+        (folder / "millrace").write_text(STAND_IN.format(folder=folder))
+        (folder / "millrace").chmod(0o755)
+        yield Attacked(folder)
+
+
+def test_root_opens_and_changes_nothing_in_a_directory_of_the_users(attacked: Attacked) -> None:
+    before = attacked.of_root
+    attacked.script("prolog.sh", 1)
+    mine = attacked.folder / "run" / "millrace-nobody"
+    assert (mine.stat().st_uid, mine.stat().st_mode & 0o777) == (attacked.user.pw_uid, 0o700)
+    links = "ln -s ../../root/important prolog.lock && ln -s ../../root/passwd sidecar.log && ln -s ../../root/etc jobs"
+    assert attacked.as_user(f"cd run/millrace-nobody && rm -rf prolog.lock sidecar.log jobs && {links}").wait(20) == 0
+    for job in (2, 3):
+        attacked.script("prolog.sh", job)
+        attacked.script("epilog.sh", job)
+    assert attacked.as_user("cd run/millrace-nobody && rm prolog.lock jobs && mkdir jobs").wait(20) == 0
+    attacked.script("prolog.sh", 4)  # now the log is opened, too
+    assert attacked.of_root == before
+    assert (attacked.folder / "ran").read_text().split() == [str(attacked.user.pw_uid)] * 2
+    assert not (mine / "sidecar.log").is_symlink()
+
+
+def test_root_gives_away_no_directory_that_a_user_can_swap(attacked: Attacked) -> None:
+    before = attacked.of_root
+    for parent in ("run", "cache"):
+        (attacked.folder / parent).chmod(0o1777)
+    swap = """
+    for i in $(seq 20000); do
+      for at in run cache; do
+        ln -sfn ../root/etc $at/millrace-nobody; rm -f $at/millrace-nobody; mkdir -p $at/millrace-nobody
+        echo >> run/swapped; rmdir $at/millrace-nobody
+      done
+    done 2> /dev/null"""
+    with attacked.as_user(swap) as racing:
+        try:
+            wait_for(lambda: (attacked.folder / "run" / "swapped").exists())
+            for job in range(1, 9):
+                attacked.script("prolog.sh", job)
+        finally:
+            racing.kill()
+    assert attacked.of_root == before
+    attacked.as_user("rm -rf run/millrace-nobody cache/millrace-nobody; ln -s ../root/etc run/millrace-nobody").wait(20)
+    attacked.script("prolog.sh", 9)
+    attacked.script("epilog.sh", 9)
+    assert attacked.of_root == before
