@@ -93,6 +93,7 @@ class Common(TypedDict, total=False):
     quarantine_list: str | os.PathLike[str] | QuarantineList | None
     isolate: bool | float
     version: int | str | None
+    trust_mounts: bool
     storage_options: Mapping[str, Any] | None
 
 
@@ -119,10 +120,14 @@ class Asked:
     quarantine_list: str | os.PathLike[str] | QuarantineList | None = None
     isolate: bool | float = False
     version: int | str | None = None
+    trust_mounts: bool = False
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("seed", int), *((name, bool) for name in ("shuffle", "drop_last", "evaluate", "copy"))):
+        for name, kind in (
+            ("seed", int),
+            *((name, bool) for name in ("shuffle", "drop_last", "evaluate", "copy", "trust_mounts")),
+        ):
             object.__setattr__(self, name, plain(name, getattr(self, name), kind))
         if not -(1 << 63) <= self.seed < 1 << 64:
             raise UsageError(f"seed={self.seed} does not fit 64 bits", hint="such as secrets.randbits(64)")
@@ -192,7 +197,7 @@ class Asked:
             arguments.added(dataset, self.columns)
             return find(dataset)
 
-        source = opened(place, self.version, self.storage_options)
+        source = opened(place, self.version, self.storage_options, self.trust_mounts)
         try:
             return plan(source, checked, what, how, sorting, pack), source.owned
         except BaseException:

@@ -70,8 +70,10 @@ class Opened(msgspec.Struct, frozen=True):
             dataset.close()
 
 
-def opened(source: Place | Mixture, version: int | str | None, options: Mapping[str, Any] | None) -> Opened:
-    """Everything that `source` names, opened. `version` is a number or a tag and goes with one URL, `options` with URLs."""
+def opened(
+    source: Place | Mixture, version: int | str | None, options: Mapping[str, Any] | None, trust_mounts: bool = False
+) -> Opened:
+    """Everything that `source` names, opened. `version` is a number or a tag and goes with one URL, the others with URLs."""
     mixture = source if isinstance(source, Mixture) else None
     places = {"": source} if not isinstance(source, Mixture) else source.sources
     if mixture is not None and version is not None:
@@ -79,19 +81,25 @@ def opened(source: Place | Mixture, version: int | str | None, options: Mapping[
     made, owned = dict[str, Dataset](), list[Dataset]()
     try:
         for name, place in places.items():
-            made[name] = _one(place, version, options, owned)
+            made[name] = _one(place, version, options, trust_mounts, owned)
     except BaseException:
         Opened(made, mixture, owned).close()
         raise
     return Opened(made, mixture, owned)
 
 
-def _one(place: Place, version: int | str | None, options: Mapping[str, Any] | None, owned: list[Dataset]) -> Dataset:
+def _one(
+    place: Place,
+    version: int | str | None,
+    options: Mapping[str, Any] | None,
+    trust_mounts: bool,
+    owned: list[Dataset],
+) -> Dataset:
     given: object = place
     if not isinstance(given, str | os.PathLike | Dataset):
         raise UsageError(f"{given!r} is no dataset", hint="give its URL or folder, or an open Dataset")
     if not isinstance(place, Dataset):
-        owned.append(Dataset.at_once(os.fspath(place), version, **(options or {})))
+        owned.append(Dataset.at_once(os.fspath(place), version, trust_mounts=trust_mounts, **(options or {})))
         return owned[-1]
     if options or version not in (None, place.version):
         raise UsageError(

@@ -45,7 +45,8 @@ class VideoLoader(Loader):
     """Batches of video clips from a dataset; pictures are clips of one frame, and come where `clip.frames` is 1.
 
     *What.* `url_or_dataset`: a dataset's URL (its newest `version`, or that number or tag), an open `Dataset`, or a `Mixture`
-    of them. `batch_size` is per rank. `clip` says which frames. `audio=AudioSpec(...)` adds sound, `True` is `AudioSpec()`.
+    of them. `trust_mounts` lets it name folders of this machine, private hosts and other S3 endpoints for its shards.
+    `batch_size` is per rank. `clip` says which frames. `audio=AudioSpec(...)` adds sound, `True` is `AudioSpec()`.
     `columns` of the index, or promoted fields of the samples' JSON, are listed in each batch.
 
     *Pixels.* `size` is (height, width): clips are scaled to cover it (`antialias`) and cropped around the centre, or with

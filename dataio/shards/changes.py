@@ -30,7 +30,7 @@ from dataio.shards.query.open_index import OpenIndex
 from dataio.shards.query.repeats import repeated_keys
 from dataio.shards.versions import documents as versions
 from dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
-from dataio.shards.versions.mounting import mount_of, with_mounts
+from dataio.shards.versions.mounting import mount_of, named_by, with_mounts
 from dataio.shards.view import Opened
 from dataio.store.contract import Location, Store
 from dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
@@ -70,7 +70,7 @@ def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, messa
     _refuse_view(dataset)
 
     def build(base: VersionDocument) -> VersionDocument:
-        with _mounted(dataset.store, base) as store:
+        with _mounted(dataset, base) as store:
             opened = OpenIndex(store, base)
             if listed is not None:
                 gone, missing = query.rows_with_keys(opened, listed)
@@ -91,12 +91,15 @@ def remove(dataset: Opened, keys: Iterable[str] | None, where: str | None, messa
     return versions.commit(dataset.store, build)
 
 
-def merge(dataset: Opened, others: Sequence[Opened], message: str) -> VersionDocument:
-    """Make the newest version with the samples of `others` the next one."""
+def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[VersionDocument, list[Mount]]:
+    """Make the newest version with the samples of `others` the next one; with the mounts that the caller has named by them."""
     if not others:
         raise UsageError("merge takes at least one other dataset", hint="ds.merge(Dataset(url))")
     _refuse_view(dataset)
     guests = [_guest(dataset, other) for other in others]
+    named = [
+        mount for other in others for mount in (mount_of(Location(*_place(other.store), True)), *named_by(other.store))
+    ]
     sources = tuple(Source(name=o.name, version=o.version, digest=o.digest) for o in others)
     names = ", ".join(f"{o.name} version {o.version}" for o in others)
 
@@ -113,12 +116,12 @@ def merge(dataset: Opened, others: Sequence[Opened], message: str) -> VersionDoc
         how, text = Lineage(operation="merge", sources=sources), message or f"merged {names}"
         parts = [*base.index, *(part for guest in guests for part in guest.parts)]
         made = _next(base, tuple(shards.values()), tuple(parts), text, tuple(mounts.values()), how)
-        with _mounted(dataset.store, made) as store:
+        with _mounted(dataset, made, named) as store:
             made = _joined(store, made)
             _refuse_repeated(store, made)
         return made
 
-    return versions.commit(dataset.store, build)
+    return versions.commit(dataset.store, build), named
 
 
 # --- what is left of a part
@@ -160,12 +163,12 @@ def _next(
 
 
 @contextlib.contextmanager
-def _mounted(store: Store, document: VersionDocument) -> Iterator[Store]:
-    whole, owned = with_mounts(store, document, False, {})
+def _mounted(dataset: Opened, document: VersionDocument, named: Sequence[Mount] = ()) -> Iterator[Store]:
+    whole, owned = with_mounts(dataset.store, document, False, {}, dataset.trust_mounts, named)
     try:
         yield whole
     finally:
-        if owned and whole is not store:
+        if owned and whole is not dataset.store:
             whole.close()
 
 

@@ -43,7 +43,7 @@ def info(argv: list[str]) -> int:
     from dataio.shards.dataset import Dataset
     from dataio.shards.summary import summary
 
-    with Dataset(args.dataset, args.version) as dataset:
+    with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
         found = summary(_narrowed(dataset, args.where))
     if args.json:
         _print_json(found)
@@ -62,7 +62,7 @@ def ls(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
 
-    with Dataset(args.dataset, args.version) as dataset:
+    with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
         for number, sample in enumerate(_narrowed(dataset, args.where)):
             if args.limit is not None and number >= args.limit:
                 break
@@ -85,7 +85,10 @@ def cat(argv: list[str]) -> int:
     from dataio.shards.dataset import Dataset
     from dataio.shards.members import chunks, find_member
 
-    with Dataset(args.dataset, args.version) as dataset, tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+    with (
+        Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset,
+        tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool,
+    ):
         sample = dataset.find(args.key)
         member = find_member(sample, args.ext or _main_ext(sample))
         if sys.stdout.isatty() and member.ext not in _TEXT:
@@ -116,6 +119,15 @@ def _parser(name: str, description: str, epilog: str = "") -> argparse.ArgumentP
 def _add_dataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
     parser.add_argument("--version", metavar="N", type=_version, help="a version or tag (default: the newest)")
+    _add_trust(parser)
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-mounts",
+        action="store_true",
+        help="let the dataset name folders of this machine, private hosts and other S3 endpoints",
+    )
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from dataio.core import limits
 from dataio.core.errors import CapacityError, NotFoundError, UsageError
 from dataio.core.limits import counted
 from dataio.core.options import count
-from dataio.shards.cli import _add_dataset, _add_json, _parser, _print_json, _printable, _version
+from dataio.shards.cli import _add_dataset, _add_json, _add_trust, _parser, _print_json, _printable, _version
 
 if TYPE_CHECKING:
     from dataio.shards.dataset import Dataset
@@ -104,13 +104,14 @@ def diff(argv: list[str]) -> int:
     parser.add_argument("new", metavar="NEW", type=_version, nargs="?", help="a version or tag (default: the newest)")
     parser.add_argument("--other", metavar="DATASET", help="NEW is a version of this dataset")
     parser.add_argument("--summary", action="store_true", help="print only the counts")
+    _add_trust(parser)
     _add_json(parser, "one JSON object a line, the counts last")
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
 
     with (
-        Dataset(args.dataset, args.old) as old,
-        Dataset(args.other or args.dataset, args.new) as new,
+        Dataset(args.dataset, args.old, trust_mounts=args.trust_mounts) as old,
+        Dataset(args.other or args.dataset, args.new, trust_mounts=args.trust_mounts) as new,
         old.diff(new) as found,
     ):
         for change in () if args.summary else found:
@@ -141,7 +142,7 @@ def filter_(argv: list[str]) -> int:
     from dataio.shards.dataset import Dataset
     from dataio.shards.versions import tags
 
-    with Dataset(args.dataset, args.version) as dataset:
+    with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
         if args.tag:
             tags.check_free(dataset.store, args.tag)  # before there is a version that would have no name
         made = dataset.where(args.condition).save(args.message)
@@ -161,6 +162,7 @@ def remove(argv: list[str]) -> int:
     parser.add_argument("keys", metavar="KEY", nargs="*", help="the samples' keys, as `millrace ls` prints them")
     parser.add_argument("--keys-from", metavar="FILE", help="a file with a key on every line; - for standard input")
     parser.add_argument("--where", metavar="CONDITION", help="the samples that meet this")
+    _add_trust(parser)
     _add_message(parser)
     args = parser.parse_args(argv)
     keys = [*args.keys, *(_keys_from(args.keys_from) if args.keys_from else ())]
@@ -168,7 +170,7 @@ def remove(argv: list[str]) -> int:
         raise UsageError("say which samples: either keys or --where", hint="`millrace ls --where` shows them first")
     from dataio.shards.dataset import Dataset
 
-    with Dataset(args.dataset) as dataset:
+    with Dataset(args.dataset, trust_mounts=args.trust_mounts) as dataset:
         if args.where:
             made = dataset.remove(where=args.where, message=args.message)
         else:
@@ -186,13 +188,14 @@ def merge(argv: list[str]) -> int:
     )
     parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
     parser.add_argument("others", metavar="OTHER", nargs="+", help="the datasets to add, their newest versions")
+    _add_trust(parser)
     _add_message(parser)
     args = parser.parse_args(argv)
     from dataio.shards.dataset import Dataset
 
     with contextlib.ExitStack() as stack:
-        dataset = stack.enter_context(Dataset(args.dataset))
-        others = [stack.enter_context(Dataset(other)) for other in args.others]
+        dataset = stack.enter_context(Dataset(args.dataset, trust_mounts=args.trust_mounts))
+        others = [stack.enter_context(Dataset(o, trust_mounts=args.trust_mounts)) for o in args.others]
         _print_made(dataset.merge(*others, message=args.message), args.json, before=dataset)
     return 0
 

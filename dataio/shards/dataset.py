@@ -43,41 +43,67 @@ class Dataset:
 
     `storage_options` go to `open_store`; a store that was opened here is closed by `close` or the `with` statement. Datasets
     made from this one (`where`, `remove`, …) share its store: closing one of them closes it for all.
+    `trust_mounts` lets the dataset name folders of this machine, private hosts and other S3 endpoints
+    (`dataio.shards.versions.mounting`).
     `report` is what `pack` has to say about a dataset that it just made.
     """
 
     def __init__(
-        self, url_or_store: str | os.PathLike[str] | Store, version: int | str | None = None, **storage_options: Any
+        self,
+        url_or_store: str | os.PathLike[str] | Store,
+        version: int | str | None = None,
+        *,
+        trust_mounts: bool = False,
+        **storage_options: Any,
     ) -> None:
-        self._open(url_or_store, version, storage_options)
-        try:
-            if sum(part.size for part in self.document.index) <= CHECKED_AT_OPEN:
-                self.index.check()
-        except BaseException:
-            self.close()
-            raise
+        self._open(url_or_store, version, storage_options, trust_mounts)
+        self._check_small()
 
     @classmethod
-    def at_once(cls, url: str | os.PathLike[str], version: int | str | None = None, **storage_options: Any) -> Self:
+    def at_once(
+        cls,
+        url: str | os.PathLike[str],
+        version: int | str | None = None,
+        *,
+        trust_mounts: bool = False,
+        **storage_options: Any,
+    ) -> Self:
         """As `Dataset(...)`, without reading a small index whole before the first sample: rows are checked when they are read,
         as those of a large index are. `check` makes up for it."""
         made = cls.__new__(cls)
-        made._open(url, version, storage_options)
+        made._open(url, version, storage_options, trust_mounts)
         return made
 
     def _open(
-        self, url_or_store: str | os.PathLike[str] | Store, version: int | str | None, storage_options: dict[str, Any]
+        self,
+        url_or_store: str | os.PathLike[str] | Store,
+        version: int | str | None,
+        storage_options: dict[str, Any],
+        trust_mounts: bool,
+        named: Sequence[versions.Mount] = (),
     ) -> None:
         if isinstance(url_or_store, Store) and storage_options:
             raise UsageError("storage options go with a URL, not with a store that is open already")
-        self.owns_store = not isinstance(url_or_store, Store)
+        if type(trust_mounts) is not bool:
+            raise UsageError(f"trust_mounts={trust_mounts!r:.100} is neither True nor False")
+        self.owns_store, self.trust_mounts = not isinstance(url_or_store, Store), trust_mounts
         self.report: PackReport | None = None
         self.view: View | None = None
         self.store = url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **storage_options)
         try:
             self.document, self.digest = tags.load(self.store, version)
-            self.store, self.owns_store = with_mounts(self.store, self.document, self.owns_store, storage_options)
+            self.store, self.owns_store = with_mounts(
+                self.store, self.document, self.owns_store, storage_options, trust_mounts, named
+            )
             self.index = OpenIndex(self.store, self.document)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_small(self) -> None:
+        try:
+            if sum(part.size for part in self.document.index) <= CHECKED_AT_OPEN:
+                self.index.check()
         except BaseException:
             self.close()
             raise
@@ -222,7 +248,7 @@ class Dataset:
         """
         from dataio.shards import changes
 
-        return self._at(changes.merge(self, others, message))
+        return self._at(*changes.merge(self, others, message))
 
     def tag(self, name: str) -> None:
         """Give this version a name, for good; `ConflictError` when another version has it."""
@@ -242,8 +268,10 @@ class Dataset:
         made.view, made.index, made.digest, made.report = view, view.index, view.digest, None
         return made
 
-    def _at(self, document: versions.VersionDocument) -> Dataset:
-        made = Dataset(self.store, document.version)
+    def _at(self, document: versions.VersionDocument, named: Sequence[versions.Mount] = ()) -> Dataset:
+        made = object.__new__(Dataset)
+        made._open(self.store, document.version, {}, self.trust_mounts, named)
+        made._check_small()
         made.owns_store = made.owns_store or self.owns_store
         return made
 

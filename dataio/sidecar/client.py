@@ -37,7 +37,7 @@ def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter 
     if chosen(sidecar) is None:
         return own_reader(store)
     if not store.location.shareable:
-        why = "it was opened with secrets in its options, which never leave this process"
+        why = "it was opened with secrets or other options that never leave this process"
         warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}")
         return own_reader(store)
     from dataio.sidecar.reader import SidecarReader

@@ -49,7 +49,7 @@ class ObjectInfo(msgspec.Struct, frozen=True):
 class Location(msgspec.Struct, frozen=True):
     """Where a store is, without secrets: enough for another process with its own credentials to open the same one.
 
-    `shareable` is False when the store was opened with secrets in its options, which never leave the process.
+    `shareable` is False when the store was opened with secrets or other options that never leave the process.
     """
 
     url: str

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import urllib.parse
+from collections.abc import Mapping
 from pathlib import Path
 
 from dataio.core.errors import UnsupportedError, UsageError
 from dataio.core.redact import has_secrets
+from dataio.store.allowed import sendable
 from dataio.store.contract import Location, Store
 
 _SUPPORTED = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
@@ -51,10 +53,24 @@ def open_location(location: Location) -> Store:
     """The store at `location`, with this process's own credentials."""
     if not location.shareable or has_secrets(location.options):
         raise UsageError(
-            f"{location.url} was opened with secrets in its options, which another process does not get",
+            f"{location.url} was opened with secrets or other options that another process does not get",
             hint="put the credentials into the AWS variables or a profile of both processes",
         )
+    _check_sent(location.url, _without_mounts(location.options))
+    mounted = location.options.get("mounts")
+    for entry in mounted.values() if isinstance(mounted, Mapping) else ():
+        if isinstance(entry, Mapping) and isinstance(options := entry.get("options", {}), Mapping):
+            _check_sent(str(entry.get("url")), options)
     return open_store(location.url, **location.options)
+
+
+def _check_sent(url: str, options: Mapping[str, object]) -> None:
+    if not sendable(url, options):
+        raise UsageError(
+            f"{url!r} is not opened for another process: it may name directories, S3, HTTP and remote file systems "
+            "without options",
+            hint="open it in the process that wants it",
+        )
 
 
 def folder_of(url: str) -> Path:
@@ -62,7 +78,7 @@ def folder_of(url: str) -> Path:
     return Path(_path_of(url.partition("://")[2], url))
 
 
-def _without_mounts(options: dict[str, object]) -> dict[str, object]:
+def _without_mounts(options: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in options.items() if name != "mounts"}
 
 

@@ -5,7 +5,8 @@ request.
 Invariants: only file systems of `_ATOMIC`, whose `pipe_file` is one request that shows all or nothing, are written to; a
 body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, since it publishes what
 an exception cut short. Nothing is cached. `put_if_absent` works in `memory://`, within the process that has it, and
-nowhere else. Host and port come from the URL where `options` do not name them.
+nowhere else. Host and port come from the URL where `options` do not name them. With the option `public_only`, HTTP connects to
+public addresses only (`dataio.store.allowed`).
 Failure behaviour: what the file system does not give is an `UnsupportedError`. Listings are collected and sorted, at most
 `LISTED` keys. Errors are translated by their Python class; one of a library's own class becomes a plain `MillraceError`.
 """
@@ -39,6 +40,7 @@ from dataio.core.errors import (
     UsageError,
 )
 from dataio.core.redact import has_secrets, without_secrets
+from dataio.store.allowed import PrivateAddressError, public_socket, sendable
 from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
 from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
 from dataio.store.oserrors import from_os_error
@@ -64,7 +66,7 @@ class FsspecStore(Store):
 
     @property
     def location(self) -> Location:
-        shareable = self._protocol != "memory" and not has_secrets(self._options)
+        shareable = sendable(self._url, self._options) and not has_secrets(self._options)
         return Location(self._url, without_secrets(self._options), shareable)
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
@@ -247,6 +249,9 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
 
         waits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=60)
         extra = {"encoded": True, "client_kwargs": {"timeout": waits}}
+        if options.get("public_only"):
+            extra["get_client"] = _public_client
+        options = {name: value for name, value in options.items() if name != "public_only"}
     try:
         kind = fsspec.get_filesystem_class(protocol)
         given = {**extra, **kind._get_kwargs_from_urls(url), **options}
@@ -260,6 +265,13 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
         ) from error
     except Exception as error:  # those that connect at once
         raise _from(error, f"opening {url}") from error
+
+
+async def _public_client(**arguments: Any) -> Any:
+    """fsspec's client for HTTP, which connects to public addresses only."""
+    import aiohttp
+
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=public_socket), **arguments)
 
 
 def _walks(fs: Any) -> bool:
@@ -297,6 +309,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _from(error: BaseException, doing: str) -> MillraceError:
     status = getattr(error, "status", None)
+    if isinstance(getattr(error, "os_error", None), PrivateAddressError):
+        return AccessDeniedError(
+            f"{doing}: {error.os_error}",  # type: ignore[attr-defined]
+            hint="a dataset names this server; trust_mounts=True (--trust-mounts) lets it name private ones",
+        )
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return NotFoundError(f"{doing}: it does not exist", hint="check the URL and the key")
     if isinstance(error, PermissionError) or status in (401, 403):

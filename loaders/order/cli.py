@@ -37,7 +37,7 @@ def order(argv: list[str]) -> int:
     cells = dict[str, list[Population]]()
     buckets = None if args.bucket is None else _buckets(args)
     for url in args.datasets:
-        with Dataset(url, args.version) as dataset:
+        with Dataset(url, args.version, trust_mounts=args.trust_mounts) as dataset:
             chosen = dataset if args.where is None else dataset.where(args.where)
             found.append(_measure(chosen, args))
             sizes[url] = Population(len(chosen), chosen.total_bytes / len(chosen))
@@ -160,6 +160,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a folder or s3://bucket/prefix; several are also measured as a mixture",
     )
     parser.add_argument("--version", metavar="N", type=_version, help="a version or tag (default: the newest)")
+    parser.add_argument(
+        "--trust-mounts",
+        action="store_true",
+        help="let the datasets name folders of this machine, private hosts and other S3 endpoints",
+    )
     parser.add_argument("--where", metavar="CONDITION", help="only these samples (millrace filter --help)")
     parser.add_argument(
         "--batch", metavar="N", type=count, default=64, help="size of the global batch (default: %(default)s)"

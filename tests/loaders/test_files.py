@@ -67,7 +67,13 @@ def make(packed: Path) -> Iterator[Make]:
     made = []
 
     def loader(source: Any = None, batch_size: int | None = 4, **options: Any) -> FileLoader:
-        options = {"files": ["latents.npy", "json"], "sidecar": None, "threads": 2, "drop_last": False} | options
+        options = {
+            "files": ["latents.npy", "json"],
+            "sidecar": None,
+            "threads": 2,
+            "drop_last": False,
+            "trust_mounts": True,
+        } | options
         made.append(FileLoader(str(packed / "ds") if source is None else source, batch_size, **options))
         return made[-1]
 
@@ -142,7 +148,7 @@ def test_what_is_wrong_with_a_look_up_is_raised_where_its_batch_is_due(make: Mak
 
 @pytest.mark.parametrize("exts", [["latents.npy", "json"], ["json", "latents.npy", "txt"]])
 def test_a_sample_that_comes_twice_in_a_batch_is_there_twice(make: Make, packed: Path, exts: list[str]) -> None:
-    only = Dataset(str(packed / "ds")).where("key in ('001', '002')")
+    only = Dataset(str(packed / "ds"), trust_mounts=True).where("key in ('001', '002')")
     (batch,) = make(Mixture({"a": only, "b": only}, epoch_batches=1), batch_size=8, files=exts)
     found = contents(batch)
     assert sorted(key for key, _ in found) == ["001"] * 4 + ["002"] * 4
@@ -201,7 +207,7 @@ def damaged(packed: Path, tmp_path: Path) -> Path:
     shutil.copytree(packed, folder)
     shutil.rmtree(folder / "ds")
     index([str(folder / "shards")], str(folder / "ds")).close()
-    with Dataset(str(folder / "ds")) as dataset:
+    with Dataset(str(folder / "ds"), trust_mounts=True) as dataset:
         member = dataset.find("011").member("latents.npy")
     with (folder / "shards" / "009.tar").open("r+b") as tar:
         tar.seek(member.offset)

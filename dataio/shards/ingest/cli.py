@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dataio.core import limits
 from dataio.core.errors import UsageError
 from dataio.core.options import count
-from dataio.shards.cli import _add_making, _byte_bar, _parser, _print_json, _print_report
+from dataio.shards.cli import _add_making, _add_trust, _byte_bar, _parser, _print_json, _print_report
 
 if TYPE_CHECKING:
     from dataio.shards.media.facts import Recipe
@@ -37,11 +38,13 @@ def pack(argv: list[str]) -> int:
     args = _arguments().parse_args(argv)
     if args.append and args.name:
         raise UsageError("--name is for a new dataset, not for --append", hint="leave one of them out")
+    if args.trust_mounts and not args.append:
+        raise UsageError("--trust-mounts is for --append: a new dataset has no mounts", hint="leave it out")
     from dataio.shards.ingest.manifests import Columns
     from dataio.shards.ingest.pack import append
     from dataio.shards.ingest.pack import pack as pack_files
 
-    call = append if args.append else lambda *a, **k: pack_files(*a, name=args.name, **k)
+    call = partial(append, trust_mounts=args.trust_mounts) if args.append else partial(pack_files, name=args.name)
     with _byte_bar("packing", _words, quiet=args.json) as progress:
         dataset = call(
             args.sources,
@@ -71,6 +74,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("destination", metavar="DST", help="where the dataset goes")
     parser.add_argument("--shard-size", metavar="SIZE", default="256MiB", help="size of a shard (default: 256MiB)")
     parser.add_argument("--append", action="store_true", help="add to the dataset that DST holds, as its next version")
+    _add_trust(parser)
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where to work (default: local)")
     _add_making(parser, "file that cannot be packed", "media processes")
     media = parser.add_argument_group("media", "files with pictures can be changed on the way")

@@ -107,27 +107,32 @@ def append(
     workers: int | None = None,
     message: str = "",
     source_options: Mapping[str, Any] | None = None,
+    trust_mounts: bool = False,
     **storage_options: Any,
 ) -> Dataset:
     """Add media files to the dataset at `url`, as its next version, and open that; `pack` explains the arguments.
 
     What the dataset holds stays as it is; the new samples come after it. Appenders that race all succeed, one after the other.
     A key that the dataset already has is a `ConflictError`: remove the old sample first. `NotFoundError` without a dataset.
+    `trust_mounts` is that of `Dataset`.
     """
     job = _Job(shard_bytes, strict, captions or {}, columns, recipe, engine, progress, workers, source_options)
     with job.remote:
-        return _opened(url, storage_options, lambda store: job.append(store, sources, message))
+        return _opened(
+            url, storage_options, lambda store: job.append(store, sources, message, trust_mounts), trust_mounts
+        )
 
 
 def _opened(
     url: str | os.PathLike[str] | Store,
     storage_options: Mapping[str, Any],
     work: Callable[[Store], tuple[PackReport, int]],
+    trust_mounts: bool = False,
 ) -> Dataset:
     store = url if isinstance(url, Store) else open_store(url, **storage_options)
     try:
         report, version = work(store)
-        dataset = Dataset(store, version)
+        dataset = Dataset(store, version, trust_mounts=trust_mounts)
     except BaseException:
         if store is not url:
             store.close()
@@ -184,7 +189,7 @@ class _Job:
         _at_version()
         return self._finish(work, tally, workers, document)
 
-    def append(self, store: Store, sources: Sources, message: str) -> tuple[PackReport, int]:
+    def append(self, store: Store, sources: Sources, message: str, trust_mounts: bool) -> tuple[PackReport, int]:
         """Make the next version."""
         newest, _ = versions.load(store)
         gathered = self._gather(sources, store)
@@ -197,14 +202,14 @@ class _Job:
         if found is not None:
             return self._finish(work, tally, (), found)
         if self._recipe.split is None:
-            _refuse_known(store, newest, {group.key for group in gathered.groups})
+            _refuse_known(store, newest, {group.key for group in gathered.groups}, trust_mounts)
         work.settings = msgspec.structs.replace(self._settings, salt=journal.begin(newest.version))
         workers = work.run(self._engine, self._workers, tally, self.remote)
         shards, parts = work.index(len(newest.index), tally.nothing)
         _at_index()
 
         def build(base: versions.VersionDocument) -> versions.VersionDocument:
-            _refuse_known(store, base, work.keys)
+            _refuse_known(store, base, work.keys, trust_mounts)
             return versions.new_document(
                 base.name,
                 base.shards + shards,
@@ -361,9 +366,9 @@ def _nothing(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageEr
     return UsageError(f"there is nothing to pack: {why}", hint=hint)
 
 
-def _refuse_known(store: Store, base: versions.VersionDocument, keys: set[str]) -> None:
+def _refuse_known(store: Store, base: versions.VersionDocument, keys: set[str], trust_mounts: bool) -> None:
     """`ConflictError` when version `base` has one of `keys`."""
-    mounted, _ = with_mounts(store, base, False, {})
+    mounted, _ = with_mounts(store, base, False, {}, trust_mounts)
     _, missing = query.rows_with_keys(OpenIndex(mounted, base), keys)
     known = sorted(keys.difference(missing))
     if known:

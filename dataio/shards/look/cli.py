@@ -43,7 +43,7 @@ def export(argv: list[str]) -> int:
     from dataio.shards.dataset import Dataset
     from dataio.shards.look.export import export as export_members
 
-    with Dataset(args.dataset, args.version) as dataset:
+    with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
         for name, path in export_members(dataset, args.keys, args.folder, ext=args.ext, force=args.force):
             if args.json:
                 print(json.dumps({"member": name, "path": str(path)}))
@@ -74,7 +74,10 @@ def preview(argv: list[str]) -> int:
     from dataio.shards.look.preview import preview as make
 
     path = Path(args.output)
-    with Dataset(args.dataset, args.version) as opened, _progress(quiet=args.json) as progress:
+    with (
+        Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as opened,
+        _progress(quiet=args.json) as progress,
+    ):
         dataset = _narrowed(opened, args.where)
         with said(path), written_whole(path) as file:  # opened before the work, which may take long
             page = make(

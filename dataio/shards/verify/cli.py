@@ -58,6 +58,7 @@ def verify(argv: list[str]) -> int:
             repair=args.repair,
             workers=args.workers,
             progress=progress,
+            trust_mounts=args.trust_mounts,
         )
     if args.json:
         _print_report_json(report)

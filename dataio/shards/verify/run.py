@@ -55,6 +55,7 @@ def verify(
     repair: str | os.PathLike[str] | Store | None = None,
     workers: int | None = None,
     progress: Callable[[VerifyProgress], None] | None = None,
+    trust_mounts: bool = False,
     **storage_options: Any,
 ) -> VerifyReport:
     """Check version `version` (a number, a tag, None: the newest) of the dataset at a URL or in an open store.
@@ -62,14 +63,15 @@ def verify(
     `decode` says how many samples are decoded to their end in worker processes: a share such as `"1%"`, or a number; the same
     ones every time. `repair` is where a second copy of the dataset lies: damaged objects are replaced from it, if the copy's
     bytes are right, and checked again. `workers` shards are read at once (default: one a core, at most 8).
-    `storage_options` go to `open_store` for both.
+    `storage_options` go to `open_store` for both; `trust_mounts` is that of `Dataset`.
     """
     with ExitStack() as stack:
         store = _opened(url, storage_options, stack)
         copy = None if repair is None else _opened(repair, storage_options, stack)
         threads = workers or min(_MOST_THREADS, os.cpu_count() or 1)
         pool = stack.enter_context(WorkerPool(run_module(media_jobs.WORKER), media_jobs.HELLO, threads))
-        return _Run(store, copy, pool, threads, progress).run(version, str(decode), storage_options, stack)
+        run = _Run(store, copy, pool, threads, progress)
+        return run.run(version, str(decode), storage_options, trust_mounts, stack)
 
 
 def _opened(url: str | os.PathLike[str] | Store, options: dict[str, Any], stack: ExitStack) -> Store:
@@ -96,14 +98,16 @@ class _Run:
         self._done = VerifyProgress(0, 0, 0, 0, 0)
         self._stopped = False
 
-    def run(self, version: int | str | None, decode: str, options: dict[str, Any], stack: ExitStack) -> VerifyReport:
+    def run(
+        self, version: int | str | None, decode: str, options: dict[str, Any], trust_mounts: bool, stack: ExitStack
+    ) -> VerifyReport:
         started = time.monotonic()
         chooser = sampling.chooser(decode, lambda: ())  # refuses a wrong amount before anything is read
         if self._copy is not None:
             repairs.open_copy(self._store, self._copy)
         objects = verify_top.documents(self._store, self._copy)
         document, digest = tags.load(self._store, version)
-        mounted, owned = with_mounts(self._store, document, False, options)
+        mounted, owned = with_mounts(self._store, document, False, options, trust_mounts)
         if owned:
             stack.enter_context(mounted)
         self._store = mounted

@@ -1,51 +1,79 @@
 """The mounts of a dataset version: recorded in its document, opened with the dataset.
 
 Purpose: shards that were indexed in place lie in other buckets and folders; the version says where.
-Invariants: what is recorded holds no secrets. A mount's name is a digest of what it mounts, so equal places have equal names in
-every version and versions can be merged. Credentials that the caller gave for the dataset go to a mounted bucket only when it
-is behind the same endpoint as the dataset itself; every other mount is opened with the process's own.
-Failure behaviour: `CorruptionError` for mounts that cannot be meant; opening makes no request, so a bucket that is gone shows
-when something is read from it.
+Invariants: only what `dataio.store.allowed` lists is recorded and heeded: few schemes, few options, no secrets. A mount's name is
+a digest of what it mounts, so equal places have equal names in every version and versions can be merged.
+
+The author of a document may not be the reader. So without the reader's `trust`, a mount is one of these:
+
+* a folder below the dataset's own folder
+* a bucket behind the dataset's own endpoint, or behind the one that the process's variables name; the reader pays for requests of
+  the dataset's own bucket only
+* a web server with a public address, or the server that the dataset itself is read from
+
+With trust it may also be any folder, web server or S3 endpoint. Credentials never follow: another S3 endpoint is asked without a
+signature. Mounts that the caller opened or named (`Dataset(url, mounts=...)`, a merged dataset) need no trust. Credentials that
+the caller gave for the dataset go to a bucket behind the same endpoint only; other buckets are read with the process's own.
+
+Failure behaviour: `UsageError` for a mount that needs trust, `UnsupportedError` for a scheme that no document may name,
+`CorruptionError` for mounts that cannot be meant. Opening makes no request, so a missing bucket, or a web server with a private
+address, shows when something is read from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import blake3
 import msgspec
 
-from dataio.core.errors import CorruptionError, MillraceError
-from dataio.core.redact import without_secrets
+from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError, UsageError
 from dataio.shards.versions.documents import Mount, VersionDocument
+from dataio.store.allowed import allowed_options, mountable, scheme_of
 from dataio.store.contract import Location, Store
-from dataio.store.mounts import Mounts
-from dataio.store.open import open_store
+from dataio.store.mounts import OPTION, Mounts
+from dataio.store.open import folder_of, open_store
+from dataio.store.s3config import parse
 
 
 def mount_of(location: Location) -> Mount:
     """How a store is recorded."""
-    options = without_secrets(location.options)
+    options = allowed_options(location.url, location.options) if mountable(location.url) else {}
     content = msgspec.json.encode([location.url, options], order="deterministic")
     return Mount(name=f"m{blake3.blake3(content).hexdigest()[:8]}", url=location.url, options=options)
 
 
+def named_by(store: Store) -> list[Mount]:
+    """The mounts that `store` was opened with, which its opener has named or trusted."""
+    return [mount_of(one.location) for one in store.mounted.values()] if isinstance(store, Mounts) else []
+
+
 def with_mounts(
-    store: Store, document: VersionDocument, owned: bool, storage_options: Mapping[str, Any]
+    store: Store,
+    document: VersionDocument,
+    owned: bool,
+    storage_options: Mapping[str, Any],
+    trust: bool,
+    named: Sequence[Mount] = (),
 ) -> tuple[Store, bool]:
     """`store` with what `document` mounts, and whether the caller is to close it; `store` itself where nothing is to be added.
 
-    Closing what is returned closes `store` as well when it was `owned`.
+    `named` are mounts that the caller itself has named. Closing what is returned closes `store` as well when it was `owned`.
     """
     there = store.mounted if isinstance(store, Mounts) else {}
     if all(mount.name in there for mount in document.mounts):
         return store, owned
     base = store.base if isinstance(store, Mounts) else store
+    known = [(mount.url, mount.options) for mount in (*named, *named_by(store))]
+    reader = _Reader(base.location, storage_options, trust, known)
+    allowed = [(mount, reader.options(mount, document.version)) for mount in document.mounts]
     opened = dict[str, Store]()
     try:
-        for mount in document.mounts:
-            opened[mount.name] = open_store(mount.url, **_options(base.location, mount, storage_options))
+        for mount, options in allowed:
+            opened[mount.name] = open_store(mount.url, **options)
         return Mounts(base, opened, owns_base=owned), True
     except MillraceError as error:
         for made in opened.values():
@@ -55,16 +83,82 @@ def with_mounts(
         ) from error
 
 
-def _options(base: Location, mount: Mount, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "mounts" in mount.options:
-        raise CorruptionError(f"the mount {mount.name} has mounts itself")
-    same = _is_s3(base.url) and _is_s3(mount.url) and _endpoint(base.options) == _endpoint(mount.options)
-    return {**mount.options, **given} if same else mount.options
+class _Reader:
+    """Where the dataset is read from, with which options, and what its reader trusts."""
+
+    def __init__(
+        self, base: Location, given: Mapping[str, Any], trust: bool, known: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> None:
+        self._base, self._trust, self._known = base, trust, known
+        self._given = {name: value for name, value in given.items() if name != OPTION}
+
+    def options(self, mount: Mount, version: int) -> dict[str, Any]:
+        """What `mount` is opened with, or an error that says why it is not."""
+        place = f"{self._base.url} version {version}: a mount, {mount.url!r:.300},"
+        if not mountable(mount.url):
+            if (mount.url, mount.options) in self._known:
+                return {}
+            raise UnsupportedError(
+                f"{place} is of a kind that a dataset may not name",
+                hint=f'open it yourself: Dataset(url, mounts={{"{mount.name}": {{"url": ...}}}})',
+            )
+        try:
+            if OPTION in mount.options:
+                raise CorruptionError(f"{place} has mounts itself")
+            options = allowed_options(mount.url, mount.options)
+            named = (mount.url, options) in self._known
+            reason, options = self._judged(mount.url, options, named)
+        except UsageError as error:
+            raise CorruptionError(f"{place} cannot be meant: {error.message}") from error
+        if reason and not self._trust and not named:
+            raise UsageError(
+                f"{place} {reason}",
+                hint="if you trust the dataset's author, pass trust_mounts=True (--trust-mounts on the command line)",
+            )
+        return options
+
+    def _judged(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
+        """Why this mount needs trust, or "", and the options that it is opened with."""
+        scheme = scheme_of(url)
+        if scheme == "file":
+            return ("" if self._has_below(url) else "is a folder of this machine outside the dataset"), options
+        if scheme == "s3":
+            return self._judged_bucket(url, options, named)
+        if not (self._trust or named or _origin(url) == _origin(self._base.url)):
+            options["public_only"] = True
+        return "", options
+
+    def _judged_bucket(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
+        endpoint, own = _endpoint(url, options), scheme_of(self._base.url) == "s3"
+        if own and endpoint == _endpoint(self._base.url, self._base.options):
+            reason, options = "", {**options, **self._given}
+        elif named or endpoint == _endpoint(url, {}):
+            reason = ""
+        else:
+            reason, options = f"is behind another endpoint ({endpoint or 'AWS'})", {**options, "anon": True}
+        if options.get("requester_pays") and not (own and _bucket(url) == _bucket(self._base.url)):
+            reason = reason or "would have its reader pay for requests of another bucket"
+        return reason, options
+
+    def _has_below(self, url: str) -> bool:
+        """Whether `url` names a folder below the dataset's own, links followed."""
+        if scheme_of(self._base.url) != "file":
+            return False
+        root, folder = (os.path.realpath(folder_of(one)) for one in (self._base.url, url))
+        return folder.startswith(root.rstrip("/") + "/")
 
 
-def _is_s3(url: str) -> bool:
-    return url.lower().startswith("s3://")
+def _endpoint(url: str, options: Mapping[str, Any]) -> str | None:
+    """The S3 endpoint that serves `url`, the process's variables considered; None for AWS."""
+    found = parse(url, {"endpoint_url": options.get("endpoint_url")}).endpoint_url
+    return found and found.rstrip("/").lower()
 
 
-def _endpoint(options: Mapping[str, object]) -> object:
-    return options.get("endpoint_url")
+def _bucket(url: str) -> str:
+    return url.partition("://")[2].partition("/")[0]
+
+
+def _origin(url: str) -> tuple[str, str]:
+    """Scheme, and host with port, of a web server."""
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme.lower(), parts.netloc.lower()

@@ -181,16 +181,16 @@ def test_a_merge_reads_other_datasets_where_they_are(tmp_path: Path) -> None:
     assert made.sample(30).shard.startswith(f"mounts/{made.document.mounts[0].name}/shards/")
     assert [(s.name, s.version) for s in made.lineage.sources] == [("two", 2)]
     assert sum(1 for _ in two.store.list()) == before + 2  # the saved view: a document and what is left
-    assert sum(info.size for info in Dataset(tmp_path / "one").store.list("")) < written + 8000 + sum(
-        info.size for info in two.store.list()
-    )
+    assert sum(
+        info.size for info in Dataset(tmp_path / "one", trust_mounts=True).store.list("")
+    ) < written + 8000 + sum(info.size for info in two.store.list())
     made.check()
     # what is merged may itself be merged, as may a view that was not saved
     three = opened(tmp_path / "three", range(100, 110), name="three").merge(made.where("key > 'k00020'"))
     assert [s.key for s in three] == keys([*range(100, 110), *(n for n in expected if n > 20)])
     assert len(three.document.mounts) == 2
     three.check()
-    with Dataset(tmp_path / "three") as again:
+    with Dataset(tmp_path / "three", trust_mounts=True) as again:
         assert [s.key for s in again] == [s.key for s in three]
 
 
@@ -225,11 +225,11 @@ def test_a_dataset_in_a_bucket_merges_one_on_disk_and_removes(s3_url: str, tmp_p
     opened(tmp_path / "two", range(10, 20), name="two")
     with open_store(s3_url) as store:
         make(store, range(10))
-    with Dataset(s3_url) as dataset, Dataset(tmp_path / "two") as two:
+    with Dataset(s3_url, trust_mounts=True) as dataset, Dataset(tmp_path / "two") as two:
         dataset.merge(two)
-    with Dataset(s3_url) as dataset:
+    with Dataset(s3_url, trust_mounts=True) as dataset:
         dataset.remove(["k00000", "k00015"]).tag("v")
-    with Dataset(s3_url, "v") as dataset:
+    with Dataset(s3_url, "v", trust_mounts=True) as dataset:
         assert list(dataset.keys) == keys(n for n in range(20) if n not in (0, 15))
 
 
@@ -365,21 +365,23 @@ class Versions(RuleBasedStateMachine):
         gone = set(data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=5)))
         if len(gone) == len(there):
             return
-        self.made(Dataset(self.store).remove(keys(gone)).version, [n for n in there if n not in gone])
+        self.made(
+            Dataset(self.store, trust_mounts=True).remove(keys(gone)).version, [n for n in there if n not in gone]
+        )
 
     @rule(modulus=st.integers(2, 5), rest=st.integers(0, 4))
     def remove_where(self, modulus: int, rest: int) -> None:
         there = self.model[self.newest]
         left = [n for n in there if n % modulus != rest]
         if left and len(left) < len(there):
-            made = Dataset(self.store).remove(where=f"number % {modulus} = {rest}")
+            made = Dataset(self.store, trust_mounts=True).remove(where=f"number % {modulus} = {rest}")
             self.made(made.version, left)
 
     @rule(modulus=st.integers(1, 4), data=st.data())
     def save(self, modulus: int, data: st.DataObject) -> None:
         version = data.draw(st.sampled_from(sorted(self.model)))
         chosen = [n for n in self.model[version] if n % modulus == 0]
-        view = Dataset(self.store, version).where(f"number % {modulus} = 0")
+        view = Dataset(self.store, version, trust_mounts=True).where(f"number % {modulus} = 0")
         assert [s.key for s in view] == keys(chosen)
         if chosen:
             assert view.save().version == max(self.model) + 1
@@ -388,7 +390,7 @@ class Versions(RuleBasedStateMachine):
     @rule(data=st.data())
     def merge_a_version(self, data: st.DataObject) -> None:
         version = data.draw(st.sampled_from(sorted(self.model)))
-        made = Dataset(self.store).merge(Dataset(self.store, version))
+        made = Dataset(self.store, trust_mounts=True).merge(Dataset(self.store, version, trust_mounts=True))
         both = {*self.model[self.newest], *self.model[version]}
         assert {s.key for s in made} == set(keys(both))
         self.made(made.version, [int(s.key[1:]) for s in made])
@@ -401,22 +403,24 @@ class Versions(RuleBasedStateMachine):
         numbers = range(self.next, self.next + count)
         self.next += count
         other = opened(self.root / str(self.others), numbers, name=f"o{self.others}", per_shard=3)
-        made = Dataset(self.store).merge(other.where(f"number % {modulus} = 0") if modulus > 1 else other)
+        made = Dataset(self.store, trust_mounts=True).merge(
+            other.where(f"number % {modulus} = 0") if modulus > 1 else other
+        )
         self.made(made.version, self.model[self.newest] + [n for n in numbers if n % modulus == 0])
 
     @rule(data=st.data(), name=st.sampled_from("abc"))
     def tag(self, data: st.DataObject, name: str) -> None:
         version = data.draw(st.sampled_from(sorted(self.model)))
         if self.tags.setdefault(name, version) == version:
-            Dataset(self.store, version).tag(name)
+            Dataset(self.store, version, trust_mounts=True).tag(name)
         else:
             with pytest.raises(ConflictError):
-                Dataset(self.store, version).tag(name)
+                Dataset(self.store, version, trust_mounts=True).tag(name)
 
     @rule(data=st.data())
     def diff(self, data: st.DataObject) -> None:
         a, b = (data.draw(st.sampled_from(sorted(self.model))) for _ in range(2))
-        with Dataset(self.store, a).diff(Dataset(self.store, b)) as found:
+        with Dataset(self.store, a, trust_mounts=True).diff(Dataset(self.store, b, trust_mounts=True)) as found:
             old, new = set(self.model[a]), set(self.model[b])
             assert found.keys("added") == keys(sorted(new - old))
             assert found.keys("removed") == keys(sorted(old - new))
@@ -427,12 +431,12 @@ class Versions(RuleBasedStateMachine):
         if not self.model:
             return
         for version, numbers in self.model.items():
-            dataset = Dataset(self.store, version)  # which checks it
+            dataset = Dataset(self.store, version, trust_mounts=True)  # which checks it
             assert list(dataset.keys) == keys(numbers)
             assert dataset.total_bytes == sum(100 + n % 3000 for n in numbers)
-        assert Dataset(self.store).version == self.newest
+        assert Dataset(self.store, trust_mounts=True).version == self.newest
         for name, version in self.tags.items():
-            assert Dataset(self.store, name).version == version
+            assert Dataset(self.store, name, trust_mounts=True).version == version
 
     def teardown(self) -> None:
         self.folder.cleanup()

@@ -72,13 +72,13 @@ def test_differing_versions_are_exit_code_1(root: str, tmp_path: Path, capsys: p
     run(capsys, "remove", root, "k00003")
     made = run(capsys, "merge", root, str(tmp_path / "two"), "-m", "both")
     assert made == [f"file://{root} version 3: 21 samples (version 2: 19), both"]
-    assert run(capsys, "diff", root, "1", code=1) == [
+    assert run(capsys, "diff", root, "--trust-mounts", "1", code=1) == [
         *("+ k00020", "+ k00021", "- k00003", "2 added, 1 removed, 0 changed, 19 unchanged")
     ]
-    assert run(capsys, "diff", root, "3", "3") == ["0 added, 0 removed, 0 changed, 21 unchanged"]
-    last = json.loads(run(capsys, "diff", root, "1", "2", "--json", code=1)[-1])
+    assert run(capsys, "diff", root, "--trust-mounts", "3", "3") == ["0 added, 0 removed, 0 changed, 21 unchanged"]
+    last = json.loads(run(capsys, "diff", root, "--trust-mounts", "1", "2", "--json", code=1)[-1])
     assert last == {"old": 1, "new": 2, "added": 0, "removed": 1, "changed": 0, "unchanged": 19}
-    two = run(capsys, "diff", root, "1", "--other", str(tmp_path / "two"), "--summary", code=1)
+    two = run(capsys, "diff", root, "--trust-mounts", "1", "--other", str(tmp_path / "two"), "--summary", code=1)
     assert two == ["2 added, 20 removed, 0 changed, 0 unchanged"]
 
 

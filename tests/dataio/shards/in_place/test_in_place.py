@@ -95,7 +95,7 @@ def test_samples_of_a_downloader_s_shards_are_found_with_their_facts(put, tmp_pa
         assert len(dataset.report.ignored) == 4
         assert (dataset.report.samples, dataset.report.files, dataset.report.shards) == (4, 12, 2)
         assert (dataset.name, dataset.report.skipped) == ("mine", ())
-    with Dataset(tmp_path / "set") as again:
+    with Dataset(tmp_path / "set", trust_mounts=True) as again:
         assert again.read(again.sample(3), "mp4") == clip
 
 
@@ -232,7 +232,7 @@ def test_shards_of_several_places_are_one_dataset_that_opens_anywhere(
         expected = {sample.key: dataset.read(sample, sample.members[0].ext) for sample in dataset}
         location, digest = dataset.store.location, dataset.digest
     assert expected == {"a": clip, "b": b"two", "c": clip}
-    with Dataset(store_url) as again:
+    with Dataset(store_url, trust_mounts=True) as again:
         assert again.digest == digest
         assert again.store.location == location
         assert {s.key: again.read(s, s.members[0].ext) for s in again} == expected
@@ -248,7 +248,7 @@ def test_a_dataset_opened_with_a_store_leaves_that_open(put, tmp_path: Path) -> 
     with open_store(tmp_path / "set") as store:
         with index(tmp_path / "from", store) as dataset:
             assert dataset.read(dataset.sample(0), "bin") == b"1"
-        with Dataset(store) as dataset:
+        with Dataset(store, trust_mounts=True) as dataset:
             assert dataset.read(dataset.sample(0), "bin") == b"1"
         assert store.exists("dataset.json")
 
@@ -386,7 +386,7 @@ def test_the_loader_reads_clips_that_were_indexed_in_place(put, tmp_path: Path, 
     put("a.tar", [(f"{i}.mp4", clip) for i in range(4)])
     index(tmp_path / "from", tmp_path / "set").close()
     options = {"batch_size": 2, "clip": loaders.Clip(frames=4), "shuffle": False, "sidecar": None}
-    with loaders.VideoLoader(str(tmp_path / "set"), **options) as loader:
+    with loaders.VideoLoader(str(tmp_path / "set"), trust_mounts=True, **options) as loader:
         batches = list(loader)
     assert [key for batch in batches for key in batch["key"]] == ["0", "1", "2", "3"]
 

@@ -1,0 +1,92 @@
+"""Which stores a stored document, or another process, may name, and with which options.
+
+Purpose: the author of a document is not the one that opens it. What a document names is opened with the reader's rights, and
+fsspec has file systems that write files, read local ones, or send a token wherever an option says.
+Invariants: a document names `file`, `s3`, `http` and `https` only, and gives the options of `_MOUNTED` only; the rest are left
+out. Another process (a client of the daemon) may name the file systems of `_SENT` too, without options.
+`public_socket` connects to addresses of the public internet only; it sees each address that is connected to, so neither a name
+that resolves to a private address nor a redirect passes it.
+Failure behaviour: `UnsupportedError` for another scheme, `UsageError` for a name or value that cannot be meant,
+`PrivateAddressError` for an address that is not public.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from dataio.core.errors import UnsupportedError, UsageError
+
+_MOUNTED: Mapping[str, Mapping[str, type]] = {
+    "file": {"direct": bool},
+    "s3": {"endpoint_url": str, "region": str, "path_style": bool, "anon": bool, "requester_pays": bool},
+    "http": {"public_only": bool},
+    "https": {"public_only": bool},
+}
+_SENT = {"abfs", "abfss", "az", "ftp", "gcs", "gs", "hdfs", "hf", "local", "oss", "sftp", "ssh", "webhdfs"}
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_REGION = re.compile(r"[a-z0-9-]{1,64}")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+class PrivateAddressError(PermissionError):
+    """A server's address is not one of the public internet."""
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of `url`, in lower case; that of a path is `file`."""
+    scheme, separator, _ = url.partition("://")
+    return scheme.lower() if separator else "file"
+
+
+def mountable(url: str) -> bool:
+    """Whether a document may name a store of this scheme."""
+    return scheme_of(url) in _MOUNTED
+
+
+def allowed_options(url: str, options: Mapping[str, object]) -> dict[str, Any]:
+    """Those of `options` that a document may give for the store at `url`."""
+    scheme = scheme_of(url)
+    if scheme not in _MOUNTED:
+        raise UnsupportedError(f"{url!r}: a document may name {', '.join(_MOUNTED)} only")
+    if scheme == "s3" and not _BUCKET.fullmatch(url.partition("://")[2].partition("/")[0]):
+        raise UsageError(f"{url!r} names no bucket")
+    kinds = _MOUNTED[scheme]
+    kept = {name: value for name, value in options.items() if name in kinds and value is not None}
+    for name, value in kept.items():
+        if type(value) is not kinds[name] or (name == "region" and not _REGION.fullmatch(str(value))):
+            raise UsageError(f"{url!r}: {value!r:.100} is no value of the option {name}")
+    return kept
+
+
+def sendable(url: str, options: Mapping[str, object]) -> bool:
+    """Whether another process may be asked to open this store; secrets are looked for elsewhere."""
+    scheme = scheme_of(url)
+    if scheme in ("http", "https"):
+        return not options.keys() - _MOUNTED[scheme].keys()
+    return scheme in _MOUNTED or (scheme in _SENT and not options)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet: not this machine's, its networks', or its cloud's metadata."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        if found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+        if found.is_site_local:
+            return False
+    return found.is_global and not found.is_multicast
+
+
+def public_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket for one answer of `getaddrinfo`, or `PrivateAddressError`."""
+    family, kind, protocol, _, target = address
+    if not is_public(str(target[0])):
+        raise PrivateAddressError(f"{target[0]} is not a public address")
+    return socket.socket(family, kind, protocol)
