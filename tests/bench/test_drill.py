@@ -149,7 +149,7 @@ def test_what_most_parts_need_is_carried_first_and_dali_last() -> None:
 def test_what_the_drill_brings_is_all_that_the_project_needs_but_for_stores_on_a_network() -> None:
     project = tomllib.loads((gpu_drill.ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[^a-z0-9-]", line)[0] for line in project["dependencies"]}
-    assert needed - set(wheels.NEEDED) == {"torch", "s3fs"}
+    assert needed - set(wheels.NEEDED) == {"aiohttp", "s3fs", "torch"}
 
 
 @pytest.mark.parametrize("name", ["../evil.whl", "/etc/passwd", "a/b.whl", "evil.py", ""])
