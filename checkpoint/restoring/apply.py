@@ -60,14 +60,14 @@ def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection)
 def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
     """Restore; called by all ranks: one that fails makes all fail."""
     todo, in_place = work.todo, work.in_place
-    first = bool(todo.fresh or todo.early)
+    first = bool(todo.fresh or todo.early or todo.checks)
     common = together.compare(store, work.step, (work.fresh, in_place), first, ranks)
     with torch.no_grad():
         if common.marked:
             pending = together.read(store, work.fresh, common.shared[0], common, ranks)
             with ranks.agreed():
                 pending.tell()
-                for action in todo.early:
+                for action in (*todo.checks, *todo.early):
                     action()
                 if first:  # an object that loaded its state may have moved its tensors
                     again = _described((name, tensor) for name, tensor, _ in todo.in_place)

@@ -11,6 +11,7 @@ naming step, tensor, pack and offset.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -26,8 +27,9 @@ from checkpoint.state import tree
 from checkpoint.state.build import plain
 from checkpoint.state.kinds import TensorSink, TorchKinds, empty
 from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, join, tensor_names
-from dataio.core.errors import NotFoundError, UsageError
+from dataio.core.errors import CorruptionError, NotFoundError, UsageError
 from dataio.core.forgotten import Ending
+from dataio.core.limits import check_memory
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 
@@ -61,6 +63,7 @@ class LazyTensor:
         return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
 
     def _read(self, box: Box) -> torch.Tensor:
+        check_memory(math.prod(box.local) * self.dtype.itemsize, f"a tensor of shape {list(box.local)}")
         return self._step._read(self._saved, box, empty(self.dtype, box.local))
 
 
@@ -86,7 +89,7 @@ class SavedStep(Mapping[str, Any]):
         saved = restore.tensors_of(step, rank)
         manifest = step.manifests[rank if rank < len(step.manifests) else 0]
         self._entries = {
-            path: saved[node.name] if isinstance(node, TensorRef) else node
+            path: _named(saved, node.name) if isinstance(node, TensorRef) else node
             for path, node in _entries(tree.decode(manifest.tree), "")
         }
         self._close: Callable[[], object] = lambda: None
@@ -144,6 +147,12 @@ def read(
         opened = stack.enter_context(restore.reading(store, run, base))
         found = SavedStep(store, opened, rank)
         return found.keep(stack.pop_all())
+
+
+def _named(saved: Mapping[str, Saved], name: str) -> Saved:
+    if name not in saved:
+        raise CorruptionError(f"the checkpoint names tensor {name!r:.200} and does not hold it")
+    return saved[name]
 
 
 def _entries(node: object, path: str) -> Iterator[tuple[str, object]]:

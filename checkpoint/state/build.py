@@ -7,6 +7,7 @@ Failure behaviour: `CorruptionError` for a tree that names what the step does no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from checkpoint.format import dtypes
 from checkpoint.state.flatten import OTHER, Kinds, Parts, Seen
 from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
 from dataio.core.errors import CorruptionError, MismatchError
+from dataio.core.limits import CHECKED_BYTES, check_memory
 
 Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 """(dtype, shape) of every saved tensor by name."""
@@ -22,7 +24,7 @@ Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(slots=True)
 class Fit:
-    """What restoring will do, in this order: read `fresh`, run `early`, read `in_place`, run `late`.
+    """What restoring will do, in this order: read `fresh`, run `checks` and `early`, read `in_place`, run `late`.
 
     Objects that judge their own state (loaders) come early, so that their refusal leaves the modules untouched.
     `skipped`: paths that only one side has, where that was allowed. `in_place`: each with what was seen of it when it was fitted.
@@ -31,6 +33,7 @@ class Fit:
     problems: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     fresh: list[tuple[str, Any]] = field(default_factory=list)
+    checks: list[Callable[[], object]] = field(default_factory=list)
     early: list[Callable[[], object]] = field(default_factory=list)
     in_place: list[tuple[str, Any, Seen]] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
@@ -42,6 +45,7 @@ class Builder:
     def __init__(self, saved: Saved, kinds: Kinds, plan: Fit) -> None:
         self._saved, self._kinds, self._plan = saved, kinds, plan
         self._made: dict[str, Any] = {}
+        self._bytes = 0
 
     def meta(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(dtype, shape) of a saved tensor."""
@@ -68,9 +72,17 @@ class Builder:
     def tensor(self, name: str, model: Any = None) -> Any:
         """A tensor to be read, placed like `model` where that is given."""
         if name not in self._made:
-            self._made[name] = self._kinds.empty(*self.meta(name), model)
+            dtype, shape = self.meta(name)
+            if model is None:
+                self._count(math.prod(shape) * dtypes.ITEM_BYTES.get(dtype, 1))
+            self._made[name] = self._kinds.empty(dtype, shape, model)
             self._plan.fresh.append((name, self._made[name]))
         return self._made[name]
+
+    def _count(self, size: int) -> None:
+        before, self._bytes = self._bytes, self._bytes + size
+        if before // CHECKED_BYTES != self._bytes // CHECKED_BYTES:
+            check_memory(self._bytes, "what the checkpoint holds and the state has no place for yet")
 
     def view(self, ref: ViewRef) -> Any:
         """A view of bytes to be read."""
@@ -82,10 +94,13 @@ class Builder:
             raise CorruptionError(f"the checkpoint holds a view of tensor {ref.name!r:.200} that reaches out of it")
         return self._kinds.view(self.tensor(ref.name), ref.dtype, ref.shape, ref.stride, ref.offset)
 
-    def parts(self, node: PartsNode, path: str) -> Parts:
-        """The parts of a tensor, to be read."""
+    def assembled(self, node: PartsNode, path: str) -> Any:
+        """A tensor on parts that are to be read, and checked then before anything uses them; None for a wrapper."""
         inner = {name: self.value(part, join(path, name)) for name, part in node.parts.items()}
-        return Parts(node.kind, node.values, inner)
+        made = self._kinds.assemble(parts := Parts(node.kind, node.values, inner))
+        if made is not None:
+            self._plan.checks.append(lambda: self._kinds.check(parts, path))
+        return made
 
     def _odd(self, there: object, path: str) -> Any:
         if isinstance(there, MetaNode):
@@ -96,7 +111,7 @@ class Builder:
             except MismatchError as error:
                 self._plan.problems.append(f"{path}: {error}")
                 return None
-        made = self._kinds.assemble(self.parts(there, path)) if isinstance(there, PartsNode) else None
+        made = self.assembled(there, path) if isinstance(there, PartsNode) else None
         if made is None:
             self._plan.problems.append(f"{path}: {called(there)} in the checkpoint, a plain value here")
         return made

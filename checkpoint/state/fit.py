@@ -125,7 +125,7 @@ class _Fitter:
             for name, part in self._common(mine.tensors, there.parts, path):
                 self.tensor(part, there.parts[name], join(path, name))
         else:
-            made = self._kinds.assemble(self._build.parts(there, path))
+            made = self._build.assembled(there, path)
             self.plan.late.append(lambda: self._kinds.assign(here, made))
 
     def _stateful(self, here: Any, there: object, path: str) -> None:

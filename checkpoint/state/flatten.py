@@ -102,6 +102,9 @@ class Kinds(Protocol):
 
     def assemble(self, parts: Parts) -> Any:
         """A tensor made of parts whose elements may be set later; None when only an existing one can be filled."""
+
+    def check(self, parts: Parts, path: str) -> None:
+        """`CorruptionError` if the parts, whose elements are set by now, are not those of such a tensor."""
         ...
 
     def assign(self, tensor: Any, value: Any) -> None:

@@ -24,8 +24,9 @@ from checkpoint.state import flatten as state
 from checkpoint.state import parts, values
 from checkpoint.state.flatten import Parts, Seen
 from checkpoint.state.tree import ValueNode
-from dataio.core.errors import UnsupportedError
+from dataio.core.errors import CorruptionError, UnsupportedError
 
+_INT64 = 1 << 63
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -56,6 +57,9 @@ class TorchKinds:
     def assemble(self, given: Parts) -> torch.Tensor | None:
         return parts.assemble(given)
 
+    def check(self, given: Parts, path: str) -> None:
+        parts.check(given, path)
+
     def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         with torch.no_grad():
             if tensor.layout == value.layout == torch.strided and tensor.dtype == value.dtype:
@@ -67,7 +71,12 @@ class TorchKinds:
         return (name_of(tensor.dtype), tuple(tensor.shape)) if tensor.is_meta else None
 
     def nothing(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype) or math.prod(shape) >= _INT64:
+            raise CorruptionError(
+                f"the checkpoint holds a tensor without bytes of type {dtype!r:.60} and shape {shape}"
+            )
+        return torch.empty(shape, dtype=kind, device="meta")
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         return [param for group in optimizer.param_groups for param in group["params"]]

@@ -3,7 +3,8 @@
 Invariant: the parts are the memory that the tensor lives on, so nothing is copied; putting equal parts together gives an
 equal tensor. A sparse tensor can be made anew; a wrapper is only ever filled in place, since making one would need code that a
 checkpoint names.
-Failure behaviour: `UnsupportedError` naming the path of one that does not say what it is made of.
+Failure behaviour: `UnsupportedError` naming the path of one that does not say what it is made of. torch reads and writes wherever
+the indices of a sparse tensor point; `check` raises `CorruptionError` for indices that point outside of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpoint.state.flatten import Parts
-from dataio.core.errors import UnsupportedError
+from dataio.core.errors import CorruptionError, UnsupportedError
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _COMPRESSED: dict[str, tuple[torch.layout, bool]] = {
@@ -56,18 +57,34 @@ def parts(tensor: torch.Tensor, path: str) -> Parts | None:
 
 
 def assemble(given: Parts) -> torch.Tensor | None:
-    """A tensor on the memory of its parts; None for a wrapper."""
+    """A tensor on the memory of its parts, whose elements may be set later; None for a wrapper."""
+    return _assembled(given, check_invariants=False)
+
+
+def check(given: Parts, path: str) -> None:
+    """`CorruptionError` if the parts, whose elements are set by now, are not those of a sparse tensor."""
+    try:
+        _assembled(given, check_invariants=True)
+    except CorruptionError as error:
+        raise CorruptionError(f"{path}: {error.message}") from None
+
+
+def _assembled(given: Parts, check_invariants: bool) -> torch.Tensor | None:
     if not isinstance(given.values, dict):
         return None
     shape, tensors = given.values.get("shape"), given.tensors
-    if given.kind == "coo":
-        return torch.sparse_coo_tensor(
-            tensors["indices"], tensors["values"], shape, check_invariants=False, is_coalesced=given.values["coalesced"]
-        )
-    if given.kind in _COMPRESSED:
-        inner = (tensors["compressed"], tensors["plain"], tensors["values"])
-        layout = _COMPRESSED[given.kind][0]
-        return torch.sparse_compressed_tensor(*inner, shape, layout=layout, check_invariants=False)
+    try:
+        if given.kind == "coo":
+            indices, values, coalesced = tensors["indices"], tensors["values"], given.values["coalesced"]
+            return torch.sparse_coo_tensor(
+                indices, values, shape, check_invariants=check_invariants, is_coalesced=coalesced
+            )
+        if given.kind in _COMPRESSED:
+            parts = (tensors["compressed"], tensors["plain"], tensors["values"])
+            layout = _COMPRESSED[given.kind][0]
+            return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=check_invariants)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptionError(f"the checkpoint's {given.kind} tensor is not sound: {str(error)[:300]}") from None
     return None
 
 

@@ -6,10 +6,12 @@ Failure behaviour: `parse_bytes` raises `UsageError` naming the text.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from pathlib import Path
 
-from dataio.core.errors import UsageError
+from dataio.core.errors import MORE_MEMORY, CapacityError, UsageError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -34,6 +36,8 @@ PROBE_MEMORY_BYTES = 3 * GIB
 """The most memory that a process reading untrusted media may have for data."""
 TAR_HEADER_BYTES = 1 * MIB
 """The most that pax or GNU long-name headers of one tar member may hold."""
+CHECKED_BYTES = 256 * MIB
+"""What takes no more is allocated without a look at how much memory is free."""
 WORKERS = 1024
 """The most processes that read media side by side on one machine."""
 CACHE_BLOCK_BYTES = 4 * MIB
@@ -48,6 +52,23 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 def memory_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory() -> int:
+    """Bytes that this machine has left for its processes, and its container allows for one at most."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = sum(int(lines[name].split()[0]) * KIB for name in ("MemAvailable", "SwapFree") if name in lines)
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
+def check_memory(size: int, what: str) -> None:
+    """`CapacityError` if `what` takes more memory than there is: what is stored may name any size."""
+    if size > CHECKED_BYTES and size > (free := free_memory()):
+        raise CapacityError(
+            f"{what} takes {format_bytes(size)} of memory, and {format_bytes(free)} are free", hint=MORE_MEMORY
+        )
 
 
 def parse_bytes(text: str) -> int:
