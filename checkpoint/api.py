@@ -18,15 +18,17 @@ from typing import Any, Self
 from checkpoint import preemption
 from checkpoint.format import names
 from checkpoint.format.codec import COMPRESSIONS
+from checkpoint.format.documents import Base
 from checkpoint.gds.file import Direct
 from checkpoint.gds.saving import RING_BYTES
 from checkpoint.gds.store import direct_for
-from checkpoint.handle import Handle
+from checkpoint.handle import Handle, Name
 from checkpoint.lifecycle.automatic import Retention
 from checkpoint.lifecycle.keep import Keep
 from checkpoint.lineage import Lineage
 from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
+from checkpoint.repository import timeline
 from checkpoint.restorer import Restorer
 from checkpoint.saver import Options, Saver
 from checkpoint.saves import Saves
@@ -142,6 +144,10 @@ class Checkpointer:
         (see `failed_saves`), `ConflictError` when this timeline has the step already, `UsageError` naming the path of a value
         that cannot be saved, `DeadlineError` when the previous save keeps the arena too long.
         """
+        return self.save_as(step, state, None, priority=priority)
+
+    def save_as(self, step: int, state: dict[str, Any], name: Name | None, *, priority: str = "normal") -> Handle:
+        """As `save`, for `checkpoint.frameworks`: `name` is what their users find the step by, on the ranks that have one."""
         urgent = _is_urgent(priority)
 
         def check() -> None:
@@ -151,7 +157,7 @@ class Checkpointer:
             if not urgent:
                 self._saves.wait_for_room(self._wait)
 
-        return self._saver.start(step, state, urgent, check)
+        return self._saver.start(step, state, urgent, check, name)
 
     def warm_up(self, state: dict[str, Any]) -> None:
         """Allocate the memory that saves of `state` need, and look at the store, in threads, so that the first save need not.
@@ -187,7 +193,7 @@ class Checkpointer:
     def restore(
         self,
         state: dict[str, Any],
-        step: int | str = "latest",
+        step: int | str | Base = "latest",
         *,
         run: str | None = None,
         include: str | Iterable[str] | None = None,
@@ -196,7 +202,7 @@ class Checkpointer:
         cast: bool = False,
     ) -> int | None:
         """Restore `state` in place from `step`, the newest one, or the one that a tag names ("tag:best"); return the step, None
-        when the run has none.
+        when the run has none. A `Base` is one attempt, in whichever timeline it lies.
 
         `run`: another run of this repository. `include` and `exclude`: patterns on paths such as "model/*", see
         `checkpoint.state.selection`; the rest of `state` is left as it is. `strict=False`: so are entries that the
@@ -221,6 +227,21 @@ class Checkpointer:
         if source == self._run:
             self._saves.start_over()
         return base.step
+
+    @property
+    def run(self) -> str:
+        """The run that this checkpointer saves to."""
+        return self._run
+
+    def is_committed(self, run: str, attempt: Base) -> bool:
+        """Whether this attempt is a step of the run, in whichever timeline."""
+        self._check_open()
+        return repository.settled(self._store, run, attempt)
+
+    def is_over(self, run: str, attempt: Base) -> bool:
+        """Whether a newer timeline keeps this attempt from being committed."""
+        self._check_open()
+        return timeline.newest_after(self._store, run, attempt.timeline) is not None
 
     def steps(self) -> list[int]:
         """The steps that `restore` finds, ascending: those of the newest timeline and of its parents before the branch."""

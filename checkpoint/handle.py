@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from checkpoint.format.documents import Base
 from dataio.core.errors import DeadlineError
 
 
@@ -49,6 +50,18 @@ class Copy(Protocol):
     @property
     def waited(self) -> float: ...
     def wait(self, timeout: float | None = None) -> None: ...
+
+
+class Name(Protocol):
+    """What a framework finds a step by. The saver calls `prepare` before anything of the attempt can be committed.
+
+    Then it calls `publish`, before retention removes older steps, or `withdraw` with the reason. An error of the first
+    two fails the save.
+    """
+
+    def prepare(self, attempt: Base) -> None: ...
+    def publish(self) -> None: ...
+    def withdraw(self, error: BaseException) -> None: ...
 
 
 class Handle:

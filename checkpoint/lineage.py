@@ -88,7 +88,7 @@ class Lineage:
             number = timeline.open_timeline(self._store, self._run, self._parent)
         return Ticket(ulid.new(), number, tuple(base for base in (self._base, self._fork) if base is not None))
 
-    def find(self, run: str, step: int | str, tier: NodeTier) -> Found | None:
+    def find(self, run: str, step: int | str | Base, tier: NodeTier) -> Found | None:
         """On rank 0: the step, held until this trainer has committed one of its own; a newer one when the latest is removed just
         now."""
         for left in reversed(range(_LOOKS)):

@@ -16,6 +16,7 @@ import msgspec
 
 from checkpoint.collector import held_off
 from checkpoint.format import names
+from checkpoint.format.documents import Base
 from checkpoint.gds.file import Direct
 from checkpoint.gds.store import GdsStore
 from checkpoint.lineage import Lineage
@@ -46,7 +47,7 @@ class Restorer:
         self,
         state: dict[str, Any],
         run: str,
-        step: int | str,
+        step: int | str | Base,
         begin: Callable[[], object],
         select: Callable[[], Selection],
     ) -> Found | None:
@@ -54,7 +55,8 @@ class Restorer:
 
         `begin` and `select` are called first, and what they raise on one rank fails all.
         """
-        number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
+        asked = step.step if isinstance(step, Base) else step
+        number = asked if isinstance(asked, int) and 0 <= asked < names.STEP_LIMIT else 0
         with contextlib.ExitStack() as stack:
             with self._ranks.agreed(number):
                 begin()
@@ -75,7 +77,7 @@ class Restorer:
             _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
         return found
 
-    def _find(self, run: str, step: int | str, number: int, tier: NodeTier) -> Found | None:
+    def _find(self, run: str, step: int | str | Base, number: int, tier: NodeTier) -> Found | None:
         found, error = None, None
         try:
             if self._ranks.rank == 0:

@@ -19,10 +19,11 @@ import torch
 
 from checkpoint.collector import held_off
 from checkpoint.format import names
+from checkpoint.format.documents import Base
 from checkpoint.format.layout import Layout, TensorSpec
 from checkpoint.gds.file import Direct
 from checkpoint.gds.saving import DeviceSlices
-from checkpoint.handle import Handle, SaveResult
+from checkpoint.handle import Handle, Name, SaveResult
 from checkpoint.lifecycle.automatic import Retention
 from checkpoint.lifeline import Door
 from checkpoint.lineage import Lineage, Ticket
@@ -96,19 +97,28 @@ class Saver:
         self._preparing: threading.Thread | None = None
         self.upload_hint = 0.0
 
-    def start(self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object]) -> Handle:
-        """Copy the state and begin to carry it. `check` is called first; what it raises on one rank fails all."""
+    def start(
+        self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object], name: Name | None = None
+    ) -> Handle:
+        """Copy the state and begin to carry it. `check` is called first; what it raises on one rank fails all. `name` appears
+        when the step is committed."""
         with span("save", step=step):
-            return self._start_held(step, state, urgent, check)
+            return self._start_held(step, state, urgent, check, name)
 
-    def _start_held(self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object]) -> Handle:
+    def _start_held(
+        self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object], name: Name | None
+    ) -> Handle:
         began = time.perf_counter()
         ticket, taken = self._agree(step, state, check)
         if not ticket.timeline:
             return self._not_begun(step, ticket)
         try:
-            handle, copying = self._start(step, ticket, state, taken, urgent)
+            if name is not None:
+                name.prepare(Base(ticket.timeline, step, ticket.attempt))
+            handle, copying = self._start(step, ticket, state, taken, urgent, name)
         except BaseException as error:
+            if name is not None:
+                name.withdraw(error)
             self._abort_behind(self._attempt(step, ticket), error)
             raise
         self._saves.add(handle)
@@ -211,7 +221,7 @@ class Saver:
     # the copy
 
     def _start(
-        self, step: int, ticket: Ticket, state: dict[str, Any], taken: Taken, urgent: bool
+        self, step: int, ticket: Ticket, state: dict[str, Any], taken: Taken, urgent: bool, name: Name | None
     ) -> tuple[Handle, Copying | SlicedState]:
         prepared = self._planner.prepare(taken, self._ranks)
         handle = Handle(step, ticket.attempt)
@@ -230,7 +240,9 @@ class Saver:
             handle.follow(copying)
             put = self._plan(step, ticket, prepared)
             cargo = self._cargo(put, staging, arena, copying, handle, urgent)
-            threading.Thread(target=self._carry, args=(cargo, handle, copying), name=f"millrace-save-{step}").start()
+            threading.Thread(
+                target=self._carry, args=(cargo, handle, copying, name), name=f"millrace-save-{step}"
+            ).start()
             undo.pop_all()  # from now on all of it is the thread's
         return handle, copying
 
@@ -302,13 +314,17 @@ class Saver:
 
     # in a thread
 
-    def _carry(self, cargo: Cargo, handle: Handle, copying: Copying | SlicedState) -> None:
+    def _carry(self, cargo: Cargo, handle: Handle, copying: Copying | SlicedState, name: Name | None) -> None:
         """From the copy to committed."""
         try:
             self._join(cargo, copying)
             with span("commit", step=handle.step):
                 result = self._carriers.carry(cargo)
+            if name is not None:
+                name.publish()
         except BaseException as error:
+            if name is not None:
+                name.withdraw(error)
             self._failed(cargo.plan, handle, error)
             return
         waits = {"stall": handle.stall, "waited": handle.waited, "sliced": isinstance(copying, SlicedState)}

@@ -1,30 +1,44 @@
 """Accelerate: `attach(accelerator, checkpointer)` lets `save_state` and `load_state` keep the state in the repository.
 
-Models, optimizers, schedulers, the gradient scaler, what was given to `register_for_checkpointing`, and the generators of
-every rank are one step of the run; Accelerate's folder keeps what is left (samplers, a stateful loader's position), which is
-small. The step is the number that ends the folder's name (`step_1200`, `checkpoints/checkpoint_3`).
-How: Accelerate calls its hooks before it writes or reads anything, with the lists that it is going to walk; they are taken
-away there. The last thing it does is to save or load the registered objects: one of them is ours, and gives the lists back.
+Models, optimizers, schedulers, the gradient scaler, what was given to `register_for_checkpointing`, and the generators
+of every rank are one step of the run. Accelerate's folder keeps what is left (samplers, a stateful loader's position),
+which is small. The step is the number that ends the folder's name (`step_1200`, `checkpoints/checkpoint_3`).
+`save_state` returns when the state is copied. The folder appears when the step is committed (`naming`), and only then do
+older ones go (`total_limit`): write files of your own into it after `checkpointer.close()`, or register an object.
+How: Accelerate calls its hooks before it writes or reads anything, with the lists that it is going to walk; they are
+taken away there. `save_state` and `load_state` of this accelerator give them back, and save when all ranks have written
+their files into a hidden folder.
 Invariant: nothing of the step is written a second time by Accelerate; outside of `save_state` and `load_state` the
 accelerator is as it always is.
-Failure behaviour: as `Checkpointer`; `UsageError` for a folder whose name ends in no number; `UnsupportedError` under FSDP,
-DeepSpeed and Megatron-LM, whose states Accelerate writes without asking its hooks.
+Failure behaviour: as `Checkpointer`; `UsageError` for a folder whose name ends in no number; `MissingError`, a
+`FileNotFoundError`, for a folder whose step is not there; `UnsupportedError` under FSDP, DeepSpeed and Megatron-LM, whose
+states Accelerate writes without asking its hooks.
 """
 
 from __future__ import annotations
 
-import re
+import functools
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from checkpoint.api import Checkpointer
+from checkpoint.dcp.writer import step_of
+from checkpoint.frameworks.naming import Names, move_folder
 from checkpoint.rng import RNG
-from dataio.core.errors import UnsupportedError, UsageError
+from dataio.core.crashpoints import declare
+from dataio.core.errors import UnsupportedError
 
 _ON_ITS_OWN = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 _LISTS = ("_optimizers", "_schedulers")
+
+_written = declare(
+    "name.accelerate-folder-written", "all ranks have written Accelerate's files, hidden; no save has begun"
+)
 
 
 def attach(accelerator: Accelerator, checkpointer: Checkpointer) -> None:
@@ -38,27 +52,110 @@ def attach(accelerator: Accelerator, checkpointer: Checkpointer) -> None:
 
 
 class _Attached:
-    """The hooks; and, as the one registered object that Accelerate sees, what is called last."""
+    """The hooks, and `save_state` and `load_state` around Accelerate's own."""
 
     def __init__(self, accelerator: Accelerator, checkpointer: Checkpointer) -> None:
-        self._accelerator, self._checkpointer = accelerator, checkpointer
+        self._accelerator, self._names = accelerator, Names(checkpointer)
         self._away: dict[str, list[Any]] = {}
-        accelerator.register_save_state_pre_hook(self._save)
-        accelerator.register_load_state_pre_hook(self._load)
+        self._state: dict[str, Any] = {}
+        self._from: Path | None = None
+        accelerator.register_save_state_pre_hook(self._before_saving)
+        accelerator.register_load_state_pre_hook(self._before_loading)
+        self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            self._recover(Path(accelerator.project_dir) / "checkpoints")
 
-    def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **more: Any
+    ) -> str:
+        """As the accelerator's. Returns when the state is copied; the folder appears when it is committed."""
+        accelerator, settings = self._accelerator, self._accelerator.project_configuration
+        automatic = bool(settings.automatic_checkpoint_naming)
+        folder = self._next() if automatic else Path(os.path.abspath(os.fspath(output_dir)))  # type: ignore[arg-type]
+        step, hidden = step_of(folder), folder.with_name(f".{folder.name}.unnamed")
+        if accelerator.is_main_process:
+            shutil.rmtree(hidden, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        settings.automatic_checkpoint_naming = False
+        try:
+            self._save_state(str(hidden), safe_serialization, **more)
+        finally:
+            settings.automatic_checkpoint_naming = automatic
+            self._give_back()
+        accelerator.wait_for_everyone()  # all have written their files
+        _written()
+        state, self._state = self._state, {}
+        then = functools.partial(self._rotate, folder.parent) if automatic else lambda: None
+        self._names.save(step, state, folder if self._names_folders else None, move_folder(hidden), then)
+        return str(folder)
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **more: Any) -> Any:
+        """As the accelerator's, once the saves in flight have ended."""
+        accelerator = self._accelerator
+        self._names.settle()
+        if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
+            parent = Path(accelerator.project_dir) / "checkpoints"
+            self._recover(parent)
+            input_dir = next(iter(reversed(_named_in(parent))), None)
+        elif input_dir is not None:
+            self._recover(Path(os.path.abspath(os.fspath(input_dir))).parent)
+        try:
+            return self._load_state(input_dir if input_dir is None else os.fspath(input_dir), *args, **more)
+        finally:
+            self._give_back()
+
+    @property
+    def _names_folders(self) -> bool:
+        accelerator = self._accelerator
+        return bool(
+            accelerator.is_local_main_process
+            if accelerator.project_configuration.save_on_each_node
+            else accelerator.is_main_process
+        )
+
+    def _recover(self, folder: Path) -> None:
+        """Publish what an earlier process committed and did not name; the ranks see the same folders afterwards."""
+        if self._names_folders:
+            self._names.recover(folder)
+        self._accelerator.wait_for_everyone()
+
+    def _next(self) -> Path:
+        """Where the next one goes when Accelerate names them."""
+        folder = Path(self._accelerator.project_dir) / "checkpoints" / f"checkpoint_{self._accelerator.save_iteration}"
+        if folder.exists():
+            raise ValueError(
+                f"Checkpoint directory {folder} already exists. Set `accelerator.project_configuration.iteration` to the "
+                "number to go on with."
+            )
+        return folder
+
+    def _rotate(self, parent: Path) -> None:
+        """Accelerate's `total_limit`, once the new one is there."""
+        limit = self._accelerator.project_configuration.total_limit
+        for folder in _named_in(parent)[:-limit] if limit else ():
+            self._names.remove_now(folder)
+
+    # hooks
+
+    def _before_saving(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         self._give_back()
-        self._checkpointer.save(_step(output_dir), self._state(models) | {"rng": RNG()})
+        self._state = self._whole(models) | {"rng": RNG()}
         weights.clear()  # nothing is left for Accelerate to write
         self._take_away()
 
-    def _load(self, models: list[Any], input_dir: str) -> None:
+    def _before_loading(self, models: list[Any], input_dir: str) -> None:
         self._give_back()
-        self._checkpointer.restore(self._state(self._accelerator._models) | {"rng": RNG()}, _step(input_dir))
+        self._names.restore(self._whole(self._accelerator._models) | {"rng": RNG()}, input_dir)
         models.clear()
         self._take_away()
+        # the first version's folders have one of these, which is empty
+        self._accelerator._custom_objects = [self for _ in Path(input_dir).glob("custom_checkpoint_*.pkl")]
 
-    def _state(self, models: list[Any]) -> dict[str, Any]:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: see above."""
+
+    def _whole(self, models: list[Any]) -> dict[str, Any]:
         accelerator = self._accelerator
         state = {
             "models": [accelerator.unwrap_model(model) for model in models],
@@ -73,7 +170,7 @@ class _Attached:
         for name in _LISTS:  # it has hold of these lists already; of the objects it asks for the list again
             self._away[name] = list(getattr(accelerator, name))
             getattr(accelerator, name).clear()
-        self._away["_custom_objects"], accelerator._custom_objects = accelerator._custom_objects, [self]
+        self._away["_custom_objects"], accelerator._custom_objects = accelerator._custom_objects, []
 
     def _give_back(self) -> None:
         """Also at the next hook, should Accelerate have failed in between."""
@@ -83,18 +180,8 @@ class _Attached:
             self._accelerator._custom_objects = self._away["_custom_objects"]
         self._away = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The last call of `save_state`."""
-        self._give_back()
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The last call of `load_state`."""
-        self._give_back()
-
-
-def _step(folder: str) -> int:
-    found = re.search(r"(\d+)/?$", str(folder))
-    if found is None:
-        raise UsageError(f"the folder {str(folder)!r:.200} names no step", hint="end its name with the step's number")
-    return int(found[1])
+def _named_in(parent: Path) -> list[Path]:
+    """Checkpoints that Accelerate names, oldest first."""
+    found = [path for path in parent.glob("checkpoint_*") if path.name[len("checkpoint_") :].isdecimal()]
+    return sorted(found, key=step_of)

@@ -1,28 +1,45 @@
-"""Lightning: `Trainer(plugins=[RepositoryIO("s3://bucket/ckpt", run="exp42")])` keeps its checkpoints in the repository.
+"""Lightning: `Trainer(plugins=[RepositoryIO("s3://bucket/ckpt", run="exp42")])` keeps its checkpoints in the
+repository.
 
-Lightning gathers the state on rank 0 and names files; a file's name is kept as a small text that says which step it is, so
-that `ckpt_path=` and the retention of ModelCheckpoint work as they do. Saving returns when the state is copied.
-Invariant: nothing is pickled; the named file holds no tensor.
+Lightning gathers the state on rank 0 and names files. A file's name is kept as a small text that says which step it
+is, so that `ckpt_path=` and the retention of ModelCheckpoint work as they do. Saving returns when the state is
+copied. The file appears when the step is committed, and a file that Lightning removes goes after the commit of the
+newest save (`naming`).
+A step has the number of `global_step`. What is saved again at the same `global_step` gets the
+next free number; if all of its tensors are those of the save before, only its other values are kept, in its file.
+`Model.load_from_checkpoint(path)` reads such files too, through the `RepositoryIO` of their run that this process has
+made.
+Invariant: nothing is pickled; the named file holds no tensor. Every call of `save_checkpoint` keeps what it was given.
 Failure behaviour: a checkpoint that holds a value that cannot be encoded is a `UsageError` naming its path (values of
 hyper-parameters and callbacks must be plain); a save that fails later is raised by the next one, or by `teardown`.
+`MissingError`, a `FileNotFoundError`, for a file that is not there or a step that is not.
 """
 
 from __future__ import annotations
 
-import json
+import base64
+import dataclasses
 import os
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core import saving as theirs
 
 from checkpoint.api import Checkpointer
 from checkpoint.frameworks.mapping import Where, mapped
-from checkpoint.handle import Handle
+from checkpoint.frameworks.naming import MOST_BYTES, MissingError, Names, Record, read_name, write_file
+from checkpoint.state import tree
+from checkpoint.state.kinds import memory_of
+from checkpoint.state.tree import TensorRef
 from dataio.core.errors import CorruptionError, UsageError
 
-_MOST_BYTES = 4096
-"""Of the text that names a step."""
+_MOST_VALUES = MOST_BYTES // 2
+"""Of values that a file keeps by itself, encoded."""
 
 
 class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
@@ -30,19 +47,28 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, url: str, *, run: str, **options: Any) -> None:
         self._checkpointer = Checkpointer(url, run=run, rank=0, world_size=1, **options)
-        self._last = -1
-        self._handle: Handle | None = None
+        self._names = Names(self._checkpointer)
+        self._global_step = self._step = -1
+        self._digests: dict[str, bytes] = {}
+        self._compares = False
+        _made.add(self)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Called on rank 0. One state may be saved under several names (`last.ckpt`), and is stored once."""
-        step = int(checkpoint["global_step"])
-        if step != self._last:
-            self._handle = self._checkpointer.save(step, {"checkpoint": checkpoint})
-            self._last = step
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"millrace-step": step}) + "\n")
+        """Called on rank 0. One state may be saved under several names (`last.ckpt`); its tensors are stored once."""
+        place, now = _local(path), int(checkpoint["global_step"])
+        again = now == self._global_step
+        self._compares = self._compares or again  # from the first time on: it takes as long as a copy of the state
+        split = _split(checkpoint) if self._compares else None
+        if again and split is not None and self._has(split) and self._names.also(place, split.values):
+            return
+        step = self._step + 1 if again else max(now, self._step + 1) if now > self._global_step else now
+        handle = self._names.save(step, {"checkpoint": checkpoint}, place, write_file)
+        self._global_step, self._step = now, step
+        self._digests = {} if split is None else split.digests
+        if _has_links(place.parent):
+            handle.result()
 
     def load_checkpoint(
         self,
@@ -51,32 +77,143 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """The checkpoint, where `map_location` wants it (as for `torch.load`); in main memory if it says nothing."""
-        state: dict[str, Any] = {"checkpoint": None}
-        self._checkpointer.restore(state, _step(path))
-        found: dict[str, Any] = mapped(state["checkpoint"], map_location)
-        return found
+        place, state = _local(path), {"checkpoint": None}
+        self._names.settle()
+        self._names.recover(place.parent, place.name)
+        record = self._names.restore(state, place)
+        found: Any = state["checkpoint"]
+        if record.values:
+            found = _joined(record.values, found)
+        if self._step < 0 and record.run in ("", self._checkpointer.run):
+            self._global_step, self._step = int(found["global_step"]), record.step
+        loaded: dict[str, Any] = mapped(found, map_location)
+        return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Drop the name. The step goes when the run's retention says so."""
-        Path(path).unlink(missing_ok=True)
+        """Drop the name, once the newest save is committed. The step goes when the run's retention says so."""
+        self._names.remove(_local(path))
 
     def teardown(self) -> None:
-        """Wait for the save in flight. Lightning calls it at the end of each `fit`, and may save again afterwards."""
-        if self._handle is not None:
-            self._handle.result()
+        """Wait for the saves in flight. Lightning calls it at the end of each `fit`, and may save again afterwards."""
+        self._names.wait()
 
     def close(self) -> None:
         """Wait, and let go of the store."""
         self._checkpointer.close()
+        _made.discard(self)
+
+    def _has(self, split: _Split) -> bool:
+        """Whether the newest save has all of these tensors, to the bit."""
+        return len(split.values) < _MOST_VALUES and split.digests.items() <= self._digests.items()
 
 
-def _step(path: str | os.PathLike[str]) -> int:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Split:
+    """A checkpoint: digests of its tensors by path, and the rest."""
+
+    digests: dict[str, bytes]
+    values: str
+
+
+def _split(checkpoint: dict[str, Any]) -> _Split | None:
+    """None for one with tensors that are not plain memory, or with values that a document does not hold."""
+    digests: dict[str, bytes] = {}
+
+    def values_of(value: Any, path: tuple[object, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+                raise UsageError("not a plain tensor")
+            plain = value.detach().cpu().contiguous()
+            found = xxhash.xxh3_128(f"{plain.dtype} {tuple(plain.shape)}".encode())
+            found.update(memory_of(plain))
+            digests[repr(path)] = found.digest()
+            return TensorRef(repr(path))
+        return _rebuilt(value, path, values_of)
+
     try:
-        with open(path, "rb") as file:  # what another plugin saved may be of any size
-            return int(json.loads(file.read(_MOST_BYTES))["millrace-step"])
-    except OSError:
-        raise UsageError(f"there is no checkpoint named {os.fspath(path)}", hint="check ckpt_path") from None
-    except (ValueError, KeyError, TypeError):
-        raise CorruptionError(
-            f"{os.fspath(path)} does not name a step of ours", hint="was it saved by another plugin?"
-        ) from None
+        return _Split(digests, base64.b64encode(tree.encode(values_of(checkpoint, ()))).decode())
+    except UsageError:
+        return None
+
+
+def _joined(values: str, checkpoint: Any) -> Any:
+    """The inverse, with the tensors of another checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def collect(value: Any, path: tuple[object, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors[repr(path)] = value
+            return value
+        return _rebuilt(value, path, collect)
+
+    def join(value: Any, path: tuple[object, ...]) -> Any:
+        return tensors[value.name] if isinstance(value, TensorRef) else _rebuilt(value, path, join)
+
+    collect(checkpoint, ())
+    try:
+        return join(tree.decode(base64.b64decode(values, validate=True)), ())
+    except (KeyError, ValueError) as error:
+        raise CorruptionError(f"a name's own values do not fit its step: {error!r:.200}") from None
+
+
+def _rebuilt(value: Any, path: tuple[object, ...], each: Callable[[Any, tuple[object, ...]], Any]) -> Any:
+    """The container with `each` of what it holds; another value as it is."""
+    if isinstance(value, dict):
+        made = value.copy()
+        made.update({key: each(item, (*path, key)) for key, item in value.items()})
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(each(item, (*path, i)) for i, item in enumerate(value))
+    return value
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(path):
+        raise UsageError(
+            f"{os.fspath(path)} is not a path of this machine's file system",
+            hint="give ModelCheckpoint a local or shared `dirpath`: it holds small files, the tensors go to the repository",
+        )
+    return Path(path)
+
+
+def _has_links(folder: Path) -> bool:
+    """Whether ModelCheckpoint keeps `last.ckpt` as a link, which it makes lead to the new file as soon as saving
+    returns."""
+    return any(entry.is_symlink() for entry in os.scandir(folder))
+
+
+_made: weakref.WeakSet[RepositoryIO] = weakref.WeakSet()
+_load = theirs.pl_load
+
+
+def _load_file(path: Any, map_location: Where = None, weights_only: bool | None = None) -> Any:
+    """What `load_from_checkpoint` calls: a file of ours comes from the repository, any other as before."""
+    record = _record_of(path)
+    if record is None:
+        return _load(path, map_location=map_location, weights_only=weights_only)
+    run = record.run
+    errors = []
+    for io in [each for each in _made if run in ("", each._checkpointer.run)]:
+        try:
+            return io.load_checkpoint(path, map_location)
+        except MissingError as error:
+            errors.append(error)
+    if errors:
+        raise errors[-1]
+    raise UsageError(
+        f"{path} names step {record.step} of run {run or 'unknown'}, and this process has no repository for it",
+        hint=f"make RepositoryIO(url, run={run!r}) first and keep it until the checkpoint is loaded",
+    )
+
+
+def _record_of(path: Any) -> Record | None:
+    """None for what is no file of ours."""
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        ours = file.read(len(_BEGIN)) == _BEGIN
+    return read_name(path) if ours else None
+
+
+_BEGIN = b'{"millrace-step"'
+theirs.pl_load = _load_file

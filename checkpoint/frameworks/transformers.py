@@ -1,29 +1,48 @@
 """transformers: two ways.
 
-`RepositoryTrainer(model, args, ..., checkpointer=checkpointer)` is the Trainer whose checkpoints are steps of the repository.
-Its `checkpoint-<step>` folders keep `trainer_state.json` alone and name the step, so that `train(resume_from_checkpoint=...)`,
-`save_total_limit` and `load_best_model_at_end` find them as they always do. Resuming is exact: model, optimizer, scheduler,
-scaler and generators are those of the step, and the Trainer goes on at the batch where it was.
-`Trainer(callbacks=[RepositoryCallback(checkpointer)])` saves when the Trainer does, beside the Trainer's own files, and resumes
-when training begins: a Trainer need not be changed, but a callback cannot tell it to skip batches, so that data begins anew.
+`RepositoryTrainer(model, args, ..., checkpointer=checkpointer)` is the Trainer whose checkpoints are steps of the
+repository. Its `checkpoint-<step>` folders keep `trainer_state.json` and name the step, so that
+`train(resume_from_checkpoint=...)`, `save_total_limit` and `load_best_model_at_end` find them as they always do. A folder
+appears when its step is committed, and older ones go after that (`naming`). Resuming is exact: model, optimizer,
+scheduler, scaler and generators are those of the step, and the Trainer goes on at the batch where it was. A loader of
+ours is part of the step: give it as `train_dataset`, or return it from `get_train_dataloader`.
+`Trainer(callbacks=[RepositoryCallback(checkpointer)])` saves when the Trainer does, in addition to the Trainer's own
+files, and resumes when training begins. A loader of ours goes on where it was. With any other data a callback cannot
+tell the Trainer to skip batches: the data begins anew, and a warning says so.
 
 Invariant: at every save, model, optimizer, scheduler and generators are staged before training goes on.
-Failure behaviour: as `Checkpointer`; a save that fails in the background is logged and raised when the checkpointer is closed.
-`UnsupportedError` under DeepSpeed, which keeps optimizer states of its own.
+Failure behaviour: as `Checkpointer`; a save that fails in the background is logged and raised when the checkpointer is
+closed. `UnsupportedError` under DeepSpeed, which keeps optimizer states of its own, and for a loader of ours in a
+`DataLoader` that reads ahead, before the first step. `MissingError`, a `FileNotFoundError`, for a folder whose step is
+not there.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers.trainer as theirs
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import sort_checkpoints
 
 from checkpoint.api import Checkpointer
-from checkpoint.dcp.writer import step_of
+from checkpoint.frameworks.naming import MissingError, Names, move_folder
 from checkpoint.rng import RNG
+from dataio.core.crashpoints import declare
 from dataio.core.errors import UnsupportedError
+from dataio.core.log import get_logger
+
+_log = get_logger(__name__)
+_SCRATCH = ".millrace-unnamed"
+"""In `output_dir`: the folder of a save until it has an attempt."""
+
+_written = declare("name.trainer-folder-written", "the Trainer has written its folder, hidden; no save has begun")
 
 
 class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
@@ -33,24 +52,65 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super().__init__(*args, **given)
         if self.is_deepspeed_enabled:
             raise UnsupportedError("DeepSpeed keeps optimizer states of its own", hint="use its checkpoints, or FSDP2")
-        self._checkpointer, self._naming = checkpointer, False
+        self._checkpointer, self._names = checkpointer, Names(checkpointer)
+        self._scratch: Path | None = None
+        self._loader: Any = None
+        self._recover(self.args.output_dir)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **given: Any) -> Any:
+        """As the Trainer's. Returns when the checkpoints that it saved have their names."""
+        if resume_from_checkpoint:
+            newest = isinstance(resume_from_checkpoint, bool)
+            self._recover(self.args.output_dir if newest else Path(str(resume_from_checkpoint)).parent)
+        done = super().train(resume_from_checkpoint, *args, **given)
+        self._names.settle()
+        return done
+
+    def _recover(self, folder: str | os.PathLike[str]) -> None:
+        """Publish what an earlier process committed and did not name; the ranks see the same folders afterwards."""
+        if self.args.should_save:
+            self._names.recover(folder)
+        self.accelerator.wait_for_everyone()
+
+    # saving
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As the Trainer does it, but for the four that follow."""
-        self._naming = True
+        """As the Trainer does it, in a hidden folder, but for the four that follow."""
+        run_dir = Path(super()._get_output_dir(trial))
+        self._scratch = run_dir / _SCRATCH
+        if self.args.should_save:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._naming = False
+            hidden, self._scratch = self._scratch, None
+        self._name(run_dir, hidden)
+
+    def _name(self, run_dir: Path, hidden: Path) -> None:
+        """Save the state; the folder gets its name when that is committed."""
+        step = int(self.state.global_step)
+        folder = f"checkpoint-{step}"
+        if self.state.best_model_checkpoint == str(hidden / folder):
+            self.state.best_model_checkpoint = str(run_dir / folder)
+        state = {"model": self.model} | ({} if self.args.save_only_model else self._rest() | {"rng": RNG()})
+        if not self.args.should_save:
+            self._names.save(step, state, None, move_folder(hidden))
+            return
+        self.state.save_to_json(str(hidden / folder / theirs.TRAINER_STATE_NAME))
+        _written()
+        then = functools.partial(self._rotate, run_dir, self.state.best_model_checkpoint)
+        self._names.save(step, state, run_dir / folder, move_folder(hidden / folder), then)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._scratch is None else str(self._scratch)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The model as files, unless it is a checkpoint that is saved."""
-        if not self._naming:
+        if self._scratch is None:
             super().save_model(output_dir, _internal_call)
-            return
-        Path(str(output_dir)).mkdir(parents=True, exist_ok=True)
-        rest = {} if self.args.save_only_model else self._rest() | {"rng": RNG()}
-        self._checkpointer.save(int(self.state.global_step), {"model": self.model} | rest)
+        elif self.args.should_save:
+            Path(str(output_dir)).mkdir(parents=True, exist_ok=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saved with the model."""
@@ -61,15 +121,38 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def _save_rng_state(self, output_dir: str) -> None:
         """Saved with the model."""
 
+    def _rotate(self, run_dir: Path, best: str | None) -> None:
+        """`save_total_limit`, as the Trainer counts: the newest and the best one stay."""
+        limit = self.args.save_total_limit
+        if not limit or limit <= 0:
+            return
+        there = sort_checkpoints(str(run_dir), use_mtime=True)
+        kept = {*there[-1:], *([str(Path(best))] if best else [])}
+        surplus = len(there) - max(limit, len(kept))
+        for path in [each for each in there if each not in kept][: max(surplus, 0)]:
+            self._names.remove_now(path)
+
+    def _finalize_training(self, *args: Any, **given: Any) -> Any:
+        self._names.settle()  # the Trainer looks for the best one, and removes the others where it is to be the only one
+        return super()._finalize_training(*args, **given)
+
+    # resuming
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._restore({"model": self.model if model is None else model}, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._restore({"model": self.model}, str(self.state.best_model_checkpoint))
+        best = str(self.state.best_model_checkpoint)
+        try:
+            self._restore({"model": self.model}, best)
+        except MissingError as error:  # as the Trainer does
+            _log.warning("the best model is not loaded, the newest one stays: %s", error)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._restore(self._rest(), checkpoint)
+            if self._loader is not None:
+                self._loader.was_moved()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Loaded with the optimizer."""
@@ -81,10 +164,26 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def _rest(self) -> dict[str, Any]:
         parts = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
-        return {name: part for name, part in parts.items() if part is not None}
+        loader = None if self._loader is None else self._loader.loader
+        return {name: part for name, part in (parts | {"loader": loader}).items() if part is not None}
 
     def _restore(self, parts: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-        self._checkpointer.restore(parts, step_of(folder), include=list(parts))
+        self._names.restore(parts, folder, include=list(parts))
+
+    # data
+
+    def get_train_dataloader(self) -> Any:
+        """A loader of ours as it is; what makes batches of samples as the Trainer makes it."""
+        if _is_loader(self.train_dataset):
+            return self.train_dataset
+        return super().get_train_dataloader()
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        loader = loader_in(train_dataloader)
+        self._loader = None if loader is None else _Moved(loader)
+        return super()._prepare_for_training(
+            max_steps, train_dataloader if self._loader is None else self._loader, resume_from_checkpoint
+        )
 
 
 class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -95,8 +194,17 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         into = _state(given) | {"progress": {"global_step": 0, "epoch": 0.0}}
-        if self._resume and self._checkpointer.restore(into) is not None:
-            state.global_step, state.epoch = into["progress"]["global_step"], into["progress"]["epoch"]
+        if not self._resume or self._checkpointer.restore(into) is None:
+            return
+        state.global_step, state.epoch = into["progress"]["global_step"], into["progress"]["epoch"]
+        if "loader" in into:
+            _to_next_batch(into["loader"])
+        else:
+            _log.warning(
+                "step %d is restored, but the Trainer's data begins anew: a callback cannot skip batches. RepositoryTrainer "
+                "goes on at the very batch",
+                state.global_step,
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         progress = {"global_step": int(state.global_step), "epoch": float(state.epoch or 0)}
@@ -105,4 +213,61 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 def _state(given: dict[str, Any]) -> dict[str, Any]:
     parts = {"model": given["model"], "optimizer": given.get("optimizer"), "scheduler": given.get("lr_scheduler")}
+    parts |= {"loader": loader_in(given.get("train_dataloader"))}
     return {name: part for name, part in parts.items() if part is not None} | {"rng": RNG()}
+
+
+def _is_loader(data: Any) -> bool:
+    """Whether it makes batches by itself and knows its position, as our loaders do."""
+    return isinstance(data, IterableDataset) and hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+
+
+def loader_in(data: Any) -> Any:
+    """The loader of ours that the Trainer iterates, None where it iterates something else."""
+    if isinstance(data, _Moved):
+        return data.loader
+    if _is_loader(data):
+        return data
+    inner = getattr(data, "dataset", None)
+    if not _is_loader(inner):
+        return None
+    if type(data) is DataLoader and data.batch_size is None and data.num_workers == 0:
+        return inner
+    raise UnsupportedError(
+        f"a {type(data).__name__} around {type(inner).__name__} reads ahead or cuts batches up: resuming would not be exact",
+        hint="give the loader itself as train_dataset, or return it from get_train_dataloader",
+    )
+
+
+def _to_next_batch(loader: Any) -> None:
+    """Past the end of an epoch, at which a loader whose state was just loaded would find nothing."""
+    state = loader.state_dict()
+    if next(iter(loader), None) is not None:
+        loader.load_state_dict(state)
+
+
+class _Moved(IterableDataset[Any]):
+    """The Trainer's view of a loader: batches that were trained on before it was resumed are not skipped again."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def was_moved(self) -> None:
+        _to_next_batch(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+_skip = theirs.skip_first_batches
+
+
+def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """What the Trainer calls when it resumes within an epoch."""
+    return dataloader if isinstance(dataloader, _Moved) else _skip(dataloader, num_batches)
+
+
+theirs.skip_first_batches = _skip_first_batches

@@ -129,12 +129,20 @@ def visible(store: Store, run: str, removed: Container[StepName] = ()) -> Iterat
                 yield base
 
 
-def find(store: Store, run: str, step: int | str) -> Base | None:
-    """The newest step (`latest`; None when there is none), that step, or the one that a tag names (`tag:NAME`).
+def find(store: Store, run: str, step: int | str | Base) -> Base | None:
+    """The newest step (`latest`; None when there is none), that step, the one that a tag names (`tag:NAME`), or that attempt.
 
-    `NotFoundError` when it is not there. A step by number is looked for in the newest branch, a tag's in any timeline.
+    `NotFoundError` when it is not there. A step by number is looked for in the newest branch, a tag's or an attempt in any
+    timeline.
     """
     repo = read_repo(store)
+    if isinstance(step, Base):
+        if not settled(store, run, step):
+            raise NotFoundError(
+                f"step {step.step} of timeline {step.timeline} of run {run} is not there, or is another attempt",
+                hint="it was never committed, or retention removed it; `millrace ckpt ls` lists the steps",
+            )
+        return step
     if isinstance(step, str) and step.startswith(tagged.PREFIX):
         return tagged.step_of(store, run, step.removeprefix(tagged.PREFIX))
     if step == "latest":
@@ -200,6 +208,13 @@ def _say_what_is_hidden(store: Store, run: str) -> None:
             timeline.read_timeline(store, run, numbers[-1]).timeline,
             ", ".join(map(str, left[-8:])),
         )
+
+
+def settled(store: Store, run: str, attempt: Base) -> bool:
+    """Whether this attempt is the step, after finishing it if it was complete."""
+    seen = scan_one(store, run, attempt.timeline, attempt.step)
+    found = settle(store, run, attempt.timeline, attempt.step, seen) if seen else None
+    return found is not None and found.attempt == attempt.attempt
 
 
 def scan_one(store: Store, run: str, number: int, step: int) -> StepSeen | None:

@@ -67,7 +67,7 @@ class NodeTier:
             self.recall(store.location.url, "")
             finishing.send(store, self.shelf, run, self.recall)
 
-    def find(self, store: Store, run: str, step: int | str) -> Found | None:
+    def find(self, store: Store, run: str, step: int | str | Base) -> Found | None:
         """On one rank, when all have sent: the step to restore, None where there is none."""
         try:
             if self.shelf is not None:
@@ -103,11 +103,12 @@ def node_tier(sidecar: SidecarName) -> Iterator[NodeTier]:
             found.close()
 
 
-def latest(shelf: Shelf | None, url: str, run: str, step: int | str) -> Base | None:
+def latest(shelf: Shelf | None, url: str, run: str, step: int | str | Base) -> Base | None:
     """The newest step of the run that the tier knows to be committed, or that one."""
     for record in shelf.records(url, run) if shelf is not None else ():
-        if record.committed and not record.over and step in ("latest", record.step):
-            return Base(record.timeline, record.step, record.attempt)
+        base = Base(record.timeline, record.step, record.attempt)
+        if record.committed and not record.over and step in ("latest", record.step, base):
+            return base
     return None
 
 

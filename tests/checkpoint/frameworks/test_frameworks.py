@@ -56,14 +56,14 @@ def test_lightning_trains_on_from_a_checkpoint_in_the_repository(tmp_path: Path)
         return trainer, module
 
     _, first = trained(6, None, 0)
-    assert (tmp_path / "names" / "last.ckpt").stat().st_size < 100  # a name, not a checkpoint
+    assert (tmp_path / "names" / "last.ckpt").stat().st_size < 200  # a name, not a checkpoint
     resumed, same = trained(6, str(tmp_path / "names" / "last.ckpt"), 5)  # nothing left to train
     assert torch.equal(same.layer.weight, first.layer.weight)
     resumed, module = trained(8, str(tmp_path / "names" / "a.ckpt"), 5)
     assert resumed.global_step == 8
     assert not torch.equal(module.layer.weight, first.layer.weight)
     with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=None) as checkpointer:
-        assert checkpointer.steps() == [6]
+        assert checkpointer.steps() == [6, 7]  # the first time that one `global_step` is saved twice
 
 
 def test_a_name_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
@@ -72,8 +72,81 @@ def test_a_name_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.ckpt").write_text("[]")
     with pytest.raises(CorruptionError, match="does not name a step"):
         plugin.load_checkpoint(tmp_path / "bad.ckpt")
-    with pytest.raises(UsageError, match="no checkpoint named"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint named"):
         plugin.load_checkpoint(tmp_path / "absent.ckpt")
+    (tmp_path / "gone.ckpt").write_text('{"millrace-step": 3}\n')  # as the first version wrote them
+    with pytest.raises(FileNotFoundError, match="names step 3 of run exp, which cannot be restored"):
+        plugin.load_checkpoint(tmp_path / "gone.ckpt")
+    with pytest.raises(UsageError, match="not a path of this machine's file system"):
+        plugin.save_checkpoint({"global_step": 1}, "s3://bucket/a.ckpt")
+    plugin.close()
+
+
+def test_each_call_of_lightnings_save_keeps_what_it_was_given(tmp_path: Path) -> None:
+    """Weights alone, then all; weights that were changed since; the same weights with other values."""
+    ours = framework("lightning")
+    plugin, weights = ours.RepositoryIO(str(tmp_path / "repo"), run="exp", sidecar=None), torch.ones(50_000)
+
+    def save(name: str, **values: Any) -> None:
+        plugin.save_checkpoint({"global_step": 4, "state_dict": {"w": weights}, **values}, tmp_path / name)
+
+    def load(name: str) -> Any:
+        return plugin.load_checkpoint(tmp_path / name)
+
+    save("weights.ckpt")
+    save("full.ckpt", optimizer_states=[{"m": torch.arange(6)}])
+    save("last.ckpt", optimizer_states=[{"m": torch.arange(6)}], callbacks={"last": "last.ckpt", "k": (1, None)})
+    weights.data.mul_(3)  # no version counter tells
+    save("changed.ckpt")
+    save("same.ckpt", callbacks={"n": 2})
+    plugin.teardown()
+    assert "optimizer_states" not in load("weights.ckpt")
+    assert load("full.ckpt")["optimizer_states"][0]["m"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert load("last.ckpt")["callbacks"] == {"last": "last.ckpt", "k": (1, None)}
+    assert torch.equal(load("last.ckpt")["optimizer_states"][0]["m"], torch.arange(6))
+    assert load("last.ckpt")["state_dict"]["w"].unique().tolist() == [1]
+    assert load("changed.ckpt")["state_dict"]["w"].unique().tolist() == [3]
+    assert "callbacks" not in load("changed.ckpt")
+    assert load("same.ckpt")["callbacks"] == {"n": 2}
+    plugin.close()
+    with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=None) as checkpointer:
+        assert checkpointer.steps() == [4, 5, 6]  # "last" and "same" share the tensors of another name's step
+
+
+def test_lightnings_load_from_checkpoint_reads_a_name(tmp_path: Path) -> None:
+    ours = framework("lightning")
+    import lightning as L
+
+    class Module(L.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, width: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = nn.Linear(width, 1)
+
+    module, plugin = Module(5), ours.RepositoryIO(str(tmp_path / "repo"), run="exp", sidecar=None)
+    trainer = L.Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    trainer.strategy._checkpoint_io = L.fabric.plugins.TorchCheckpointIO()
+    trainer.save_checkpoint(tmp_path / "stock.ckpt")
+    for name in ("ours.ckpt", "stock.ckpt"):
+        loaded = Module.load_from_checkpoint(tmp_path / name)
+        assert torch.equal(loaded.layer.weight, module.layer.weight)
+    plugin.close()
+    with pytest.raises(UsageError, match=r"names step 0 of run exp, and this process has no repository"):
+        Module.load_from_checkpoint(tmp_path / "ours.ckpt")
+
+
+def test_a_link_to_the_last_checkpoint_leads_to_a_committed_one(tmp_path: Path) -> None:
+    """`ModelCheckpoint(save_last="link")` moves its link as soon as saving returns."""
+    ours = framework("lightning")
+    plugin = ours.RepositoryIO(str(tmp_path / "repo"), run="exp", sidecar=None)
+    for step in (1, 2):
+        plugin.save_checkpoint({"global_step": step}, tmp_path / f"{step}.ckpt")
+        assert step == 1 or (tmp_path / "2.ckpt").exists()
+        (tmp_path / "last.ckpt").unlink(missing_ok=True)
+        (tmp_path / "last.ckpt").symlink_to(f"{step}.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 2
     plugin.close()
 
 
@@ -172,7 +245,11 @@ def test_a_repository_trainer_resumes_as_if_it_had_never_stopped(tmp_path: Path)
     resumed = trained("stopped", 9, True)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     folder = tmp_path / "stopped" / "checkpoint-9"
-    assert [path.name for path in folder.iterdir()] == ["trainer_state.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["millrace-step.json", "trainer_state.json"]
+    assert sorted(path.name for path in folder.parent.iterdir() if path.name != "repo") == [
+        "checkpoint-6",
+        "checkpoint-9",
+    ]
     with Checkpointer(str(tmp_path / "stopped" / "repo"), run="exp", sidecar=None) as checkpointer:
         assert checkpointer.steps() == [3, 6, 9]
 
@@ -220,8 +297,9 @@ def test_accelerate_keeps_its_whole_state_in_the_repository(tmp_path: Path) -> N
         step(first)
         folder = str(tmp_path / "step_12")
         first[0].save_state(folder)
+        checkpointer.last_save_of(12).result(60)  # the folder is there when the step is
         left = sorted(path.name for path in (tmp_path / "step_12").iterdir())
-        assert left == ["custom_checkpoint_0.pkl", "random_states_0.pkl"]
+        assert left == ["millrace-step.json", "random_states_0.pkl"]
         assert len(first[0]._optimizers) == len(first[0]._schedulers) == len(first[0]._custom_objects) == 1
         straight = [step(first) for _ in range(3)]  # with dropout: the generators must be the same too
         second = made(checkpointer, 2)

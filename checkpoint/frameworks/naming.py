@@ -1,0 +1,425 @@
+"""Names of steps in the folders of frameworks that look there for what to resume from.
+
+A framework resumes from a file or folder that it finds (`last.ckpt`, `checkpoint-1200`). Such a name must never lead
+to a step that is not committed. So it is written hidden first (`.checkpoint-1200.<attempt>.uncommitted`), with a
+record of the attempt that it belongs to. It is renamed once that attempt is committed, and only then do older names
+go. A process that is killed in between leaves a hidden name. The next one publishes it if the attempt was committed
+after all, and deletes it if it never can be (`Names.recover`).
+Invariant: a name leads to a committed attempt. Files and folders are fsynced before they are renamed, and the folder
+around them afterwards. A name that is given anew is replaced, and an earlier save never replaces the name of a later
+one.
+Failure behaviour: a save whose name cannot be written fails with `UsageError`, although the step may be committed.
+`MissingError` is `NotFoundError` and `FileNotFoundError`; `CorruptionError` for what is not a name of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from checkpoint.api import Checkpointer
+from checkpoint.dcp.writer import step_of
+from checkpoint.format import names, ulid
+from checkpoint.format.documents import Base
+from checkpoint.handle import Handle
+from checkpoint.repository.commit import FinalError
+from dataio.core.crashpoints import declare
+from dataio.core.errors import CorruptionError, NotFoundError, TransientError, UsageError
+from dataio.core.log import get_logger
+
+RECORD = "millrace-step.json"
+"""In a folder that is a name. A file that is a name holds the same."""
+MOST_BYTES = 4 << 20
+"""Of a record."""
+_HIDDEN = re.compile(r"\.(.+)\.([0-9A-Z]{26})\.(uncommitted|replaced)$")
+_LEFT = 2
+"""So many names of failed saves that may still be committed by a sidecar are kept."""
+_log = get_logger(__name__)
+
+_hidden = declare("name.hidden", "the attempt is drawn and its name written, hidden; nothing of it is stored")
+_committed = declare("name.committed", "the step is committed; its name is hidden")
+_replaced = declare(
+    "name.replaced", "the step is committed; the name's earlier folder is moved away, the new one hidden"
+)
+_named = declare("name.named", "the step has its name; older names are still there")
+_removed = declare("name.removed", "an older name is hidden from the framework and about to be deleted")
+
+
+class MissingError(NotFoundError, FileNotFoundError):
+    """What a framework's users catch when there is no such checkpoint."""
+
+
+class _Fields(msgspec.Struct, omit_defaults=True, rename={"step": "millrace-step"}):
+    """A record as JSON. The first version's had the step alone."""
+
+    step: int
+    run: str = ""
+    timeline: int = 0
+    attempt: str = ""
+    values: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a name leads to. In names of the first version `attempt` is None and `run` is "". `values`: what else the
+    adapter keeps in the name."""
+
+    step: int
+    run: str = ""
+    attempt: Base | None = None
+    values: str = ""
+
+    def encode(self) -> bytes:
+        at = self.attempt or Base(0, self.step, "")
+        return msgspec.json.encode(_Fields(self.step, self.run, at.timeline, at.attempt, self.values)) + b"\n"
+
+
+def read_name(path: str | os.PathLike[str]) -> Record:
+    """What the name leads to."""
+    place = Path(path)
+    folder = place.is_dir()
+    try:
+        with open(place / RECORD if folder else place, "rb") as file:  # what other software saved may be of any size
+            return _decode(file.read(MOST_BYTES))
+    except FileNotFoundError:
+        if folder:
+            return Record(step_of(place))
+        raise MissingError(f"there is no checkpoint named {place}", hint="check the path") from None
+    except (msgspec.MsgspecError, UsageError, OSError, RecursionError):
+        raise CorruptionError(f"{place} does not name a step of ours", hint="was it saved by other software?") from None
+
+
+def _decode(data: bytes) -> Record:
+    fields = msgspec.json.decode(data, type=_Fields)
+    step = names.check_step(fields.step)
+    if not fields.attempt:
+        return Record(step)
+    attempt = Base(fields.timeline, step, ulid.check(fields.attempt))
+    return Record(step, names.check_run(fields.run), attempt, fields.values)
+
+
+class Names:
+    """Of one adapter. `save` and `wait` are for one thread; names appear and go in the threads that carry the saves."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self._lock, self._numbers = threading.Lock(), itertools.count(1)
+        self._begun = self._published = 0
+        self._in_flight: dict[int, _Name] = {}
+        self._newest: dict[Path, int] = {}
+        self._to_remove: list[tuple[int, Path]] = []
+        self._left: list[Path] = []
+        self._handles: list[Handle] = []
+        self._latest: _Name | None = None
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        path: Path | None,
+        write: Callable[[Path, Record], None],
+        then: Callable[[], None] = lambda: None,
+    ) -> Handle:
+        """Begin to save `state`; `path` becomes its name. `write` makes the file or folder; `then` is called when it
+        has its name.
+
+        With several ranks all call this; those that make no name give None.
+        """
+        name = None if path is None else _Name(self, Path(os.path.abspath(path)), write, then)
+        self._latest = None
+        handle = self._checkpointer.save_as(step, state, name)
+        self._latest = name
+        self._handles = [each for each in self._handles if not each.done or each.error is not None] + [handle]
+        return handle
+
+    def also(self, path: Path, values: str) -> bool:
+        """Give the newest save another name, a file that keeps `values`; False if that save has failed."""
+        saved = self._latest
+        if saved is None or saved.attempt is None:
+            return False
+        name = _Name(self, Path(os.path.abspath(path)), functools.partial(write_file, values=values), lambda: None)
+        try:
+            name.prepare(saved.attempt)
+        except BaseException as error:
+            name.withdraw(error)
+            raise
+        with self._lock:
+            if saved.is_over and not saved.committed:
+                self._in_flight.pop(name.number)
+                _delete(name.hidden)
+                return False
+            if not saved.is_over:
+                saved.more.append(name)
+                return True
+        name.publish()
+        return True
+
+    def restore(self, state: dict[str, Any], path: str | os.PathLike[str], **how: Any) -> Record:
+        """Restore what the name leads to, wherever the run is now."""
+        record = read_name(path)
+        run = record.run or self._checkpointer.run
+        try:
+            self._checkpointer.restore(state, record.attempt or record.step, run=run, **how)
+        except NotFoundError as error:
+            raise MissingError(
+                f"{path} names step {record.step} of run {run}, which cannot be restored: {error.message}",
+                hint="resume from another name in that folder, or restore a step that `millrace ckpt ls` lists",
+            ) from error
+        return record
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Drop a name, once the newest save that has begun is committed. The step itself goes when the run's
+        retention says so."""
+        place = Path(os.path.abspath(path))
+        with self._lock:
+            if self._published < self._begun:
+                self._to_remove.append((self._begun, place))
+                return
+        _remove(place)
+
+    def remove_now(self, path: str | os.PathLike[str]) -> None:
+        """As `remove`, from what is called when a name has appeared."""
+        _remove(Path(path))
+
+    def wait(self) -> None:
+        """Until no save is in flight; raises the error of one that failed and that nothing has raised yet."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+        for handle in handles:
+            if not handle.fetched:
+                handle.result()
+
+    def settle(self) -> None:
+        """Until no save is in flight; errors are left to the checkpointer."""
+        for handle in self._handles:
+            handle.wait()
+
+    def recover(self, folder: str | os.PathLike[str], only: str | None = None) -> None:
+        """Publish what a process that is dead left hidden in the folder and committed, oldest first. `only`: this
+        name alone."""
+        found = []
+        for hidden, name, kind in _hidden_names(Path(os.path.abspath(folder))):
+            if only is not None and name != only:
+                continue
+            if kind == "replaced":
+                _delete(hidden)
+                continue
+            with contextlib.suppress(CorruptionError, MissingError):  # of which nothing is known stays
+                record = read_name(hidden)
+                if record.attempt is not None and not self._is_ours(hidden):
+                    found.append((record.attempt.timeline, record.step, hidden, name, record))
+        for *_, hidden, name, record in sorted(found, key=lambda each: each[:3]):
+            self._settle_left(hidden, hidden.parent / name, record)
+
+    def _is_ours(self, hidden: Path) -> bool:
+        with self._lock:
+            return hidden in self._left or any(each.hidden == hidden for each in self._in_flight.values())
+
+    def _settle_left(self, hidden: Path, path: Path, record: Record) -> None:
+        assert record.attempt is not None
+        if self._checkpointer.is_committed(record.run, record.attempt):
+            with contextlib.suppress(MissingError, CorruptionError):
+                there = read_name(path).attempt
+                if there is not None and (there.timeline, there.step) > (record.attempt.timeline, record.step):
+                    _delete(hidden)
+                    return
+            _install(hidden, path)
+            _log.warning("%s: the name of step %d, which was committed when its saver died", path, record.step)
+        elif self._checkpointer.is_over(record.run, record.attempt):
+            _delete(hidden)
+
+    # in the threads of the saves
+
+    def _begin(self, name: _Name) -> int:
+        with self._lock:
+            self._begun = next(self._numbers)
+            self._in_flight[self._begun] = name
+            left, self._left = self._left[:-_LEFT], self._left[-_LEFT:]
+        for hidden in left:
+            _delete(hidden)
+        return self._begun
+
+    def _publish(self, name: _Name) -> None:
+        with self._lock:
+            self._published = max(self._published, name.number)
+            due = [path for number, path in self._to_remove if number <= self._published]
+            self._to_remove = [each for each in self._to_remove if each[0] > self._published]
+            newest = self._newest.get(name.path, 0)
+            if newest > name.number:
+                _delete(name.hidden)
+            else:
+                self._newest[name.path] = name.number
+                _install(name.hidden, name.path)
+            self._in_flight.pop(name.number)
+            self._newest = {p: n for p, n in self._newest.items() if any(n > m for m in self._in_flight)}
+            coming = {each.path: each for each in self._in_flight.values()}
+            name.is_over = True
+        _named()
+        for path in due:
+            if path in coming:  # it goes as soon as it has come
+                coming[path].after.append(path)
+            else:
+                _remove(path)
+        for path in name.after:
+            _remove(path)
+        name.then()
+        for each in name.more:
+            each.publish()
+
+    def _withdraw(self, name: _Name, error: BaseException) -> None:
+        with self._lock:
+            self._in_flight.pop(name.number, None)
+            name.is_over = True
+            may_come = name.committed or (isinstance(error, TransientError) and not isinstance(error, FinalError))
+            if may_come:
+                self._left.append(name.hidden)
+        if not may_come:
+            _delete(name.hidden)
+        for each in name.more:
+            each.withdraw(error)
+
+
+class _Name:
+    """The `checkpoint.handle.Name` of one save."""
+
+    def __init__(
+        self, owner: Names, path: Path, write: Callable[[Path, Record], None], then: Callable[[], None]
+    ) -> None:
+        self._owner, self.path, self._write, self.then = owner, path, write, then
+        self.hidden, self.number = path, 0
+        self.after: list[Path] = []
+        self.more: list[_Name] = []
+        self.attempt: Base | None = None
+        self.committed = self.is_over = False
+
+    def prepare(self, attempt: Base) -> None:
+        self.attempt = attempt
+        self.hidden = self.path.with_name(f".{self.path.name}.{attempt.attempt}.uncommitted")
+        self.number = self._owner._begin(self)
+        with self._failing("begun"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(self.hidden, Record(attempt.step, self._owner._checkpointer.run, attempt))
+            _sync(self.hidden)
+            _sync_folder(self.path.parent)
+        _hidden()
+
+    def publish(self) -> None:
+        self.committed = True
+        _committed()
+        with self._failing("committed"):
+            self._owner._publish(self)
+
+    def withdraw(self, error: BaseException) -> None:
+        if self.number:
+            self._owner._withdraw(self, error)
+
+    @contextlib.contextmanager
+    def _failing(self, how_far: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            step = -1 if self.attempt is None else self.attempt.step
+            raise UsageError(
+                f"step {step} is {how_far}, and its name {self.path} cannot be made: {error}",
+                hint="look at that folder; the next save makes a name of its own",
+            ) from error
+
+
+def write_file(hidden: Path, record: Record, values: str = "") -> None:
+    """A name that is a file."""
+    hidden.write_bytes(dataclasses.replace(record, values=values).encode())
+
+
+def move_folder(folder: Path) -> Callable[[Path, Record], None]:
+    """A name that is a folder, filled beforehand."""
+
+    def write(hidden: Path, record: Record) -> None:
+        (folder / RECORD).write_bytes(record.encode())
+        os.rename(folder, hidden)
+
+    return write
+
+
+def _hidden_names(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """(path, name, kind) of what is hidden in the folder."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in sorted(os.listdir(folder)):
+            if (found := _HIDDEN.match(entry)) is not None:
+                yield folder / entry, found[1], found[3]
+
+
+def _install(hidden: Path, path: Path) -> None:
+    """Give `path` to what is hidden."""
+    attempt = read_name(hidden).attempt if hidden.exists() else None
+    if attempt is None:  # another process has recovered it
+        if not path.exists():
+            raise FileNotFoundError(f"{hidden} is gone")
+        return
+    if not hidden.is_dir():
+        os.replace(hidden, path)
+        _sync_folder(path.parent)
+        return
+    aside = path.with_name(f".{path.name}.{attempt.attempt}.replaced")
+    if os.path.lexists(path):
+        os.rename(path, aside)
+        _replaced()
+    os.rename(hidden, path)
+    _sync_folder(path.parent)
+    _delete(aside)
+
+
+def _remove(path: Path) -> None:
+    """Of a folder no part is left if the process dies now: a framework would take it for a checkpoint."""
+    if path.is_dir() and not path.is_symlink():
+        aside = path.with_name(f".{path.name}.{'0' * 26}.replaced")
+        _delete(aside)
+        os.rename(path, aside)
+        _removed()
+        _delete(aside)
+    else:
+        path.unlink(missing_ok=True)
+        _removed()
+
+
+def _delete(path: Path) -> None:
+    """What is hidden; where it cannot be deleted it stays so."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """fsync a file, or all that a folder holds."""
+    if not path.is_dir():
+        _sync_one(path)
+        return
+    for folder, _, files in os.walk(path):
+        for file in files:
+            _sync_one(Path(folder) / file)
+        _sync_folder(Path(folder))
+
+
+def _sync_one(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+_sync_folder = _sync_one
