@@ -74,8 +74,14 @@ def fate(run: str, number: int, at: int, attempt_id: str) -> str:
     return f"{attempt(run, number, at, attempt_id)}fate"
 
 
-def lease(attempt_id: str) -> str:
-    return f"{LEASES}{attempt_id}.json"
+def lease(attempt_id: str, holder: str = "") -> str:
+    """`holder`: the digits of a process whose lease on the attempt names other bases than the attempt's own lease does."""
+    return f"{leases_of(attempt_id)}{'-' if holder else ''}{holder}.json"
+
+
+def leases_of(attempt_id: str) -> str:
+    """What the keys of all leases on an attempt begin with."""
+    return f"{LEASES}{attempt_id}"
 
 
 def pack(attempt_id: str, name: str) -> str:

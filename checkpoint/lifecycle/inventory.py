@@ -33,8 +33,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A lease, and when the store says that it was written last."""
+    """A lease, its key, and when the store says that it was written last."""
 
+    key: str
     lease: Lease
     modified: float
 
@@ -82,12 +83,12 @@ class Seen:
 
 @dataclass(slots=True)
 class Inventory:
-    """What was seen. `packs`: by attempt, every pack's object; `records`: collectors' records by key; `tombstones`: when each was
-    written."""
+    """What was seen. `packs`: by attempt, every pack's object; `leases`: by attempt, as several processes may hold one on it;
+    `records`: collectors' records by key; `tombstones`: when each was written."""
 
     attempts: dict[str, Seen] = field(default_factory=dict)
     commits: dict[StepOfRun, Commit] = field(default_factory=dict)
-    leases: dict[str, Held] = field(default_factory=dict)
+    leases: dict[str, list[Held]] = field(default_factory=lambda: defaultdict(list))
     tombstones: dict[StepOfRun, float] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
     packs: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
@@ -112,8 +113,8 @@ class Reader:
         seen = Inventory()
         self._look_at_commits(seen)
         fated = self._list_attempts(seen)
-        for key, held in self._many(self._lease, self._listed_leases()):
-            seen.leases[key] = held
+        for held in self._many(self._lease, self._listed_leases()):
+            seen.leases[held.lease.attempt].append(held)
         self._look_at_fates(seen, fated)
         for key, record in self._many(self._record, list(self._store.list(names.GC))):
             seen.records[key] = record
@@ -197,12 +198,11 @@ class Reader:
         with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="millrace-look") as pool:
             yield from (found for found in pool.map(work, items) if found is not None)
 
-    def _lease(self, info: ObjectInfo) -> tuple[str, Held] | None:
+    def _lease(self, info: ObjectInfo) -> Held | None:
         try:
-            lease = read(self._store, info.key, Lease)
+            return Held(info.key, read(self._store, info.key, Lease), info.modified)
         except NotFoundError:
             return None
-        return lease.attempt, Held(lease, info.modified)
 
     def _commit(self, info: ObjectInfo) -> tuple[StepOfRun, ObjectInfo, Commit] | None:
         key = names.parse_step_key(info.key)

@@ -57,23 +57,28 @@ def is_over(held: Held, now: float) -> bool:
 def to_fence(seen: Inventory, now: float) -> list[Seen]:
     """Attempts without a fate whose lease is over, or gone."""
     named = dict(seen.attempts)
-    for attempt, held in seen.leases.items():
+    for attempt, (held, *_) in seen.leases.items():
         if attempt not in named and not held.reads_only:
             lease = held.lease
             named[attempt] = Seen(StepOfRun(lease.run, lease.timeline, lease.step), attempt)
     return [
-        attempt
-        for attempt in named.values()
-        if attempt.fate is None and (attempt.attempt not in seen.leases or is_over(seen.leases[attempt.attempt], now))
+        each for each in named.values() if each.fate is None and not _is_alive(seen.leases.get(each.attempt, ()), now)
     ]
 
 
+def _is_alive(leases: Iterable[Held], now: float) -> bool:
+    """Whether an attempt with these leases may go on."""
+    return any(not is_over(held, now) for held in leases)
+
+
 def spared(seen: Inventory, condemned: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
-    """Condemned steps that a live lease leans on."""
-    leant_on = {
-        base.of(held.lease.run) for held in seen.leases.values() if not is_over(held, now) for base in held.lease.bases
-    }
-    return set(condemned) & leant_on
+    """Condemned steps that a living attempt or reader leans on.
+
+    An attempt lives as long as one of its leases does, and is not fenced then. So all that its leases name is spared: the holder
+    of one that is over may renew it.
+    """
+    alive = [held for leases in seen.leases.values() if _is_alive(leases, now) for held in leases]
+    return set(condemned) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}
 
 
 def unfinished(seen: Inventory) -> list[Seen]:
@@ -134,9 +139,8 @@ def _small(seen: Inventory, gone: set[str], now: float) -> list[tuple[str, int]]
 
 def _leases(seen: Inventory, now: float) -> list[str]:
     """Leases of attempts with a fate, and of readers that are gone."""
-    over = {a for a, held in seen.leases.items() if is_over(held, now)}
-    useless = {a for a in over if seen.leases[a].reads_only or (a in seen.attempts and seen.attempts[a].fate)}
-    return [names.lease(attempt) for attempt in sorted(useless)]
+    over = [(a, held) for a, leases in seen.leases.items() for held in leases if is_over(held, now)]
+    return sorted(held.key for a, held in over if held.reads_only or (a in seen.attempts and seen.attempts[a].fate))
 
 
 def _fates(seen: Inventory, gone: set[str]) -> list[str]:

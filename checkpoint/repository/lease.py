@@ -51,7 +51,11 @@ class Holding:
 
 
 class LeaseKeeper:
-    """Writes a lease on entry, keeps it renewed in a thread, deletes it on `release`."""
+    """Writes a lease on entry, keeps it renewed in a thread, deletes it on `release`.
+
+    All holders of one key name the same bases, so it does no harm which of their renewals is applied last. A process that names
+    others gives itself a `holder`, and so a key of its own.
+    """
 
     def __init__(
         self,
@@ -63,8 +67,11 @@ class LeaseKeeper:
         bases: Sequence[Base],
         life: float = DEFAULT_LIFE,
         clock: Clock = SYSTEM_CLOCK,
+        *,
+        holder: str = "",
     ) -> None:
         self._store, self._clock, self._holding = store, clock, Holding(life)
+        self._key = names.lease(attempt, holder)
         self._attempt, self._run, self._timeline, self._step = attempt, run, timeline, step
         self._bases = tuple(bases)
         self._stop = SimpleQueue[None]()  # an Event has a lock, under which the garbage collector may run
@@ -105,7 +112,7 @@ class LeaseKeeper:
         self._stop.put(None)
         self._thread.join(self._holding.life)
         try:
-            self._store.delete_many([names.lease(self._attempt)])
+            self._store.delete_many([self._key])
         except MillraceError as error:
             _log.warning("the lease of attempt %s could not be deleted and will run out: %s", self._attempt, error)
 
@@ -123,7 +130,7 @@ class LeaseKeeper:
             life=self._holding.life,
             who=me(),
         )
-        self._store.put(names.lease(self._attempt), encode(document))
+        self._store.put(self._key, encode(document))
         self._holding.renewed(started)
 
     def pause(self) -> float:

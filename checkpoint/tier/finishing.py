@@ -10,6 +10,7 @@ Failure behaviour: whatever goes wrong is logged, and the attempt stays as it wa
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -17,12 +18,12 @@ import msgspec
 
 from checkpoint.format import manifest as manifests
 from checkpoint.format import names
-from checkpoint.format.documents import Base, Lease, read
+from checkpoint.format.documents import Base
 from checkpoint.format.manifest import Manifest
 from checkpoint.repository import commit
 from checkpoint.repository import steps as repository
 from checkpoint.repository.commit import Attempt
-from checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
+from checkpoint.repository.lease import LeaseKeeper
 from checkpoint.tier.saving import mark_committed
 from dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MillraceError, NotFoundError
 from dataio.core.locked import locked
@@ -89,8 +90,8 @@ def _send(store: Store, shelf: Shelf, record: Record, recall: Recall) -> None:
     manifest, encoded = _manifest_of(shelf, record, recall)
     with _lease(store, record, manifest.bases) as lease:
         _require_bases(store, shelf, record, manifest.bases)
-        for key in record.own[:-1]:
-            if not store.exists(key):
+        for key in (pack.key for pack in manifest.packs if pack.attempt == record.attempt):
+            if not store.exists(key):  # those of the manifest, which may be another carrier's than the record
                 _require_here(shelf, record, key, recall)
                 store.put_multipart(key, _verified(shelf, record.source, key))
         lease.require_alive()
@@ -111,6 +112,7 @@ def _commit(store: Store, shelf: Shelf, record: Record) -> bool:
             _over(shelf, record)
             raise
         lease.release()
+        store.delete_many([info.key for info in store.list(names.leases_of(attempt.id))])  # no one else needs its own
     for other in shelf.records(record.source, record.run):
         if other.attempt == record.attempt:
             mark_committed(store, shelf, other, found.committed)
@@ -163,10 +165,9 @@ def _require_bases(store: Store, shelf: Shelf, record: Record, bases: Sequence[B
 
 
 def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:
-    """The attempt's lease; it goes on naming what a saver on another node named in it, which may still be at work."""
-    with contextlib.suppress(NotFoundError):
-        bases = tuple(dict.fromkeys([*bases, *read(store, names.lease(record.attempt), Lease).bases]))
-    return LeaseKeeper(store, record.attempt, record.run, record.timeline, record.step, bases, DEFAULT_LIFE)
+    """A lease of this process on the attempt. A saver on another node, which may still be at work, has its own, with its bases."""
+    holder = os.urandom(4).hex()
+    return LeaseKeeper(store, record.attempt, record.run, record.timeline, record.step, bases, holder=holder)
 
 
 def _over(shelf: Shelf, record: Record) -> None:

@@ -89,7 +89,10 @@ class Holding:
     def replaced(self) -> None:
         """Another carrier's manifest stands."""
         if self._record is not None and self._shelf is not None:
-            self._shelf.drop(self._url, self._record.own[-1])
+            with contextlib.suppress(*TROUBLE):
+                self._shelf.drop(self._url, self._record.own[-1])
+                self._shelf.withdraw(self._record)
+        self._record = self.kept = None
 
     def committed(self, found: Commit) -> None:
         """The step is this attempt."""

@@ -94,16 +94,25 @@ class Shelf:
         return sorted(own, key=lambda r: (r.place, r.created), reverse=True)
 
     def put_record(self, record: Record) -> None:
-        """Write or replace the rank's record of the attempt. What is known to be committed stays so."""
+        """Write or replace the rank's record of the attempt. One that is known to be committed stays, whatever comes later of
+        a carrier that had stopped for a while."""
         with self.locked():
             path = self.root / "records" / _hash(record.source, f"{record.attempt}/{record.rank}")
             old = _read_record(path)
-            if old is not None:
-                committed, guest = record.committed or old.committed, record.guest and old.guest
-                record = msgspec.structs.replace(record, committed=committed, guest=guest)
+            if old is not None and old.committed and not record.committed:
+                record = old
+            elif old is not None:
+                record = msgspec.structs.replace(record, guest=record.guest and old.guest)
             aside = path.with_name(f".{secrets.token_hex(8)}")
             aside.write_bytes(documents.encode(record))
             os.replace(aside, path)
+
+    def withdraw(self, record: Record) -> None:
+        """Remove this record, unless another has taken its place."""
+        with self.locked():
+            path = self.root / "records" / _hash(record.source, f"{record.attempt}/{record.rank}")
+            if _read_record(path) == record:
+                path.unlink(missing_ok=True)
 
     def forget(self, records: Iterable[Record]) -> None:
         """Remove these records, and the objects that no other needs: a person's word, whatever they are."""

@@ -126,7 +126,8 @@ def in_its_own_run(seen: Inventory, condemned: Iterable[StepOfRun], now: float) 
     """The rule of collectors that know nothing of forks."""
     leant = {
         StepOfRun(held.lease.run, base.timeline, base.step)
-        for held in seen.leases.values()
+        for leases in seen.leases.values()
+        for held in leases
         if not plans.is_over(held, now)
         for base in held.lease.bases
     }

@@ -14,9 +14,9 @@ WRITTEN_ONCE = Rules().conditional
     [
         (Rules(collectors=0), 5000),
         (Rules(workers=1), 8000),
-        (Rules(late=0, collectors=0), 300),
+        (Rules(workers=1, tier=True, removes_new=False), 60_000),
     ],
-    ids=["a worker and its replacement", "a worker and a collector", "nothing is late"],
+    ids=["a worker and its replacement", "a worker and a collector", "a part from a tier"],
 )
 def test_no_order_of_requests_breaks_a_visible_step(rules: Rules, states: int) -> None:
     found = explore(rules)
@@ -31,8 +31,17 @@ def test_no_order_of_requests_breaks_a_visible_step(rules: Rules, states: int) -
         Rules(conditional=WRITTEN_ONCE - {MANIFEST}, collectors=0),
         Rules(conditional=WRITTEN_ONCE - {FATE}, workers=1),
         Rules(conditional=WRITTEN_ONCE - {COMMIT_A}, workers=1),
+        Rules(workers=1, tier=True, removes_new=False, own_lease=False),
+        Rules(workers=1, tier=True, removes_new=False, together=False),
     ],
-    ids=["packs of one name", "manifests overwritten", "decisions overwritten", "COMMIT overwritten"],
+    ids=[
+        "packs of one name",
+        "manifests overwritten",
+        "decisions overwritten",
+        "COMMIT overwritten",
+        "leases of one name",
+        "leases apart",
+    ],
 )
 def test_the_search_finds_what_each_rule_is_for(rules: Rules) -> None:
     assert explore(rules).way is not None

@@ -387,6 +387,45 @@ def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Coun
     assert load(Near(remote, tier, saving.keeps), Base(number, 1, made.plan.attempt)) == tiny_state(1)
 
 
+def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_that_is_kept(
+    remote: Counting, tier: Shelf
+) -> None:
+    """It stopped before it kept its manifest; another carrier of the same plan has committed since."""
+    made = make(remote, tiny_state(1), step=1, number=begin(remote))
+    late, keep = [], tier.keep
+
+    def stopped(source: str, key: str, data: bytes) -> None:
+        if not late and key.endswith(".manifest"):
+            late.append(data)
+            carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=Shelf(tier.root, tier.limits))
+            late.append(tier.records())
+        keep(source, key, data)
+
+    tier.keep = stopped  # type: ignore[assignment, method-assign]
+    carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
+    assert late[0] != remote.get(late[1][0].own[-1])
+    assert tier.records() == late[1]
+    base = Base(1, 1, made.plan.attempt)
+    assert load(Near(remote, tier, saving.keeps), base) == tiny_state(1)
+
+
+def test_a_record_and_a_manifest_of_two_carriers_do_not_commit_a_step_without_its_packs(
+    remote: Counting, tier: Shelf
+) -> None:
+    first = saved(remote, tier, step=1, seed=1)
+    unfinished(remote, tier)
+    record = tier.records()[0]
+    other = [names.pack(record.attempt, "0-00000000-0")]
+    for key in other:
+        tier.keep(record.source, key, b"the pack of an earlier carrier")
+    tier.put_record(msgspec.structs.replace(record, own=(*other, record.own[-1])))
+    try_to_finish(remote, tier)
+    found = latest(remote)
+    assert found is not None
+    assert found != first
+    assert load(remote, found) == tiny_state(2)
+
+
 def test_restoring_while_the_store_is_away_takes_what_was_committed(tmp_path: Path, tier: Shelf) -> None:
     store = Counting(open_store(tmp_path / "store"))
     first = saved(store, tier, step=1, seed=1)
