@@ -165,7 +165,7 @@ def _require_bases(store: Store, shelf: Shelf, record: Record, bases: Sequence[B
 
 
 def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:
-    """A lease of this process on the attempt. A saver on another node, which may still be at work, has its own, with its bases."""
+    """A lease of this process on the attempt. A saver on another node may still be at work, and has its own with its bases."""
     holder = os.urandom(4).hex()
     return LeaseKeeper(store, record.attempt, record.run, record.timeline, record.step, bases, holder=holder)
 
