@@ -2,8 +2,9 @@
 
 Purpose: one socket shared by all threads of the process. A thread of its own receives what comes unasked; whoever asks waits
 for its answer, and receives by itself meanwhile.
-Invariants: every wait has a deadline; descriptors that come are closed unless somebody waits for them. Not to be carried
-through `fork`: the child opens its own.
+Invariants: every wait has a deadline; descriptors that come are closed unless somebody waits for them. While an answer or a job
+is waited for, a daemon that says nothing is asked for its status, which a live one answers at once; one that stays silent hangs,
+and the connection is broken. Not to be carried through `fork`: the child opens its own.
 Failure behaviour: when the connection breaks, every wait, now and later, raises `TransientError`: whether a staged job goes
 on cannot be known from here (as a rule it does), so its arena must not be written again.
 """
@@ -37,6 +38,10 @@ CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 30.0
 TICK_SECONDS = 1.0
 """How often the receiving thread looks after what is to be told to the daemon without an answer."""
+PING_SECONDS = 5.0
+"""How long the daemon may say nothing, while it is waited for, before it is asked whether it lives."""
+HUNG_SECONDS = 15.0
+"""How long it may then take to say anything."""
 WAIT_SECONDS = 24 * 3600.0
 """The bound of a wait for which its caller names none."""
 BATCH = 1024
@@ -147,6 +152,7 @@ class Sidecar:
         self._events.register(sock, select.EPOLLIN)
         self._poll.register(sock, select.POLLIN)
         self._broken: TransientError | None = None
+        self._heard, self._asked = time.monotonic(), 0.0  # the daemon last; and when it was asked whether it lives
         self.closed_files: deque[int] = deque()
         """Files to give back to the daemon; appended to by finalizers, so anywhere and at any time."""
         self.touched_files: set[int] = set()
@@ -379,6 +385,7 @@ class Sidecar:
             return
         if not data:
             raise TransientError("the daemon ended it")
+        self._heard = time.monotonic()
         for frame in self._framer.feed(data, descriptors):
             self._got(frame)
 
@@ -391,6 +398,7 @@ class Sidecar:
                         self._take(wait=False)  # an asker may have been first
                 if time.monotonic() >= tick:
                     tick = time.monotonic() + TICK_SECONDS
+                    self._require_life()
                     self._housekeeping()
                     self._report()
         except MillraceError as error:
@@ -431,6 +439,17 @@ class Sidecar:
                 del self._jobs[event.token]
         if staged is not None:
             staged.heard(event)
+
+    def _require_life(self) -> None:
+        """Break the connection when the daemon hangs: it was stopped, or waits for something that does not come."""
+        now = time.monotonic()
+        if self._asked <= self._heard:
+            if now - self._heard >= PING_SECONDS and (self._slots or self._jobs):
+                self._asked = now
+                with contextlib.suppress(TransientError):
+                    self.tell(m.AskStatus(next(self._ids)))
+        elif now - self._asked >= HUNG_SECONDS:
+            raise TransientError(f"the daemon hangs: it has said nothing for {now - self._heard:.0f} s")
 
     def _housekeeping(self) -> None:
         """Tell the daemon which files were let go of, and which were read."""

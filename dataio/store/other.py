@@ -50,6 +50,10 @@ LISTED = 1_000_000
 _ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az"}
 _HTTP = {"http", "https"}
 _READ_BYTES = 8 * limits.MIB
+_REQUEST_SECONDS = 65.0 + _READ_BYTES / limits.LEAST_RATE
+"""For the whole of a request, or of a call of an asynchronous file system that makes a few."""
+_LISTING_SECONDS = 3600.0
+"""For a listing, which may be many requests."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _one_at_a_time = threading.Lock()  # makes a create in memory:// atomic, which lives in this process anyway
 
@@ -95,7 +99,7 @@ class FsspecStore(Store):
             )
         with self._translated(key), _one_at_a_time:
             if self._fs.isfile(path):
-                return bool(self._fs.cat_file(path) == bytes(data))
+                return bool(self._call("cat_file", path) == bytes(data))
             self._fs.pipe_file(path, bytes(data))
             return True
 
@@ -110,7 +114,7 @@ class FsspecStore(Store):
                     hint="write several, or use S3 or a directory",
                 )
         with self._translated(key):
-            self._fs.pipe_file(path, bytes(body))
+            self._call("pipe_file", path, bytes(body), seconds=_REQUEST_SECONDS + len(body) / limits.LEAST_RATE)
         return len(body)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -127,13 +131,13 @@ class FsspecStore(Store):
         """What lies below the folder `top`, by path. fsspec's own walk passes over folders that cannot be listed, unsaid."""
         if not _walks(self._fs):
             with contextlib.suppress(FileNotFoundError):
-                return self._bounded(self._fs.find(top, detail=True))
+                return self._bounded(self._call("find", top, seconds=_LISTING_SECONDS, detail=True))
             return {}
         found: dict[str, Mapping[str, Any]] = {}
         folders = [top]
         for folder in folders:
             with contextlib.suppress(FileNotFoundError):
-                for entry in self._fs.ls(folder, detail=True):
+                for entry in self._call("ls", folder, seconds=_LISTING_SECONDS, detail=True):
                     if entry["type"] != "directory":
                         found[entry["name"]] = entry
                     elif entry["name"].rstrip("/") != folder.rstrip("/"):
@@ -150,7 +154,7 @@ class FsspecStore(Store):
 
     def stat(self, key: str) -> ObjectInfo:
         with self._translated(key):
-            entry = self._fs.info(self._path(key))
+            entry = self._call("info", self._path(key))
         if entry.get("type") == "directory":
             raise NotFoundError(f"{self._name(key)} does not exist", hint="check the URL and the key")
         if entry.get("size") is None:
@@ -161,8 +165,17 @@ class FsspecStore(Store):
         for key in keys:
             path = self._writable(key)
             with contextlib.suppress(NotFoundError), self._translated(key):
-                if self._fs.isfile(path):
-                    self._fs.rm_file(path)
+                if self._call("isfile", path):
+                    self._call("rm_file", path)
+
+    def _call(self, method: str, *arguments: object, seconds: float = _REQUEST_SECONDS, **more: object) -> Any:
+        """A call of the file system, with a deadline where it is asynchronous; others have their own, or none."""
+        call = getattr(self._fs, method)
+        if inspect.iscoroutinefunction(
+            getattr(call, "__wrapped__", None)
+        ):  # then fsspec waits for it, and takes a limit
+            more["timeout"] = seconds
+        return call(*arguments, **more)
 
     def close(self) -> None:
         session = getattr(self._fs, "_session", None)
@@ -184,7 +197,7 @@ class FsspecStore(Store):
 
     def _read(self, path: str, start: int, stop: int) -> bytes:
         if self._protocol not in _HTTP:
-            return bytes(self._fs.cat_file(path, start=start, end=stop))
+            return bytes(self._call("cat_file", path, start=start, end=stop))
         with self._fs.open(path, "rb", cache_type="none") as file:  # stops reading when a server ignores the range
             if not file.seekable():
                 raise _no_ranges(path)
@@ -247,7 +260,7 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
     if protocol in _HTTP:
         import aiohttp
 
-        waits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=60)
+        waits = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=5, sock_read=60)
         extra = {"encoded": True, "client_kwargs": {"timeout": waits}}
         if options.get("public_only"):
             extra["get_client"] = _public_client

@@ -31,7 +31,7 @@ from dataio.store.retry import Policy, call_async
 from dataio.store.s3client import connect
 from dataio.store.s3config import S3Config
 from dataio.store.s3errors import NoSuchUploadError, PreconditionError, UnreachableError
-from dataio.store.s3session import flat
+from dataio.store.s3session import flat, length_of
 from dataio.store.s3upload import Notes, Upload, blocks
 from dataio.store.uploads import UploadLog
 
@@ -116,7 +116,7 @@ class S3Store(Store):
         head = self._session.head_here(doing, full)
         if head is None:
             head = self._session.run(self._session.call("head_object", doing, Key=full))
-        return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp())
+        return ObjectInfo(key, length_of(head, f"{doing}: {self._config.endpoint}"), head["LastModified"].timestamp())
 
     def delete_many(self, keys: Iterable[str]) -> None:
         rest = iter(keys)

@@ -12,6 +12,7 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dataio.core import limits
 from dataio.core.errors import UsageError
 from dataio.core.redact import has_secrets, redact, without_secrets
 from dataio.store.contract import check_key
@@ -95,6 +96,13 @@ class S3Config:
     def read_seconds(self) -> float:
         """The longest that a server may stay silent within a request."""
         return float(str(_mapping(self.options, "config_kwargs").get("read_timeout", READ_SECONDS)))
+
+    def patience(self, size: int = 0) -> float:
+        """The most seconds for the whole of a request with a body of so many bytes, from connecting to the answer's last byte.
+
+        The other limits begin anew with every byte that comes: a server that drips would hold a request for ever by them alone.
+        """
+        return self.connect_seconds + self.read_seconds + size / limits.LEAST_RATE
 
     @property
     def verify(self) -> object:

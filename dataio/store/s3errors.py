@@ -82,6 +82,8 @@ def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
         yield
     except MillraceError:
         raise
+    except TimeoutError as error:
+        raise TransientError(f"{doing}: {config.endpoint}: {str(error) or 'timed out'}", hint=NETWORK_HINT) from error
     except Exception as error:
         from dataio.store.s3botoerrors import translation
 

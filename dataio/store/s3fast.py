@@ -11,6 +11,7 @@ the first byte sent. obstore's threads do not survive a fork: `unavailable` says
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import threading
@@ -23,7 +24,7 @@ from dataio.core import limits
 from dataio.core.errors import AccessDeniedError
 from dataio.store.s3config import S3Config
 from dataio.store.s3credentials import Keys
-from dataio.store.s3errors import CHECK_KEYS
+from dataio.store.s3errors import CHECK_KEYS, translated_s3
 from dataio.store.s3here import Here
 from dataio.store.s3pages import Pages, behind_a_proxy
 from dataio.store.s3session import S3Session, flat
@@ -116,7 +117,10 @@ class FastSession(S3Session):
             return await super()._request(operation, doing, parameters)
         from dataio.store import s3native
 
-        return await s3native.request(self.config, operation, doing, await self._connected(doing), parameters)
+        native = await self._connected(doing)
+        with translated_s3(self.config, doing):
+            async with asyncio.timeout(self.config.patience(flat(parameters.get("Body")).nbytes)):
+                return await s3native.request(self.config, operation, doing, native, parameters)
 
     async def short(self, doing: str, key: str, start: int, stop: int) -> memoryview | None:
         """One step between the loop and obstore's threads instead of two, each of which costs more than the request."""
@@ -124,7 +128,10 @@ class FastSession(S3Session):
         async def request() -> memoryview:
             from dataio.store import s3native
 
-            return await s3native.piece(self.config, doing, await self._connected(doing), key, start, stop)
+            native = await self._connected(doing)
+            with translated_s3(self.config, doing):
+                async with asyncio.timeout(self.config.patience(stop - start)):
+                    return await s3native.piece(self.config, doing, native, key, start, stop)
 
         return await self._allowed(request, doing)
 

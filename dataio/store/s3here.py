@@ -4,10 +4,12 @@ Purpose: most reads are of one span of one object, by a thread that would only w
 costs more than the request does; and each thread that called obstore kept megabytes of what it had passed on.
 Invariants: one request a call; it is sent once more where a connection that was kept turns out to be dead before anything of an
 answer came. At most `KEPT` connections are kept, none that has not been read to its end. An interrupt at any moment drops the
-connection, and after any return or error nobody writes into the caller's buffers.
+connection, and after any return or error nobody writes into the caller's buffers. One deadline covers the whole of a request,
+from connecting to the last byte of its answer (`S3Config.patience`): a server that drips gains nothing by it.
 Failure behaviour: the errors of `s3errors`. None where the answer has to be looked at closely (a refusal, a redirection, a range
 that is not there, a body of another length): whatever came is to be read again in the session's ordinary way, which renews
-credentials and says what it is. A server that is silent for the configured time ends the call, as `close` does.
+credentials and says what it is. A server that is silent for the configured time ends the call, as the deadline and `close` do.
+The system's own limits bound the look-up of the server's name.
 """
 
 from __future__ import annotations
@@ -16,20 +18,26 @@ import contextlib
 import datetime
 import email.utils
 import http.client
+import io
 import select
 import socket
 import ssl
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dataio.core import limits
 from dataio.core.errors import MillraceError, TransientError, UsageError
 from dataio.store.s3config import S3Config
 from dataio.store.s3credentials import Keys
 from dataio.store.s3errors import CERTIFICATE_HINT, NETWORK_HINT, REACH_HINT, UnreachableError
 from dataio.store.s3pages import quoted, refusal, signed
 from dataio.store.s3session import closed_in_use
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 KEPT = 32
 _ERROR_BYTES = 64 << 10
@@ -53,6 +61,7 @@ class Here:
         with self._answer(doing, "GET", key, keys, {}) as answer:
             if answer is None or answer.status != 200 or answer.length is None or answer.length > most:
                 return None
+            answer.timed.until += answer.length / limits.LEAST_RATE
             with self._translated(doing):
                 return answer.read()
 
@@ -77,6 +86,7 @@ class Here:
                 return None
             if not str(answer.headers.get("content-range")).startswith(f"bytes {start}-{stop - 1}/"):
                 return None
+            answer.timed.until += (stop - start) / limits.LEAST_RATE
             for buffer in buffers:
                 while buffer:
                     with self._translated(doing):
@@ -98,7 +108,7 @@ class Here:
     @contextlib.contextmanager
     def _answer(
         self, doing: str, method: str, key: str, keys: Keys | None, more: Mapping[str, str]
-    ) -> Iterator[http.client.HTTPResponse | None]:
+    ) -> Iterator[_Answer | None]:
         """The server's answer; None where it is to be looked at closely. An error of it is raised."""
         url = self._url._replace(path=f"{self._url.path}/{quoted(key, '/')}")
         payer = {"x-amz-request-payer": "requester"} if self._config.options.get("requester_pays") else {}
@@ -123,26 +133,32 @@ class Here:
 
     def _asked(
         self, doing: str, method: str, path: str, headers: Mapping[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> tuple[http.client.HTTPConnection, _Answer]:
+        until = time.monotonic() + self._config.patience()
         with self._lock:
             kept = self._kept.pop() if self._kept else None
         if kept is not None:
             with contextlib.suppress(ConnectionError, ssl.SSLError):  # the server had ended it
-                return kept, self._sent(kept, method, path, headers)
+                return kept, self._sent(kept, method, path, headers, until)
         connection = self._connected(doing)
-        return connection, self._sent(connection, method, path, headers)
+        return connection, self._sent(connection, method, path, headers, until)
 
     def _sent(
-        self, connection: http.client.HTTPConnection, method: str, path: str, headers: Mapping[str, str]
-    ) -> http.client.HTTPResponse:
+        self, connection: http.client.HTTPConnection, method: str, path: str, headers: Mapping[str, str], until: float
+    ) -> _Answer:
         """The answer to a request. The connection is left unless there is one."""
         try:
             with self._lock:
                 self._used.add(connection)
                 if self._closed or _said_something(connection):
                     raise ConnectionResetError("it was ended")
+            seconds = self._config.read_seconds
+            connection.sock.settimeout(seconds)
             connection.request(method, path, headers=dict(headers))
-            return connection.getresponse()
+            answer = _Answer(_Timed(connection.sock, seconds, until), method=method)
+            connection.response_class = lambda *_, **__: answer  # type: ignore[assignment]
+            connection.getresponse()
+            return answer
         except BaseException:
             self._leave(connection, False)
             raise
@@ -150,18 +166,13 @@ class Here:
     def _connected(self, doing: str) -> http.client.HTTPConnection:
         where, context = f"{doing}: {self._config.endpoint}", self._trust(self._url.scheme)
         host, seconds = self._url.hostname or "", self._config.connect_seconds
-        connection: http.client.HTTPConnection
-        if context is None:
-            connection = http.client.HTTPConnection(host, self._url.port, timeout=seconds)
-        else:
-            connection = http.client.HTTPSConnection(host, self._url.port, timeout=seconds, context=context)
+        connection = http.client.HTTPConnection(host, self._url.port or (443 if context else 80))
         try:
-            connection.connect()
+            connection.sock = _dial(host, connection.port, time.monotonic() + seconds, context)
         except ssl.SSLError as error:
             raise UsageError(f"{where}: {error}", hint=CERTIFICATE_HINT) from error
         except OSError as error:
             raise UnreachableError(f"{where}: {str(error) or 'timed out'}", hint=REACH_HINT) from error
-        connection.sock.settimeout(self._config.read_seconds)
         return connection
 
     @contextlib.contextmanager
@@ -187,6 +198,59 @@ class Here:
                 self._kept.append(connection)
                 return
         connection.close()
+
+
+class _Timed(io.RawIOBase):
+    """What comes over a connection, as a file: silence of `seconds` ends it, and the time `until` at the latest."""
+
+    def __init__(self, sock: socket.socket, seconds: float, until: float) -> None:
+        self._sock, self._seconds, self.until = sock, seconds, until
+        self._open = sock.makefile("rb", buffering=0)  # keeps the socket open for as long as this is
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """As a socket's."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer took too long as a whole")
+        self._sock.settimeout(min(left, self._seconds))
+        return self._sock.recv_into(buffer)
+
+    def close(self) -> None:
+        self._open.close()
+        super().close()
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer that is read through `timed`."""
+
+    def __init__(self, timed: _Timed, method: str) -> None:
+        super().__init__(timed, method=method)  # type: ignore[arg-type]  # of a socket it wants `makefile` only
+        self.timed = timed
+
+
+def _dial(host: str, port: int, until: float, context: ssl.SSLContext | None) -> socket.socket:
+    """A connection, with TLS where there is a context; all addresses of the host together have until then."""
+    last = OSError("no address is known for this host")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(until - time.monotonic(), 0.001))
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(max(until - time.monotonic(), 0.001))
+            return sock if context is None else context.wrap_socket(sock, server_hostname=host)
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError) or isinstance(error, ssl.SSLError):
+                raise
+            last = error
+    raise last
 
 
 def _said_something(connection: http.client.HTTPConnection) -> bool:

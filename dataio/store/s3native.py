@@ -23,7 +23,7 @@ from dataio.store.s3session import flat
 
 _CHUNK = 1 * limits.MIB
 _WHOLE_REQUEST = timedelta(hours=1)
-"""obstore's limit on a request with its body, which is 30 s by default; a stalled one is ended by the read time-out."""
+"""obstore's limit on a request with its body, which is 30 s by default; `s3fast` ends each by a limit for its size."""
 
 
 def client(config: S3Config, keys: Keys | None) -> Any:

@@ -56,6 +56,8 @@ class Pages:
         status, found, body = await self._exchange(doing, url, query, headers)
         if 300 <= status < 400:
             return None
+        if status == 200 and b"<Error" in body[:200]:  # S3 may begin an answer before it knows
+            status = 500
         if status != 200:
             raise refusal(status, body, found.get("retry-after"), self._config, doing)
         try:

@@ -17,7 +17,7 @@ import msgspec
 
 from dataio.core.errors import RangeError, TransientError, UnsupportedError
 from dataio.store.checks import check_range, writable_bytes
-from dataio.store.s3session import S3Session, each
+from dataio.store.s3session import S3Session, each, length_of
 
 GAP_BYTES = 64 << 10
 SPAN_BYTES = 8 << 20
@@ -118,7 +118,7 @@ async def fill(session: S3Session, key: str, name: str, ranges: Sequence[Range])
 
 
 async def _check_inside(session: S3Session, key: str, name: str, ranges: Sequence[Range]) -> None:
-    size = (await session.call("head_object", f"reading {name}", Key=key))["ContentLength"]
+    size = length_of(await session.call("head_object", f"reading {name}", Key=key), f"reading {name}")
     for offset, buffer in ranges:
         check_range(name, offset, len(buffer), size)
 

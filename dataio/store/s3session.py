@@ -6,6 +6,7 @@ Invariants: the client is used in its loop only; one call makes one request (the
 an idempotent request once more when a kept-alive connection turns out to be dead); `run` returns or raises only after its
 coroutine has ended, so nobody writes into a caller's buffer any more; `close` waits until obstore's threads, which hand their
 results over, are out of the interpreter, because one that is in it when it ends aborts the process.
+Every request ends within `S3Config.patience`, body included, however the server drips.
 Failure behaviour: errors are those of `s3errors`. Use after `close`, or in a forked child, raises `UsageError` instead of
 waiting for a thread that is not there. A session that is forgotten without `close` is closed by a thread of its own.
 """
@@ -23,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextvars import Context
 from typing import Any, TypeGuard, TypeVar, TypeVarTuple
 
-from dataio.core.errors import AccessDeniedError, UsageError
+from dataio.core.errors import AccessDeniedError, MillraceError, UsageError
 from dataio.core.forgotten import Ending
 from dataio.store.s3config import S3Config
 from dataio.store.s3credentials import Keys, Rotating
@@ -32,8 +33,6 @@ from dataio.store.s3errors import translated_s3
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _STOP_SECONDS = 5.0
-_LEAST_RATE = 256 << 10
-"""Bytes a second below which sending a body is given up."""
 
 
 class S3Session:
@@ -94,7 +93,9 @@ class S3Session:
             return await request()
         except AccessDeniedError:
             with translated_s3(self.config, doing):
-                if credentials is None or not await credentials.renew(used):
+                async with asyncio.timeout(self.config.patience()):
+                    renewed = credentials is not None and await credentials.renew(used)
+                if not renewed:
                     # some servers deny a write to a bucket that is not there; a listing tells the two apart
                     await self._request("list_objects_v2", doing, {"MaxKeys": 1})
                     raise
@@ -104,34 +105,41 @@ class S3Session:
         """The chain's credentials of now."""
         credentials = await self._worker.credentials()
         with translated_s3(self.config, doing):
-            return await credentials.frozen() if credentials else None
+            async with asyncio.timeout(self.config.patience()):
+                return await credentials.frozen() if credentials else None
 
     async def _request(self, operation: str, doing: str, parameters: Mapping[str, object]) -> dict[str, Any]:
         with translated_s3(self.config, doing):
             client = await self._worker.client()
             body = parameters.get("Body")
             given = {**parameters, "Body": io.BytesIO(flat(body))} if _is_buffer(body) else parameters
-            async with asyncio.timeout(self._patience(body)):
+            async with asyncio.timeout(self.config.patience(flat(body).nbytes)):
                 answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.config.bucket, **given)
             return answer
-
-    def _patience(self, body: object) -> float:
-        """Seconds for one answer. aiohttp itself has no limit on sending a body, nor on waiting for `100 Continue`."""
-        return self.config.connect_seconds + self.config.read_seconds + flat(body).nbytes / _LEAST_RATE
 
     @contextlib.asynccontextmanager
     async def body(self, doing: str, **parameters: object) -> AsyncIterator[tuple[dict[str, Any], Any]]:
         """A `get_object` answer and its body; the connection is dropped unless the body was read to its end."""
         answer = await self.call("get_object", doing, **parameters)
         try:
+            size = length_of(answer, f"{doing}: {self.config.endpoint}")
             with translated_s3(self.config, doing):
-                yield answer, answer["Body"]
+                async with asyncio.timeout(self.config.patience(size)):
+                    yield answer, answer["Body"]
         finally:
             answer["Body"].close()
 
     def close(self) -> None:
         """Close connections, loop and thread; may be called twice."""
         self._closer()
+
+
+def length_of(answer: Mapping[str, Any], where: str) -> int:
+    """How long the object is, by the answer's header."""
+    size = answer.get("ContentLength")
+    if not isinstance(size, int):
+        raise MillraceError(f"{where} did not say how long the object is", hint="see whether this is an S3 server")
+    return size
 
 
 def flat(body: object) -> memoryview:

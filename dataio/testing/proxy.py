@@ -2,7 +2,9 @@
 
 Invariants: it passes everything through unchanged, `100 Continue` included, but for the requests that an injected fault matches;
 `fired` counts each fault that took place, so that a test can assert that its fault did.
-Failure behaviour: an upstream that is gone closes the client's connection. `stop` ends the loop and its thread.
+A fault that answers by itself, or applies a request at another time, holds that request's body in memory, up to `BODY_BYTES`.
+Failure behaviour: an upstream that is gone closes the client's connection. `stop` ends the loop and its thread, and what was to
+be applied later never is.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from typing import Self
 _HEAD_BYTES = 64 << 10
 _CHUNK = 64 << 10
 REQUESTS = 100_000
-_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+BODY_BYTES = 64 << 20
+DRIP_SECONDS = 0.05
+"""Between two bytes of what drips."""
+_ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>injected</Message></Error>"
 
 
 class Fault(enum.Enum):
@@ -34,6 +39,24 @@ class Fault(enum.Enum):
     CUT_BODY = "the connection is closed in order in the middle of the answer's body"
     STALL = "nothing follows the first half of the answer's body, and the connection stays open"
     FLIP_BIT = "one bit in the middle of the answer's body is another"
+    LATE = "the connection is reset, and the server carries the request out `seconds` later"
+    TWICE = "the server carries the request out and answers, and carries it out once more `seconds` later"
+    APPLIED_409 = "the server carries the request out, and the answer is 409 ConditionalRequestConflict"
+    APPLIED_412 = "the server carries the request out, and the answer is 412 PreconditionFailed"
+    ERROR_IN_200 = "the answer is 200 with the document of an InternalError; the server never sees the request"
+    DRIP_HEAD = "the answer's headers come a byte at a time, for ever"
+    DRIP_BODY = "the answer's body comes a byte at a time"
+    CONTINUE = "the answer is 100 Continue, again and again"
+
+
+_BY_ITSELF = {
+    Fault.SLOW_DOWN: (503, "SlowDown"),
+    Fault.ERROR_IN_200: (200, "InternalError"),
+    Fault.APPLIED_409: (409, "ConditionalRequestConflict"),
+    Fault.APPLIED_412: (412, "PreconditionFailed"),
+}
+"""What the proxy answers in the server's place."""
+_APPLIES = {Fault.APPLIED_409, Fault.APPLIED_412, Fault.LATE, Fault.TWICE}
 
 
 @dataclass(slots=True)
@@ -42,6 +65,7 @@ class _Plan:
     method: str
     path: str
     left: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +112,17 @@ class FaultProxy:
         """Bytes of the bodies of answers whose length was said."""
         self._lock, self._ready = threading.Lock(), threading.Event()
         self.fired: Counter[Fault] = Counter()
+        self.later: list[int] = []
+        """Statuses of the answers to what was carried out later."""
         self._loop = asyncio.new_event_loop()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, name="fault-proxy", daemon=True)
 
-    def inject(self, fault: Fault, *, times: int = 1, method: str = "", path: str = "") -> None:
+    def inject(self, fault: Fault, *, times: int = 1, method: str = "", path: str = "", seconds: float = 0.5) -> None:
         """Do `fault` to the next `times` requests with this method (any if empty) whose path and query contain `path`."""
         with self._lock:
-            self._plans.append(_Plan(fault, method, path, times))
+            self._plans.append(_Plan(fault, method, path, times, seconds))
 
     def forget(self) -> None:
         """Do nothing more of what was injected."""
@@ -129,14 +155,14 @@ class FaultProxy:
         self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
         self._loop.close()
 
-    def _pick(self, head: _Head) -> Fault | None:
+    def _pick(self, head: _Head) -> _Plan | None:
         method, path = head.words[:2]
         with self._lock:
             for plan in self._plans:
                 if plan.left and plan.method in ("", method) and plan.path in path:
                     plan.left -= 1
                     self.fired[plan.fault] += 1
-                    return plan.fault
+                    return plan
         return None
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -166,11 +192,14 @@ class FaultProxy:
         length = int(request.header("content-length") or 0)
         method, path = request.words[:2]
         self.requests.append(Request(method, path, length))
-        fault = self._pick(request)
+        plan = self._pick(request)
+        fault = plan.fault if plan is not None else None
         if fault is Fault.REFUSE:
             return _reset(writer)
-        if fault is Fault.SLOW_DOWN:
-            return await _slow_down(writer)
+        if plan is not None and (fault in _APPLIES or fault in _BY_ITSELF):
+            return await self._instead(reader, writer, request, length, plan)
+        if fault in (Fault.DRIP_HEAD, Fault.CONTINUE):
+            return await _drip(writer, fault)
         server.write(request.raw)
         answer = None
         if request.header("expect"):
@@ -188,6 +217,54 @@ class FaultProxy:
             self.answered += int(answer.header("content-length") or 0)
         return await _answer_body(upstream, writer, request, answer, fault, self._back)
 
+    async def _instead(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: _Head, length: int, plan: _Plan
+    ) -> bool:
+        """Faults for which the request's body is read here, and sent on at another time, or never."""
+        if length > BODY_BYTES:
+            raise ConnectionError(f"a body of {length} bytes")
+        if request.header("expect"):
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = await reader.readexactly(length)
+        if plan.fault is Fault.LATE:
+            self._do_later(request, body, plan.seconds)
+            return _reset(writer)
+        if plan.fault in _APPLIES:
+            answer = await self._applied(request, body)
+        if plan.fault is Fault.TWICE:
+            self._do_later(request, body, plan.seconds)
+        else:
+            answer = _error(*_BY_ITSELF[plan.fault])
+        writer.write(answer)
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        return False
+
+    def _do_later(self, request: _Head, body: bytes, seconds: float) -> None:
+        async def later() -> None:
+            await asyncio.sleep(seconds)
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                answer = await self._applied(request, body)
+                self.later.append(int(_Head(answer).words[1]))
+
+        self._tasks.add(task := asyncio.get_running_loop().create_task(later()))
+        task.add_done_callback(self._tasks.discard)
+
+    async def _applied(self, request: _Head, body: bytes) -> bytes:
+        """The server's whole answer to this request, sent over a connection of its own."""
+        lines = [
+            line
+            for line in request.raw[:-4].split(b"\r\n")
+            if not line.lower().startswith((b"connection:", b"expect:"))
+        ]
+        upstream, server = await asyncio.open_connection(*self._upstream, limit=_HEAD_BYTES)
+        try:
+            server.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body)
+            await server.drain()
+            return await upstream.read(-1)
+        finally:
+            server.close()
+
 
 async def _answer_body(
     upstream: asyncio.StreamReader,
@@ -204,6 +281,7 @@ async def _answer_body(
         return await _pass_on_chunks(upstream, writer)
     length = int(answer.header("content-length") or 0)
     half = length // 2
+    half = 0 if fault is Fault.DRIP_BODY else half
     await bucket.pass_on(upstream, writer, half)
     if fault is Fault.RESET_BODY:
         return _reset(writer)
@@ -211,6 +289,9 @@ async def _answer_body(
         return False
     if fault is Fault.STALL:
         await asyncio.Event().wait()  # until the proxy stops
+    if fault is Fault.DRIP_BODY:
+        await _drip_bytes(writer, await upstream.readexactly(length - half))
+        return True
     if fault is Fault.FLIP_BIT:
         byte = await upstream.readexactly(1)
         writer.write(bytes([byte[0] ^ 1]))
@@ -257,12 +338,27 @@ async def _pass_on_chunks(source: asyncio.StreamReader, target: asyncio.StreamWr
             return True
 
 
-async def _slow_down(writer: asyncio.StreamWriter) -> bool:
-    head = f"HTTP/1.1 503 Slow Down\r\nContent-Length: {len(_SLOW_DOWN)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + _SLOW_DOWN)
-    with contextlib.suppress(OSError):
+async def _drip(writer: asyncio.StreamWriter, fault: Fault) -> bool:
+    """An answer that never begins, until the client goes away."""
+    if fault is Fault.CONTINUE:
+        while True:
+            await _drip_bytes(writer, b"HTTP/1.1 100 Continue\r\n\r\n", len(b"HTTP/1.1 100 Continue\r\n\r\n"))
+    writer.write(b"HTTP/1.1 200 OK\r\nX-Injected: ")
+    while True:
+        await _drip_bytes(writer, b"a")
+
+
+async def _drip_bytes(writer: asyncio.StreamWriter, data: bytes, step: int = 1) -> None:
+    for at in range(0, len(data), step):
+        writer.write(data[at : at + step])
         await writer.drain()
-    return False
+        await asyncio.sleep(DRIP_SECONDS)
+
+
+def _error(status: int, code: str) -> bytes:
+    body = _ERROR.format(code).encode()
+    head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + body
 
 
 def _reset(writer: asyncio.StreamWriter) -> bool:

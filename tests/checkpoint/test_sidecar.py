@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from checkpoint import Checkpointer
 from checkpoint.repository import check
 from checkpoint.saving import carriers
 from dataio.core.errors import DeadlineError, TransientError
+from dataio.sidecar import connection
 from dataio.sidecar.client import SaveMeter, Sidecar, Staged
 from dataio.sidecar.transfer.memfd import sealed
 from dataio.sidecar.transfer.runner import TRIES
 from dataio.store.contract import Location
 from dataio.store.open import open_store
+from dataio.testing.system import stopped
 from tests.checkpoint.making import RUN, Wrapped, begin, make, tiny_state
 from tests.checkpoint.test_processes import start as start_trainer
 from tests.waiting import wait_for as wait_for
@@ -72,6 +75,20 @@ def daemon() -> Iterator[Daemon]:
 def steps_of(url: str) -> list[int]:
     with Checkpointer(url, run="exp", sidecar=None) as checkpointer:
         return checkpointer.steps()
+
+
+def test_a_daemon_that_hangs_holds_up_no_save(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "HUNG_SECONDS", 0.5)
+    daemon.start()
+    with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
+        assert checkpointer.save(1, {"w": torch.zeros(1000)}).result(60).carrier == "sidecar"
+        assert daemon.process is not None
+        with stopped(daemon.process.pid):
+            began = time.monotonic()
+            assert checkpointer.save(2, {"w": torch.ones(1000)}).result(60).carrier == "process"
+            assert time.monotonic() - began < 40
+        assert checkpointer.steps() == [1, 2]
 
 
 def test_killing_the_trainer_right_after_staged_still_commits(daemon: Daemon, store_url: str) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +19,13 @@ from dataio.cache.headstart import HeadStart
 from dataio.core import log
 from dataio.core.errors import DeadlineError, TransientError
 from dataio.core.limits import MIB
+from dataio.sidecar import connection, wire
 from dataio.sidecar import messages as m
-from dataio.sidecar import wire
-from dataio.sidecar.client import Sidecar, open_reader
+from dataio.sidecar.client import Sidecar, Staged, open_reader
 from dataio.sidecar.spin import Spin
 from dataio.store.contract import Location, Store
 from dataio.store.open import open_store
+from dataio.testing.system import stopped
 from tests.denied import denied
 
 from .conftest import RunningDaemon, wait_for
@@ -32,6 +34,7 @@ FORKED = """
 import os, sys
 from dataio.sidecar.client import open_reader
 from dataio.store.open import open_store
+from dataio.testing.system import stopped
 from tests.denied import denied
 url, socket, key = sys.argv[1:]
 reader = open_reader(open_store(url), socket)
@@ -97,6 +100,42 @@ def test_a_reader_that_is_forgotten_ends_its_connection(daemon: RunningDaemon, s
     gc.collect()
     wait_for(lambda: daemon.status()["clients"] == 1)
     assert bytes(view) == kept
+
+
+def test_a_daemon_that_hangs_is_done_without(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "HUNG_SECONDS", 0.5)
+    reader = open_reader(store, daemon.socket)
+    reader.read("shards/0.tar", [(0, 10)])
+    with daemon.connect() as sidecar, stopped(daemon.pid):
+        began = time.monotonic()
+        assert bytes(reader.read("shards/1.tar", [(0, 100)])[0]) == shards["shards/1.tar"][:100]
+        with pytest.raises(TransientError, match="the daemon hangs"):
+            sidecar.status()
+        held = time.monotonic() - began
+        for n in range(50):
+            assert (
+                bytes(reader.read("shards/2.tar", [(n * MIB // 8, 9)])[0]) == shards["shards/2.tar"][n * MIB // 8 :][:9]
+            )
+        looked = time.monotonic() - began - held
+    assert held < 30
+    assert looked < 10, "a daemon that lets others wait is looked for seldom"
+    reader.close()
+    assert daemon.status()["pid"] == daemon.pid
+
+
+def test_a_daemon_that_has_nothing_to_say_of_a_job_does_not_hang(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "HUNG_SECONDS", 2.0)
+    with daemon.connect() as sidecar:
+        sidecar._jobs["waits"] = Staged("waits")
+        time.sleep(3.5)
+        assert sidecar._asked > 0
+        assert not sidecar.broken
 
 
 def test_a_forked_child_opens_its_own_connection(daemon: RunningDaemon, store: Store) -> None:

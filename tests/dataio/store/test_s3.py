@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from dataio.core import limits
 from dataio.core.errors import (
     AccessDeniedError,
     AmbiguousWriteError,
@@ -290,7 +291,7 @@ def test_a_silent_server_is_given_up_after_the_time_out(
     client: str, s3_url: str, silent_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"endpoint_url": silent_endpoint, "config_kwargs": {"read_timeout": 0.3, "connect_timeout": 0.3}}
-    monkeypatch.setattr(s3session, "_LEAST_RATE", 64 * MIB)
+    monkeypatch.setattr(limits, "LEAST_RATE", 64 * MIB)
     with S3Store(parse(s3_url, options)) as store:
         for operation in (
             lambda: store.get("k"),

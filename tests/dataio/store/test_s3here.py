@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from dataio.store.s3here import Here
 from dataio.testing.conformance import some_bytes
 from dataio.testing.proxy import Fault, FaultProxy
 from dataio.testing.s3server import S3Server
+from dataio.testing.system import stopped
 from tests.waiting import wait_for
 
 pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
@@ -139,15 +139,12 @@ def test_a_read_survives(
 def test_closing_ends_what_a_silent_server_holds(s3_server: S3Server, store: Store, taken: list[str]) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         store.get_into("k", 0, memoryview(bytearray(1)))  # so that there is a connection
-        s3_server.process.send_signal(signal.SIGSTOP)
-        try:
+        with stopped(s3_server.process.pid):
             reading = pool.submit(store.get_into, "k", 5, memoryview(bytearray(1000)))
             wait_for(lambda: store.inner.inner._session._here._used)  # type: ignore[attr-defined]
             store.close()
             with pytest.raises(UsageError, match="closed while it was used"):
                 reading.result(150)
-        finally:
-            s3_server.process.send_signal(signal.SIGCONT)
 
 
 READS = """

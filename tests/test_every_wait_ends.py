@@ -1,0 +1,203 @@
+"""All public calls against a server that drips: each ends within its limits, with an error that says what it was."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import Checkpointer
+from dataio import Dataset, append, cli, index, open_store, pack, preview, verify
+from dataio.core import limits
+from dataio.core.errors import TransientError
+from dataio.store import retry, s3, s3config
+from dataio.store.contract import Store
+from dataio.testing.proxy import Fault, FaultProxy
+from dataio.testing.s3server import S3Server
+from loaders import AudioLoader
+from tests.conftest import use_s3_server
+
+pytestmark = pytest.mark.s3
+SECONDS = 0.3
+BOUND = 45.0
+"""For all calls of one test side by side, on a machine that may be busy: without a deadline none of them would end."""
+DRIPS = [Fault.DRIP_HEAD, Fault.DRIP_BODY, Fault.CONTINUE]
+Call = Callable[[], object]
+
+
+def _sound() -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setparams((1, 2, 8000, 0, "NONE", ""))
+        out.writeframes(bytes(8000))
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def prepared(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A bucket's folder with sounds, a dataset and a checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_s3_server(s3_server, patch)
+        url = "s3://millrace/waits"
+        folder = tmp_path_factory.mktemp("sounds")
+        for n in range(3):
+            (folder / f"{n}.wav").write_bytes(_sound())
+        with open_store(url) as store:
+            for path in folder.iterdir():
+                store.put(f"raw/{path.name}", path.read_bytes())
+        pack([folder], f"{url}/set", workers=1).close()
+        with Checkpointer(f"{url}/run", run="exp", sidecar=None) as checkpointer:
+            checkpointer.save(1, {"w": torch.ones(100_000)}).result(60)
+        yield url
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short limits, also where a call takes none."""
+    policy = retry.Policy(attempts=2, first=0.01, longest=0.01)
+    for module in (retry, s3):
+        monkeypatch.setattr(module, "Policy", lambda: policy)
+    monkeypatch.setattr(s3config, "CONNECT_SECONDS", SECONDS)
+    monkeypatch.setattr(s3config, "READ_SECONDS", SECONDS)
+    monkeypatch.setattr(limits, "LEAST_RATE", limits.GIB)
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "obstore":
+        pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+    monkeypatch.setenv("MILLRACE_S3", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def dripping(
+    prepared: str, s3_server: S3Server, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultProxy]:
+    """Every request meets the fault that the test injects."""
+    with FaultProxy(s3_server.endpoint) as proxy:
+        use_s3_server(s3_server, monkeypatch)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+def outcomes(calls: dict[str, Call]) -> dict[str, BaseException | object]:
+    """What each call returned or raised, all of them side by side; asserts that all ended."""
+    found = dict[str, BaseException | object]()
+
+    def one(name: str, call: Call) -> None:
+        try:
+            found[name] = call()
+        except BaseException as error:
+            found[name] = error
+
+    threads = [threading.Thread(target=one, args=each, daemon=True, name=each[0]) for each in calls.items()]
+    until = time.monotonic() + BOUND
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    assert not [thread.name for thread in threads if thread.is_alive()], "these still wait"
+    return found
+
+
+def of_a_store(store: Store) -> dict[str, Call]:
+    buffers = [memoryview(bytearray(3)) for _ in range(2)]
+    big = memoryview(bytearray(2 * limits.MIB))
+    return {
+        "get": lambda: store.get("raw/0.wav"),
+        "get_into": lambda: store.get_into("raw/0.wav", 5, memoryview(bytearray(600))),
+        "get_ranges_into": lambda: store.get_ranges_into("raw/0.wav", [(0, buffers[0]), (7000, buffers[1])]),
+        "get_pieces": lambda: store.get_pieces("raw/0.wav", 0, big[:600], lambda at, piece: None),
+        "list": lambda: list(store.list("raw/")),
+        "stat": lambda: store.stat("raw/0.wav"),
+        "exists": lambda: store.exists("raw/0.wav"),
+        "put": lambda: store.put("new/put", b"x"),
+        "put_if_absent": lambda: store.put_if_absent("new/absent", b"x"),
+        "put_multipart": lambda: store.put_multipart("new/multipart", [bytes(9 * limits.MIB)]),
+        "delete_many": lambda: store.delete_many(["new/none"]),
+        "abort_upload": lambda: store.abort_upload("new/none", "upload"),
+    }
+
+
+@pytest.mark.parametrize("drip", DRIPS, ids=lambda fault: fault.name)
+def test_every_operation_of_a_store_ends(prepared: str, dripping: FaultProxy, client: str, drip: Fault) -> None:
+    dripping.inject(drip, times=1_000_000)
+    with open_store(prepared) as store:
+        found = outcomes(of_a_store(store))
+    assert dripping.fired[drip] >= len(found)
+    # an answer without a body cannot drip one
+    bodiless = {"stat", "exists", "put", "put_if_absent", "abort_upload"} if drip is Fault.DRIP_BODY else set()
+    wrong = {name: out for name, out in found.items() if not isinstance(out, TransientError) and name not in bodiless}
+    assert not wrong
+
+
+@pytest.mark.parametrize("drip", DRIPS, ids=lambda fault: fault.name)
+def test_every_public_call_ends(prepared: str, dripping: FaultProxy, tmp_path: Path, drip: Fault) -> None:
+    short: dict[str, Any] = {"config_kwargs": {"read_timeout": SECONDS, "connect_timeout": SECONDS}}
+    (tmp_path / "0.wav").write_bytes(_sound())
+    ours, run = f"{prepared}/set", f"{prepared}/run"
+    dripping.inject(drip, times=1_000_000)
+
+    def checkpointer() -> Checkpointer:
+        return Checkpointer(run, run="exp", sidecar=None, **short)
+
+    def saved() -> object:
+        handle = checkpointer().save(2, {"w": torch.ones(10)})
+        return handle.result(BOUND)
+
+    calls: dict[str, Call] = {
+        "pack to it": lambda: pack([tmp_path / "0.wav"], f"{prepared}/new", workers=1, **short),
+        "pack from it": lambda: pack([f"{prepared}/raw"], tmp_path / "new", workers=1, source_options=short),
+        "append": lambda: append([tmp_path / "0.wav"], ours, workers=1, **short),
+        "index": lambda: index([f"{ours}/shards/*.tar"], tmp_path / "indexed", workers=1, source_options=short),
+        "Dataset": lambda: Dataset(ours, **short),
+        "verify": lambda: verify(ours, **short),
+        "preview": lambda: preview(Dataset(ours, **short)),
+        "AudioLoader": lambda: next(iter(AudioLoader(ours, batch_size=1, window=0.1, sidecar=None))),
+        "save": saved,
+        "restore": lambda: checkpointer().restore({"w": torch.ones(10)}),
+        "steps": lambda: checkpointer().steps(),
+        "close": lambda: checkpointer().close(),
+    }
+    for argv in (["info", ours], ["ls", ours], ["log", ours], ["cat", ours, "0"], ["verify", ours], ["doctor", run]):
+        calls["millrace " + argv[0]] = lambda argv=argv: cli.main(argv)  # type: ignore[misc]
+    for action in ("ls", "check"):
+        calls[f"millrace ckpt {action}"] = lambda action=action: cli.main(["ckpt", action, run])  # type: ignore[misc]
+    found = outcomes(calls)
+    assert dripping.fired[drip] >= len(found)
+    wrong = {name: out for name, out in found.items() if out != TransientError.exit_code and not _is_right(name, out)}
+    assert not wrong
+
+
+@pytest.mark.parametrize("drip", DRIPS, ids=lambda fault: fault.name)
+def test_what_is_read_once_all_is_open_ends(prepared: str, dripping: FaultProxy, drip: Fault) -> None:
+    for path in ("shards/", "packs/"):
+        dripping.inject(drip, times=1_000_000, path=path)
+    loader = AudioLoader(f"{prepared}/set", batch_size=1, window=0.1, sidecar=None)
+    checkpointer = Checkpointer(f"{prepared}/run", run="exp", sidecar=None)
+    other = Checkpointer(f"{prepared}/run", run=drip.name, sidecar=None)
+    found = outcomes(
+        {
+            "restore": lambda: checkpointer.restore({"w": torch.ones(100_000)}),
+            "save": lambda: other.save(1, {"w": torch.ones(1000)}).result(BOUND),
+            "batch": lambda: next(iter(loader)),
+        }
+    )
+    assert dripping.fired[drip] >= 3
+    assert [type(out) for name, out in found.items() if name != "save"] == [TransientError] * 2, found
+    if drip is not Fault.DRIP_BODY:  # of a PUT's answer there is none
+        assert isinstance(found["save"], TransientError)
+    for opened in (loader, checkpointer, other):
+        opened.close()
+
+
+def _is_right(name: str, out: object) -> bool:
+    return isinstance(out, TransientError) or (name == "close" and out is None)
