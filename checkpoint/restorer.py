@@ -22,7 +22,7 @@ from checkpoint.gds.store import GdsStore
 from checkpoint.lineage import Lineage
 from checkpoint.ranks import Ranks
 from checkpoint.restoring import restore
-from checkpoint.restoring.apply import Fitted, apply, fitted
+from checkpoint.restoring.apply import Fitted, apply, fitted, require_one_content
 from checkpoint.state.selection import Selection
 from checkpoint.tier import reading
 from checkpoint.tier.reading import Found, NodeTier, node_tier
@@ -71,6 +71,7 @@ class Restorer:
                 near = self._near(tier)
                 work = self._open(stack, state, run, found, near, selection)
                 self._require_matches(selection)
+                require_one_content(work, near)
             apply(work, self._ranks, near)
             reading.told(near, found.base.step)
         if work.todo.skipped:

@@ -39,6 +39,7 @@ from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
 from checkpoint.repository.opening import Step
 from checkpoint.restoring import restore
+from checkpoint.restoring.overlaps import Target, require_one_content
 from checkpoint.restoring.restore import Saved, Want
 from checkpoint.state.build import Builder, Fit
 from checkpoint.state.kinds import TensorSink, TorchKinds, settle
@@ -126,6 +127,9 @@ class RepositoryReader(StorageReader):
             targets = [planner.resolve_tensor(item).detach() for item in items]
             with torch.no_grad():
                 wants = [self._want(item, target) for item, target in zip(items, targets, strict=True)]
+                there = zip(items, wants, targets, strict=True)
+                places = [Target(item.dest_index.fqn, want.saved, want.box, target) for item, want, target in there]
+                require_one_content(self._store, self._opened_step, places)
                 direct = direct_for(self._store, self._gds)
                 store = self._store if direct is None else GdsStore(self._store, direct)
                 settle(target.device for target in targets)

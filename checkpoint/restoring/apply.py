@@ -15,7 +15,8 @@ import torch
 
 from checkpoint.ranks import Ranks
 from checkpoint.repository.opening import Step
-from checkpoint.restoring import restore, together
+from checkpoint.restoring import overlaps, restore, together
+from checkpoint.restoring.overlaps import Target
 from checkpoint.restoring.restore import Reading, Saved, Want
 from checkpoint.state import fit, kinds, tree
 from checkpoint.state.build import Fit
@@ -55,6 +56,12 @@ def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection)
     todo = fit.fit(given, document, shapes, _KINDS, selection)
     fresh = Reading(opened, _wants(_described(todo.fresh), saved))
     return Fitted(opened, todo, saved, fresh, Reading(opened, _wants(todo.in_place, saved)))
+
+
+def require_one_content(work: Fitted, store: Store) -> None:
+    """That the state's tensors that share memory would get one content there. Talks to no other rank and changes nothing."""
+    targets = [Target(name, work.saved[name], seen.box, seen.tensor) for name, _, seen in work.todo.in_place]
+    overlaps.require_one_content(store, work.step, targets)
 
 
 def apply(work: Fitted, ranks: Ranks, store: Store) -> None:

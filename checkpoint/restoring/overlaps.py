@@ -1,0 +1,125 @@
+"""Tensors of the state that share memory, and what a step would put there: it must be the same, whichever is read last.
+
+A tied model may be restored from a step in which the weights were not tied, as long as they were equal. Only tensors that
+share memory under different names are looked at. For large ones the digests of their chunks mostly tell. The others are read into
+memory of their own first.
+Invariant: nothing of the state is changed here.
+Failure behaviour: `MismatchError` naming two tensors whose memory would get different contents, or one whose own elements
+share memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint.format.chunk import Box
+from checkpoint.repository.opening import Step
+from checkpoint.restoring import restore
+from checkpoint.restoring.restore import Saved, Want
+from checkpoint.state.kinds import TensorSink, TorchKinds, as_bits, empty, name_of
+from dataio.core.errors import MismatchError
+from dataio.store.contract import Store
+
+_KINDS = TorchKinds()
+_ALIGN = 16
+"""Bytes of the widest element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`tensor` is to get the elements `box` of a saved one, as `path`."""
+
+    path: str
+    saved: Saved
+    box: Box
+    tensor: torch.Tensor
+
+
+def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> None:
+    """That no place in memory would get two different contents."""
+    by_storage: dict[Hashable, list[Target]] = defaultdict(list)
+    for target in targets:
+        if any(n > 1 and stride == 0 for n, stride in zip(target.tensor.shape, target.tensor.stride(), strict=True)):
+            raise MismatchError(f"{target.path}: elements of the tensor here share memory", hint="clone() it first")
+        if (storage := _KINDS.storage(target.tensor)) is not None:
+            by_storage[storage].append(target)
+    for sharing in by_storage.values():
+        for group in _overlapping(sharing) if len(sharing) > 1 else ():
+            if not _same_chunks(group):
+                _compare(store, step, group)
+
+
+def _overlapping(targets: Sequence[Target]) -> Iterator[list[Target]]:
+    """Groups of targets of different saved tensors whose bytes lie in one another."""
+    reaches = [(reach, target) for target in targets if (reach := _KINDS.reach(target.tensor)) is not None]
+    group: list[Target] = []
+    end = -1
+    for (start, stop), target in [*sorted(reaches, key=lambda each: each[0]), ((1 << 62, 0), None)]:
+        if target is not None and start < end:
+            group.append(target)
+            end = max(end, stop)
+            continue
+        if len({each.saved.shards[0][1].name for each in group}) > 1:
+            yield group
+        if target is not None:
+            group, end = [target], stop
+
+
+def _same_chunks(group: Sequence[Target]) -> bool:
+    """Whether all are the same view, and the step holds the same bytes for them, as its digests say."""
+    looks = {(*_look(target.tensor), target.box, target.saved.dtype) for target in group}
+    return len(looks) == 1 and all(_chunks(each.saved) == _chunks(group[0].saved) for each in group[1:])
+
+
+def _look(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _chunks(saved: Saved) -> list[tuple[object, ...]]:
+    found = []
+    for manifest, tensor in saved.shards:
+        spans = tuple((manifest.chunks[span.chunk].digest, span.start, span.length) for span in tensor.spans)
+        found.append((tensor.offset, tensor.local, spans))
+    return sorted(found)
+
+
+def _compare(store: Store, step: Step, group: Sequence[Target]) -> None:
+    """Put all of them into memory like that of the state, and see whether each still has what was put there."""
+    reaches = [_KINDS.reach(target.tensor) or (0, 0) for target in group]
+    start = min(begin for begin, _ in reaches) // _ALIGN * _ALIGN
+    memory = _KINDS.empty("uint8", (max(end for _, end in reaches) - start,))
+    read = [empty(target.tensor.dtype, tuple(target.tensor.shape)) for target in group]
+    with torch.no_grad():
+        wants = (
+            Want(t.saved, t.box, TensorSink(own, getattr(torch, t.saved.dtype)))
+            for t, own in zip(group, read, strict=True)
+        )
+        restore.read(store, step, list(wants))
+        places = [_place(memory, target.tensor, start) for target in group]
+        for place, own in zip(places, read, strict=True):
+            _bits(place).copy_(_bits(own))
+        for target, place, own in zip(group, places, read, strict=True):
+            if not torch.equal(_bits(place), _bits(own)):
+                raise _different(target, group)
+
+
+def _place(memory: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
+    offset = int(tensor.storage_offset()) * tensor.element_size() - start
+    return _KINDS.view(memory, name_of(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, so that what is not a number equals itself."""
+    return as_bits(torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor)
+
+
+def _different(target: Target, group: Sequence[Target]) -> MismatchError:
+    other = next(each for each in reversed(group) if each is not target)
+    return MismatchError(
+        f"{target.path} and {other.path} share memory here, and have different contents in the checkpoint",
+        hint="nothing was changed; build the state as it was when it was saved, or leave one of them out",
+    )
