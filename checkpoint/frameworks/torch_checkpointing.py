@@ -7,8 +7,12 @@ file as a tensor of bytes: in chunks, deduplicated against the step before, chec
 not at all. A checkpoint's name ends in the step's number; `load("latest", ...)` finds the newest one.
 `RepositoryManager` agrees on the attempt with the other ranks; `RepositoryStorage` alone
 (`CheckpointManager.Config(storage_config=RepositoryStorageConfig(url, run=...))`) does for a job of one rank.
-Invariant: what is inside the files is torch_checkpointing's, its pickles included; it reads back the very bytes that it
-wrote, or gets an error. A file needs its own size in memory while it is saved.
+Trust: torch_checkpointing's files are pickles, and it unpickles them when it loads (`torch.load(weights_only=False)`,
+`metadata.pkl`). A writer to the repository can thus run code in the process that loads. This is that library's format
+and cannot be refused here: load only from repositories whose writers you trust. All other ways in
+(`Checkpointer`, `checkpoint.dcp`, the other modules of this package) unpickle nothing.
+Invariant: what is inside the files is torch_checkpointing's; it reads back the very bytes that it wrote, or gets an
+error. A file needs its own size in memory while it is saved.
 Failure behaviour: errors of `dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where that library expects
 them. Steps are removed by the run's retention, never by `rmdir`.
 """
@@ -238,7 +242,7 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
         return super().save(f"step-{step}@{agreed.hex()}", checkpoint)
 
     def load(self, checkpoint_id: Any, into: Mapping[str, Any] | None = None, **more: Any) -> Mapping[str, Any]:
-        """As there; the name may be "latest"."""
+        """As there; the name may be "latest". Unpickles what is loaded: see the module's text."""
         found, error = None, None
         try:
             step = checkpoint_id if checkpoint_id == "latest" else step_of(checkpoint_id)

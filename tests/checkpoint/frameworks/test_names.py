@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import checkpoint.frameworks.naming
+from checkpoint import Checkpointer
+from checkpoint.format import ulid
+from checkpoint.format.documents import Base
+from checkpoint.frameworks.naming import Names, read_name, write_file
+from checkpoint.handle import Handle, Name
 from dataio.core.crashpoints import declared
+from dataio.core.errors import CorruptionError, TransientError, UsageError
 from tests import nursery
 
-assert checkpoint.frameworks.naming
 FRAMEWORKS = ("lightning", "transformers", "accelerate")
-FOLDERS = ("transformers", "accelerate")
 POINTS = sorted(name for name in declared() if name.startswith("name.") and name != "name.replaced")
 """Of all adapters; "name.replaced" has a test of its own."""
 OWN = {"transformers": ["name.trainer-folder-written"], "accelerate": ["name.accelerate-folder-written"]}
 STORED = ["ckpt.packs-written", "ckpt.before-fate", "ckpt.fate-written", "ckpt.commit-written"]
 COMPLETE = {"ckpt.fate-written", "ckpt.commit-written", "name.committed", "name.named", "name.removed"}
 """Where step 4 is committed when the process dies."""
-QUICK = {"ckpt.packs-written", "name.committed"}
+QUICK = {("transformers", "ckpt.packs-written"), *((kind, "name.committed") for kind in FRAMEWORKS)}
 
 
 def needs(*frameworks: str) -> None:
@@ -65,7 +69,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def cases() -> list[Any]:
     return [
-        pytest.param(kind, point, id=f"{kind}-{point}", marks=[] if point in QUICK else pytest.mark.soak)
+        pytest.param(kind, point, id=f"{kind}-{point}", marks=[] if (kind, point) in QUICK else pytest.mark.soak)
         for kind in FRAMEWORKS
         for point in [*STORED, *POINTS, *OWN.get(kind, [])]
     ]
@@ -86,3 +90,157 @@ def test_a_training_killed_at_any_point_of_a_save_resumes_from_the_newest_step(
         assert said["resumed"] in (2, 4)  # whether `last.ckpt` was written, hidden, before the thread died
     else:
         assert said["resumed"] == (4 if point in COMPLETE else 2)
+
+
+@pytest.mark.soak
+def test_a_folder_that_is_replaced_is_the_old_or_the_new_one_after_a_kill(tmp_path: Path, straight: Any) -> None:
+    """Training goes back to step 2 and saves step 4 again: its folder has another attempt then."""
+    needs("transformers")
+    run = tmp_path / "run"
+    train("transformers", run, "2")
+    shutil.copytree(run / "names" / "checkpoint-2", tmp_path / "kept")
+    train("transformers", run, "4")
+    shutil.copytree(tmp_path / "kept", run / "names" / "checkpoint-2")
+    assert read_name(run / "names" / "checkpoint-4").attempt.timeline == 2  # type: ignore[union-attr]
+    train("transformers", run, "8", "checkpoint-2", crash="name.replaced#1")
+    assert not (run / "names" / "checkpoint-4").exists()
+    said = train("transformers", run)
+    assert said == {"resumed": 4, "weights": straight("transformers")}
+    assert read_name(run / "names" / "checkpoint-8").attempt.timeline == 4  # type: ignore[union-attr]
+
+
+class Later:
+    """A checkpointer whose saves are committed when and in the order that a test says."""
+
+    run = "exp"
+
+    def __init__(self) -> None:
+        self.names: dict[int, Name] = {}
+        self.committed: set[str] = set()
+        self.over = False
+
+    def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
+        attempt = Base(1, step, ulid.new())
+        assert name is not None
+        name.prepare(attempt)
+        self.names[step] = name
+        return Handle(step, attempt.attempt)
+
+    def is_committed(self, run: str, attempt: Base) -> bool:
+        return attempt.attempt in self.committed
+
+    def is_over(self, run: str, attempt: Base) -> bool:
+        return self.over
+
+
+@pytest.fixture
+def later() -> Later:
+    return Later()
+
+
+def seen(folder: Path) -> dict[str, int]:
+    return {path.name: read_name(path).step for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(path.name.split(".")[1] for path in folder.iterdir() if path.name.startswith("."))
+
+
+def test_the_later_of_two_saves_keeps_their_name_whichever_is_committed_first(tmp_path: Path, later: Later) -> None:
+    names = Names(later)  # type: ignore[arg-type]
+    for step in (1, 2):
+        names.save(step, {}, tmp_path / "last", write_file)
+    later.names[2].publish()
+    assert seen(tmp_path) == {"last": 2}
+    later.names[1].publish()
+    assert seen(tmp_path) == {"last": 2}
+    assert hidden(tmp_path) == []
+
+
+def test_an_old_name_goes_when_the_newest_save_has_its_own(tmp_path: Path, later: Later) -> None:
+    names = Names(later)  # type: ignore[arg-type]
+    for step in (1, 2, 3, 4):
+        names.save(step, {}, tmp_path / str(step), write_file)
+        names.remove(tmp_path / str(step - 1))
+    later.names[1].publish()
+    assert seen(tmp_path) == {"1": 1}
+    later.names[3].publish()  # removes 1 and 2; 2 is not there yet
+    assert seen(tmp_path) == {"3": 3}
+    later.names[2].publish()
+    assert seen(tmp_path) == {"3": 3}
+    later.names[4].withdraw(UsageError("not saved"))
+    assert seen(tmp_path) == {"3": 3}  # the name that was to replace it never came
+    names.save(5, {}, tmp_path / "5", write_file)
+    later.names[5].publish()
+    assert seen(tmp_path) == {"5": 5}
+    names.remove(tmp_path / "5")
+    assert seen(tmp_path) == {}
+    assert hidden(tmp_path) == []
+
+
+def test_a_second_name_of_a_save_shares_its_fate(tmp_path: Path, later: Later) -> None:
+    names = Names(later)  # type: ignore[arg-type]
+    names.save(1, {}, tmp_path / "a", write_file)
+    assert names.also(tmp_path / "b", "values")
+    assert seen(tmp_path) == {}
+    later.names[1].publish()
+    assert names.also(tmp_path / "c", "")
+    assert seen(tmp_path) == {"a": 1, "b": 1, "c": 1}
+    assert read_name(tmp_path / "b").values == "values"
+    names.save(2, {}, tmp_path / "d", write_file)
+    assert names.also(tmp_path / "e", "")
+    later.names[2].withdraw(UsageError("not saved"))
+    assert not names.also(tmp_path / "f", "")
+    assert seen(tmp_path) == {"a": 1, "b": 1, "c": 1}
+    assert hidden(tmp_path) == []
+
+
+def test_what_a_dead_process_left_hidden_is_published_if_it_was_committed(tmp_path: Path, later: Later) -> None:
+    dead = Names(later)  # type: ignore[arg-type]
+    for step in (1, 2, 3, 4):
+        dead.save(step, {}, tmp_path / "last", write_file)
+    later.names[2].publish()
+    (tmp_path / ".last.ckpt.not-ours.uncommitted").write_text("")
+    (tmp_path / f".last.{ulid.new()}.uncommitted").write_text("not a name")
+    later.committed = {later.names[step].attempt.attempt for step in (1, 3)}  # type: ignore[attr-defined]
+    Names(later).recover(tmp_path, "other")  # type: ignore[arg-type]
+    assert seen(tmp_path) == {"last": 2}
+    Names(later).recover(tmp_path)  # type: ignore[arg-type]
+    assert seen(tmp_path) == {"last": 3}
+    assert (
+        hidden(tmp_path) == ["last"] * 3
+    )  # a foreign file, an unreadable one, and step 4, which may still be committed
+    later.names[3].publish()  # its process lives after all
+    assert seen(tmp_path) == {"last": 3}
+    later.over = True
+    Names(later).recover(tmp_path)  # type: ignore[arg-type]
+    assert hidden(tmp_path) == ["last"] * 2
+
+
+def test_names_of_saves_that_may_still_be_committed_are_bounded(tmp_path: Path, later: Later) -> None:
+    names = Names(later)  # type: ignore[arg-type]
+    for step in range(9):
+        names.save(step, {}, tmp_path / str(step), write_file)
+        later.names[step].withdraw(TransientError("the store is away"))
+    assert hidden(tmp_path) == ["6", "7", "8"]
+
+
+def test_a_name_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=None) as checkpointer:
+        names = Names(checkpointer)
+        with pytest.raises(UsageError, match=r"step 1 is begun, and its name .*/file/name cannot be made"):
+            names.save(1, {"w": b"x"}, tmp_path / "file" / "name", write_file)
+        names.save(2, {"w": b"x"}, tmp_path / "name", write_file)
+        names.wait()
+        assert checkpointer.steps() == [2]
+    assert read_name(tmp_path / "name").step == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"millrace-step": -1}', '{"millrace-step": 1, "attempt": "x"}', "[" * 100_000, "\xff"]
+)
+def test_a_damaged_name_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "name").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CorruptionError, match="does not name a step of ours"):
+        read_name(tmp_path / "name")
