@@ -19,6 +19,7 @@ from itertools import pairwise
 
 from dataio.core.errors import UnsupportedError
 from dataio.shards.contract import VideoInfo
+from dataio.shards.media import bitstream
 from loaders.decode.trim import Window
 
 CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
@@ -65,7 +66,8 @@ def check(window: Window, codec: str) -> None:
     """Refuse packets that DALI would make something else of."""
     if getattr(window.stream.codec_context, "field_order", 0) > _PROGRESSIVE:
         raise UnsupportedError("the stream is interlaced, and its fields may be pictures of their own")
-    if codec == "h264" and not _is_refresh(bytes(window.packets[0])):
+    units = bitstream.length_size(codec, window.stream.codec_context.extradata)
+    if codec == "h264" and not bitstream.is_refresh(memoryview(window.packets[0]), units):
         raise UnsupportedError("the clip starts at a picture that is not an instantaneous refresh")
     base = window.stream.time_base
     if base is None or any((after - before) * base * 1000 < 1 for before, after in pairwise(window.times)):
@@ -91,17 +93,6 @@ def _is_open(window: Window) -> bool:
         if packet.pts is not None and key is not None and packet.pts < key:
             return True
         key = packet.pts if packet.is_keyframe else key
-    return False
-
-
-def _is_refresh(packet: bytes) -> bool:
-    """Whether H.264 begins anew here. libav marks points of gradual recovery as key frames, too, where NVDEC would show undecoded
-    remains. Units are length-prefixed in MP4 and Matroska."""
-    at = 0
-    while at + 5 <= len(packet):
-        if packet[at + 4] & 0x1F == 5:
-            return True
-        at += 4 + int.from_bytes(packet[at : at + 4], "big")
     return False
 
 

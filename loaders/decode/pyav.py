@@ -30,6 +30,7 @@ from loaders.decode.giving_up import check
 from loaders.decode.together import Several, grouped, union
 from loaders.decode.trim import NoStartError, Window, open_window, tells_all
 
+_WITH_MESSAGES = frozenset(["h264", "hevc"])
 _SKIPPING = frozenset(["h264", "hevc"])
 """Codecs whose decoders may be told anew with every packet whether to skip; dav1d listens only once."""
 
@@ -150,13 +151,13 @@ def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface,
     """From the key frame before the clip; where that fails, from the ones before: a key frame may be only a point from
     which the picture recovers gradually."""
     first: CorruptionError | None = None
-    for earlier, trusting in _starts(request):
+    for earlier, trusting, bare in _starts(request):
         if isinstance(first, NoStartError) and earlier.wanted.key == request.wanted.key:
             continue
         try:
             with open_window(earlier, trusting=trusting) as window:
                 pts = window.pts
-                return _clip(window, earlier, begin()), pts
+                return _clip(replace(window, bare=bare), earlier, begin()), pts
         except CorruptionError as error:
             first = first or error
         except MillraceError as error:
@@ -165,21 +166,24 @@ def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface,
     raise first
 
 
-def _starts(request: Request) -> Iterator[tuple[Request, bool]]:
+def _starts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
     """The request as it is, where possible as the container describes it; then as libav finds it; then started one key frame
-    earlier; then at the first one."""
+    earlier; then at the first one. At last without the stream's messages: some encoders write such as strict decoders refuse."""
     if tells_all(request):
-        yield request, True
+        yield request, True, False
     keys = request.info.key_frames
     at = keys.index(request.wanted.key) if request.wanted.key in keys else 0
     for number in sorted({at, max(0, at - 1), 0}, reverse=True):
-        yield replace(request, wanted=replace(request.wanted, key=keys[number])), False
+        yield replace(request, wanted=replace(request.wanted, key=keys[number])), False, False
+    if request.info.codec in _WITH_MESSAGES:
+        yield request, False, True
 
 
 def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
     """Only wanted frames are drawn, and a frame that is held is drawn once."""
     picks, filled = window.picks, 0
-    for rank, frame in _ranked(window):
+    ranked = _ranked(window)
+    for rank, frame in ranked:
         if picks[filled] < rank:
             break
         _check(frame, request)
@@ -191,8 +195,20 @@ def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
             canvas.again(filled)
             filled += 1
         if filled == len(picks):
+            _check_others(window, ranked)
             return canvas
     raise CorruptionError(f"only {filled} of the clip's {len(picks)} frames could be decoded")
+
+
+def _check_others(window: Window, ranked: Iterator[tuple[int, VideoFrame]]) -> None:
+    """What was decoded and is shown after the clip: its frames may refer to those."""
+    if window.stamped:
+        for _, frame in ranked:
+            _check_whole(frame)
+        return
+    with contextlib.suppress(EOFError):  # it was told before that nothing follows
+        for frame in window.stream.codec_context.decode(None):
+            _check_whole(frame)
 
 
 def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
@@ -212,20 +228,23 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
     that comes after the last wanted one in the order of decoding."""
     context = window.stream.codec_context
     context.thread_count = 1
-    if not window.stamped:
-        for packet in window.packets:
-            check()
-            yield from context.decode(packet)
-    else:
-        wanted = set(window.pts)
-        packets = _until(window.packets, wanted)
-        skipping = context.codec.canonical_name in _SKIPPING
-        needed = _in_lower_layers(window, packets) if skipping else set[int]()
-        for number, packet in enumerate(packets):
-            check()
-            if skipping:
-                context.skip_frame = "DEFAULT" if packet.pts in wanted or number in needed else "NONREF"
-            yield from context.decode(packet)
+    codec, packets, needed = context.codec.canonical_name, window.packets, set[int]()
+    skipping = window.stamped and codec in _SKIPPING
+    wanted = set(window.pts) if window.stamped else set[int]()
+    if window.stamped:
+        packets = _until(packets, wanted)
+    if skipping:
+        needed = _in_lower_layers(window, packets)
+    for number, packet in enumerate(packets):
+        check()
+        if skipping:
+            context.skip_frame = "DEFAULT" if packet.pts in wanted or number in needed else "NONREF"
+        if window.bare:
+            units = bitstream.length_size(codec, context.extradata)
+            packet.update(bitstream.without_messages(codec, memoryview(packet), units))
+        if codec == "ffv1" and context.extradata and bitstream.ffv1_damaged(memoryview(packet)):
+            raise CorruptionError(f"a slice of the frame at time stamp {packet.pts} is damaged")
+        yield from context.decode(packet)
     yield from context.decode(None)
 
 
@@ -241,15 +260,19 @@ def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> 
     return {number for number, (layer, referred) in enumerate(layers) if not referred and layer < highest}
 
 
-def _until(packets: Sequence[Packet[VideoStream]], wanted: set[Any]) -> Sequence[Packet[VideoStream]]:
+def _until(packets: list[Packet[VideoStream]], wanted: set[int]) -> list[Packet[VideoStream]]:
     """The packets up to the last that holds a wanted frame."""
     last = max((number for number, packet in enumerate(packets) if packet.pts in wanted), default=len(packets) - 1)
     return packets[: last + 1]
 
 
-def _check(frame: VideoFrame, request: Request) -> None:
+def _check_whole(frame: VideoFrame) -> None:
     if frame.is_corrupt:
         raise CorruptionError(f"the frame at time stamp {frame.pts} is damaged")
+
+
+def _check(frame: VideoFrame, request: Request) -> None:
+    _check_whole(frame)
     if (frame.width, frame.height) != (request.info.width, request.info.height):
         raise CorruptionError(
             f"a frame of {frame.width}x{frame.height} in a video of {request.info.width}x{request.info.height}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right, insort
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import BinaryIO, TypeAlias, TypeVar, cast
 
@@ -50,6 +50,10 @@ _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "web
 _DECODING = {
     "max_pixels": str(limits.FRAME_PIXELS)
 }  # the index knows the first frame's size; a later one may be a bomb
+_EXPLODING = {"err_detect": "crccheck+explode"}
+_STRICT = frozenset(["hevc", "mjpeg"])
+"""Codecs whose decoders find more damage if they are told to. That of H.264 is told so where it begins at an instantaneous
+refresh; elsewhere pictures may miss what came before, without harm. Others find as much without, or nothing at all."""
 _READ_BYTES = 1 << 16
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
@@ -63,7 +67,7 @@ Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
 class Window(msgspec.Struct, frozen=True):
     """What `open_window` yields; valid inside its `with` block only, and its packets can be decoded or muxed once.
 
-    `stamped` is False where frames are told apart by counting alone.
+    `stamped` is False where frames are told apart by counting alone. `bare`: decode without supplemental messages.
     """
 
     stream: VideoStream
@@ -71,6 +75,7 @@ class Window(msgspec.Struct, frozen=True):
     times: list[int]
     picks: tuple[int, ...]
     stamped: bool
+    bare: bool = False
 
     @property
     def pts(self) -> tuple[int, ...]:
@@ -152,8 +157,10 @@ def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]
     cut = _excerpt(request) if trusting else None
     data, read = (request.data, _read) if cut is None else (cut, _read_excerpt)
     with ExitStack() as stack:
-        container = stack.enter_context(open_media(data, trusting=trusting, ext=request.info.ext))
-        window = read(container, request)
+        window = None
+        if request.info.codec in _ONE_PACKET_ONE_FRAME:
+            container = stack.enter_context(open_media(data, trusting=trusting, ext=request.info.ext))
+            window = read(container, request)
         if window is None:
             stack.close()
             window = _whole(stack.enter_context(open_media(request.data)), request)
@@ -208,7 +215,7 @@ def _read(container: av.container.InputContainer, request: Request) -> Window | 
     try:
         packets, times, ended = _collect(_from_key(container, stream, wanted), wanted)
     except NoStartError:
-        if wanted.key == info.key_frames[0]:
+        if wanted.key == info.key_frames[0] and wanted.key.pts == info.start_pts:
             return None
         raise
     if any(packet.pts is None for packet in packets):
@@ -228,7 +235,8 @@ def _video(container: av.container.InputContainer, number: int) -> VideoStream:
     stream = container.streams[number] if number < len(container.streams) else None
     if not isinstance(stream, VideoStream) or stream.codec_context is None:  # of a codec that libav does not know
         raise CorruptionError(f"stream {number} is not the video stream that the index lists")
-    stream.codec_context.options = _DECODING
+    strict = stream.codec_context.codec.canonical_name in _STRICT
+    stream.codec_context.options = _DECODING | (_EXPLODING if strict else {})
     return stream
 
 
@@ -250,7 +258,11 @@ def _whole(container: av.container.InputContainer, request: Request) -> Window:
     stream = _video(container, info.stream)
     with demuxed(container, stream) as source:
         packets = list(_bounded(source, len(request.data)))
-    times = _times(packets, stream)
+    codec = stream.codec_context.codec.canonical_name
+    times = _times(packets, [is_shown(codec, memoryview(packet)) for packet in packets])
+    if len(times) != info.frames and codec == "mpeg4":
+        views = (memoryview(packet) for packet in packets)
+        times = _times(packets, bitstream.mpeg4_shown(stream.codec_context.extradata, views))
     if len(times) != info.frames:
         times = _decoded_times(request)
     if wanted.by == "index":
@@ -269,17 +281,9 @@ def _bounded(source: Packets, length: int) -> Packets:
             yield packet
 
 
-def _times(packets: list[Packet[VideoStream]], stream: VideoStream) -> list[int]:
+def _times(packets: Sequence[Packet[VideoStream]], shown: Iterable[bool]) -> list[int]:
     """The instants of the packets that show a frame, in order."""
-    codec = stream.codec_context.codec.canonical_name
-    views = (memoryview(packet) for packet in packets)
-    if codec == "mpeg4":
-        shown = list(bitstream.mpeg4_shown(stream.codec_context.extradata, views))
-    else:
-        shown = [is_shown(codec, view) for view in views]
-    stamps = (
-        packet.pts if packet.pts is not None else packet.dts for packet, one in zip(packets, shown, strict=True) if one
-    )
+    stamps = (p.pts if p.pts is not None else p.dts for p, one in zip(packets, shown, strict=True) if one)
     return sorted(_NEVER if stamp is None else stamp for stamp in stamps)
 
 
@@ -358,6 +362,8 @@ def _check_start(packet: Packet[VideoStream]) -> None:
             f"decoding cannot begin at the key frame of time stamp {packet.pts}, which the index lists",
             hint="index the dataset again",
         )
+    if codec == "h264" and bitstream.is_refresh(memoryview(packet), units):
+        context.options = _DECODING | _EXPLODING
 
 
 def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:

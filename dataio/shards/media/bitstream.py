@@ -15,18 +15,23 @@ Failure behaviour: a packet that cannot be understood is no clean start, is show
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 
 from dataio.core.errors import UnsupportedError
 
 _H264_IDR, _H264_SLICE, _H264_PARTITION, _H264_SEI = 5, 1, 2, 6
+_H264_NOTHING, _HEVC_SEI, _HEVC_NOTHING = 31, 39, 63
 _RECOVERY_POINT = 6
 _I_SLICES = frozenset([2, 4, 7, 9])  # I and SI, of a picture with others or of one with such slices alone
 _HEVC_KEYS = range(16, 24)
 _HEVC_PICTURES = range(32)
 _HEVC_REFERENCES = range(16)
 """Kinds of HEVC pictures that say by their lowest bit whether others of their temporal layer refer to them."""
-_MPEG4_LAYERS, _MPEG4_B, _OTHER_ASPECT = range(0x20, 0x30), 2, 15
+_MPEG4_PICTURE, _MPEG4_LAYERS, _MPEG4_B, _OTHER_ASPECT = 0xB6, range(0x20, 0x30), 2, 15
+_FFV1_CHECKED, _FFV1_PLAIN, _FFV1_MOST_SLICES = 8, 3, 1024
+_FFV1_STARTS = (0, 0x5E31029E)
+"""Of the checksums of versions 3 and 4."""
 _HEAD = 1024
 """Bytes of a unit that are looked at."""
 _MOST_UNITS = 4096
@@ -61,6 +66,11 @@ def starts_clean(codec: str, data: memoryview, length_size: int) -> bool:
     return True
 
 
+def is_refresh(data: memoryview, length_size: int) -> bool:
+    """Whether H.264 begins anew at this packet, so that nothing before it is referred to."""
+    return any(unit[0] & 31 == _H264_IDR for unit in _units(data, length_size))
+
+
 def layer(data: memoryview, length_size: int) -> tuple[int, bool]:
     """The temporal layer of an HEVC picture, and whether later pictures of that layer may refer to it; those of higher layers
     always may."""
@@ -69,6 +79,48 @@ def layer(data: memoryview, length_size: int) -> tuple[int, bool]:
             kind = unit[0] >> 1 & 63
             return (unit[1] & 7) - 1, kind not in _HEVC_REFERENCES or bool(kind & 1)
     return 0, True
+
+
+def without_messages(codec: str, data: memoryview, length_size: int) -> bytes:
+    """The packet with other units in place of its supplemental messages, which say nothing of pixels: but the digests of HEVC."""
+    found = bytearray(data)
+    for at, unit in _placed(data, length_size):
+        if codec == "h264" and unit[0] & 31 == _H264_SEI:
+            found[at] = unit[0] & 0xE0 | _H264_NOTHING
+        elif codec == "hevc" and unit[0] >> 1 & 63 == _HEVC_SEI:
+            found[at] = unit[0] & 0x81 | _HEVC_NOTHING << 1
+    return bytes(found)
+
+
+def ffv1_damaged(data: memoryview) -> bool:
+    """Whether a slice of an FFV1 picture, of version 3 and later, is not what was encoded: libav shows the slice of the picture
+    before it instead. Slices end with their size in 3 bytes and, where they have a checksum, a zero and CRC-32 (RFC 9043, 4.8).
+    """
+    checked = _ffv1_slices(data, _FFV1_CHECKED)
+    if checked is None:
+        return _ffv1_slices(data, _FFV1_PLAIN) is None
+    return not any(all(_is_kept(data[at:end], start) for at, end in checked) for start in _FFV1_STARTS)
+
+
+def _ffv1_slices(data: memoryview, trailer: int) -> list[tuple[int, int]] | None:
+    """Where the slices lie; None if they do not fill the packet."""
+    found, end = list[tuple[int, int]](), len(data)
+    while end >= trailer and len(found) < _FFV1_MOST_SLICES:
+        size = int.from_bytes(data[end - trailer : end - trailer + 3], "big") + trailer
+        if size > end:
+            return None
+        found.append((end - size, end))
+        end -= size
+    return None if end else found
+
+
+_MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+
+
+def _is_kept(data: memoryview, start: int) -> bool:
+    """Whether the CRC-32 whose bits go from the highest to the lowest leaves `start` as it is, both with mirrored bits, as zlib
+    has them."""
+    return ~zlib.crc32(bytes(data).translate(_MIRRORED), ~start & 0xFFFFFFFF) & 0xFFFFFFFF == start
 
 
 def _is_picture(unit: bytes) -> bool:
@@ -118,42 +170,42 @@ def mpeg4_shown(described: bytes | None, packets: Iterable[memoryview]) -> Itera
 
     `UnsupportedError` for a B-frame behind a picture that is not coded: libav would take other pictures for those it refers to.
     """
-    bits, lent, missing = _mpeg4_clock(described or b""), 0, False
+    clock = next((_mpeg4_clock(unit) for kind, unit in _mpeg4_units(described or b"") if kind in _MPEG4_LAYERS), 0)
+    lent, missing = 0, False
     for packet in packets:
-        data = bytes(packet)
-        bits = _mpeg4_clock(data) or bits
-        pictures = [data[at + 4 : at + 20] for at in _starts_of(data, b"\0\0\1\xb6")]
+        pictures = list[bytes]()
+        for kind, unit in _mpeg4_units(bytes(packet)):
+            if kind == _MPEG4_PICTURE:
+                pictures.append(unit)
+            elif kind in _MPEG4_LAYERS:
+                clock = _mpeg4_clock(unit)
         if missing and pictures and pictures[0][:1] and pictures[0][0] >> 6 == _MPEG4_B:
             raise UnsupportedError("it has B-frames behind pictures that are not coded", hint="encode it anew")
-        coded = sum(_is_coded(picture, bits) for picture in pictures)
+        coded = sum(_is_coded(picture, clock) for picture in pictures)
         missing = not coded + lent
         yield not missing
         lent = max(0, lent + coded - 1)
 
 
-def _starts_of(data: bytes, code: bytes) -> Iterator[int]:
-    at = data.find(code)
-    while at >= 0:
-        yield at
-        at = data.find(code, at + 4)
+def _mpeg4_units(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The kind of each unit, and its first bytes."""
+    at = data.find(b"\0\0\1")
+    while 0 <= at < len(data) - 3:
+        yield data[at + 3], data[at + 4 : at + 68]
+        at = data.find(b"\0\0\1", at + 3)
 
 
 def _is_coded(picture: bytes, clock: int) -> bool:
-    """The bit behind the picture's kind, its seconds and its fraction of a second, which takes `clock` bits."""
-    bits = _Bits(picture)
-    bits.take(2)
-    while bits.take(1):
-        pass
-    bits.take(1 + clock + 1)
-    return bool(bits.take(1)) or not clock
+    """The bit behind the picture's kind (2 bits), its seconds (ones and a zero) and its fraction of a second, which takes `clock`
+    bits between two others."""
+    bits = int.from_bytes(picture[:16].ljust(16, b"\0"), "big")
+    seconds = 126 - (~bits & (1 << 126) - 1).bit_length()
+    return not clock or bool(bits >> 127 - (2 + seconds + 1 + 1 + clock + 1) & 1)
 
 
-def _mpeg4_clock(data: bytes) -> int:
-    """How many bits the fraction of a second takes, by the last description of a layer; 0 where there is none."""
-    at = max((data.rfind(b"\0\0\1" + bytes([kind])) for kind in _MPEG4_LAYERS), default=-1)
-    if at < 0:
-        return 0
-    bits = _Bits(data[at + 4 : at + 64])
+def _mpeg4_clock(layer: bytes) -> int:
+    """How many bits the fraction of a second takes, by the description of a layer."""
+    bits = _Bits(layer)
     bits.take(9)
     if bits.take(1):
         bits.take(7)
@@ -193,10 +245,15 @@ def _unescaped(unit: bytes) -> bytes:
 
 def _units(data: memoryview, length_size: int) -> Iterator[bytes]:
     """The first bytes of each unit."""
+    return (unit for _, unit in _placed(data, length_size))
+
+
+def _placed(data: memoryview, length_size: int) -> Iterator[tuple[int, bytes]]:
+    """Where each unit begins, and its first bytes."""
     return _counted(data, length_size) if length_size else _parted(bytes(data))
 
 
-def _counted(data: memoryview, length_size: int) -> Iterator[bytes]:
+def _counted(data: memoryview, length_size: int) -> Iterator[tuple[int, bytes]]:
     at = 0
     for _ in range(_MOST_UNITS):
         size = int.from_bytes(data[at : at + length_size], "big")
@@ -204,11 +261,11 @@ def _counted(data: memoryview, length_size: int) -> Iterator[bytes]:
         if at >= len(data):
             return
         if size:
-            yield bytes(data[at : at + min(size, _HEAD)])
+            yield at, bytes(data[at : at + min(size, _HEAD)])
         at += size
 
 
-def _parted(data: bytes) -> Iterator[bytes]:
+def _parted(data: bytes) -> Iterator[tuple[int, bytes]]:
     at = data.find(b"\0\0\1")
     for _ in range(_MOST_UNITS):
         if at < 0 or at + 3 >= len(data):
@@ -216,5 +273,5 @@ def _parted(data: bytes) -> Iterator[bytes]:
         after = data.find(b"\0\0\1", at + 3)
         end = len(data) if after < 0 else after
         if at + 3 < end:
-            yield data[at + 3 : min(end, at + 3 + _HEAD)]
+            yield at + 3, data[at + 3 : min(end, at + 3 + _HEAD)]
         at = after

@@ -18,6 +18,7 @@ from loaders.clip import Wanted
 from loaders.decode.choose import AutoDecoder
 from loaders.decode.contract import Decoded, Request
 from loaders.decode.pyav import PyAVDecoder
+from tests.loaders import made
 
 CUTS = 24
 InfoOf = Callable[[bytes, str], VideoInfo]
@@ -102,3 +103,89 @@ def test_an_index_that_does_not_fit_the_file_is_found_out(media: Path, info_of: 
     ]
     for described, wanted in wrong:
         assert isinstance(outcome(data, described, wanted), CorruptionError)
+
+
+# --- damage that the codec can tell
+
+
+def payloads(data: bytes) -> list[tuple[int, int, bool]]:
+    """Where the packets of the first video lie: begin, end, and whether it is a key frame."""
+    with av.open(io.BytesIO(data)) as container:
+        packets = [packet for packet in container.demux(video=0) if packet.size]
+    found = []
+    for packet in packets:
+        at = data.index(bytes(packet))
+        found.append((at, at + packet.size, packet.is_keyframe))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"slices": "9"}, {"level": "4", "slicecrc": "2", "strict": "experimental"}])
+def test_checksums_of_ffv1_are_compared(options: dict[str, str], info_of: InfoOf) -> None:
+    data = made.make(made.Made("", "ffv1", "matroska", width=160, height=128, frames=6, options=options))
+    info, (begin, end, _) = info_of(data, "mkv"), payloads(data)[3]
+    assert isinstance(outcome(data, info, clip(info, [2, 3])), np.ndarray)
+    for at in np.linspace(begin, end - 1, 12).astype(int):
+        spoilt = bytearray(data)
+        spoilt[at] ^= 4
+        found = outcome(bytes(spoilt), info, clip(info, [3]))
+        assert isinstance(found, CorruptionError), at
+        assert isinstance(outcome(bytes(spoilt), info, clip(info, [2])), np.ndarray)
+
+
+@pytest.mark.parametrize("options", [{"slicecrc": "0"}, {"level": "1"}])
+def test_ffv1_without_checksums_is_decoded(options: dict[str, str], info_of: InfoOf) -> None:
+    data = made.make(made.Made("", "ffv1", "matroska", width=160, height=128, frames=6, options=options))
+    info = info_of(data, "mkv")
+    assert isinstance(outcome(data, info, clip(info, [2, 3])), np.ndarray)
+
+
+def test_a_packet_of_hevc_that_was_lost_before_the_file_was_packed_is_noticed(info_of: InfoOf) -> None:
+    options = {"x265-params": "log-level=none:pools=1:keyint=40:bframes=0"}
+    kind = made.Made("", "libx265", "mp4", width=160, height=128, options=options)
+    data, target = made.make(kind), io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(target, "w", format="mp4") as output:
+        copy = output.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(source.demux(video=0)):
+            if packet.size and number != 10:
+                packet.stream = copy
+                output.mux(packet)
+    lossy = target.getvalue()
+    info = info_of(lossy, "mp4")
+    assert isinstance(outcome(lossy, info, clip(info, [5, 8])), np.ndarray)
+    assert isinstance(outcome(lossy, info, clip(info, [14, 16])), CorruptionError)
+
+
+def test_damage_of_a_picture_that_is_shown_after_the_clip_and_needed_by_it_is_noticed(info_of: InfoOf) -> None:
+    options = {"x264-params": "bframes=3:b-adapt=0:b-pyramid=none:keyint=40:scenecut=0"}
+    data = made.make(made.Made("", "libx264", "mp4", width=160, height=128, options=options))
+    info, places = info_of(data, "mp4"), payloads(data)
+    spoilt = bytearray(data)
+    begin, end, _ = places[5]  # I P B B B P: the sixth packet is the picture that is shown as number 8
+    spoilt[(begin + end) // 2 : (begin + end) // 2 + 40] = bytes(40)
+    assert isinstance(outcome(bytes(spoilt), info, clip(info, [1, 3])), np.ndarray)
+    assert isinstance(outcome(data, info, clip(info, [5, 6])), np.ndarray)
+    assert isinstance(outcome(bytes(spoilt), info, clip(info, [5, 6])), CorruptionError)
+
+
+def test_messages_that_a_strict_decoder_refuses_say_nothing_of_the_pictures(info_of: InfoOf) -> None:
+    for codec, unit in (("libx264", b"\x06\x05\xff\xff\x01"), ("libx265", b"\x4e\x01\x05\xff\xff\x01")):
+        params = {"x264-params": "keyint=20", "x265-params": "log-level=none:pools=1:keyint=20"}
+        data, target = made.make(made.Made("", codec, "mp4", options=params)), io.BytesIO()
+        with av.open(io.BytesIO(data)) as source, av.open(target, "w", format="mp4") as output:
+            stream = source.streams.video[0]
+            copy = output.add_stream_from_template(stream)
+            for packet in source.demux(stream):
+                if packet.size:
+                    more: Any = av.Packet(len(unit).to_bytes(4, "big") + unit + bytes(packet))
+                    more.pts, more.dts, more.duration = packet.pts, packet.dts, packet.duration
+                    more.time_base, more.is_keyframe, more.stream = packet.time_base, packet.is_keyframe, copy
+                    output.mux(more)
+        odd = target.getvalue()
+        with av.open(io.BytesIO(odd)) as container, pytest.raises(av.FFmpegError):
+            container.streams.video[0].codec_context.options = {"err_detect": "explode"}
+            list(container.decode(video=0))
+        info = info_of(odd, "mp4")
+        wanted = clip(info, [21, 24])
+        found, right = outcome(odd, info, wanted), outcome(data, info_of(data, "mp4"), wanted)
+        assert isinstance(found, np.ndarray), found
+        assert (found == right).all()
