@@ -7,7 +7,7 @@
     fetch source, key, offset → found size, digest, and the bytes from offset | absent
 
 Invariants: a message has at most `MESSAGE_BYTES`, is refused before it is read otherwise, and decodes to these types only; bytes
-that follow are announced and bounded. Every read and write has a time limit.
+that follow are announced and bounded. Every message and every body has one time limit for the whole of it, however it drips.
 Failure behaviour: `ProtocolError` for what is no message; `OSError` when the connection breaks or is too slow.
 """
 
@@ -30,6 +30,9 @@ OBJECT_BYTES = 2 * GIB
 RECORDS = 256
 """The most records that one answer lists."""
 IO_SECONDS = 30.0
+"""For a message, once it is waited for; and for any silence."""
+LEAST_RATE = 32 * KIB
+"""Bytes a second below which a body is given up: half of the least pace that can be set."""
 PIECE = 1 * MIB
 _LENGTH = struct.Struct("<I")
 Size = Annotated[int, msgspec.Meta(ge=0, le=OBJECT_BYTES)]
@@ -141,7 +144,7 @@ class Channel:
 
     def send(self, message: Message) -> None:
         data = msgspec.msgpack.encode(message)
-        self._sock.sendall(_LENGTH.pack(_bounded(len(data))) + data)
+        self._send_all(memoryview(_LENGTH.pack(_bounded(len(data))) + data), time.monotonic() + IO_SECONDS)
 
     def request(self) -> Request | None:
         """What the peer asks; None when it has hung up between two messages."""
@@ -155,29 +158,32 @@ class Channel:
 
     def send_bytes(self, pieces: Iterable[memoryview | bytes]) -> int:
         """Send them at the pace that was given; how many there were."""
-        sent = 0
+        sent, until = 0, time.monotonic() + IO_SECONDS
         for piece in pieces:
             view = memoryview(piece)
             for at in range(0, len(view), PIECE):
                 part = view[at : at + PIECE]
+                until += len(part) / LEAST_RATE
                 self._pace.take(len(part))
-                self._sock.sendall(part)
+                self._send_all(part, until)
                 sent += len(part)
         return sent
 
     def body(self, size: int) -> Iterator[memoryview]:
         """The next `size` bytes in pieces, each valid until the next."""
         buffer, left = memoryview(bytearray(min(PIECE, max(size, 1)))), size
+        until = time.monotonic() + IO_SECONDS
         while left:
             part = buffer[: min(left, len(buffer))]
-            self._fill(part)
+            until += len(part) / LEAST_RATE
+            self._fill(part, until)
             yield part
             left -= len(part)
 
     def whole(self, size: int) -> bytes:
         """The next `size` bytes."""
         data = bytearray(size)
-        self._fill(memoryview(data))
+        self._fill(memoryview(data), time.monotonic() + IO_SECONDS + size / LEAST_RATE)
         return bytes(data)
 
     def close(self) -> None:
@@ -185,7 +191,7 @@ class Channel:
 
     def _receive(self, decoder: msgspec.msgpack.Decoder[M]) -> M | None:
         head = bytearray(_LENGTH.size)
-        if not self._fill(memoryview(head), may_end=True):
+        if not self._fill(memoryview(head), time.monotonic() + IO_SECONDS, may_end=True):
             return None
         data = self.whole(_bounded(_LENGTH.unpack(head)[0]))
         try:
@@ -193,9 +199,22 @@ class Channel:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"what came is not a message: {error}") from None
 
-    def _fill(self, view: memoryview, *, may_end: bool = False) -> bool:
+    def _send_all(self, view: memoryview, until: float) -> None:
+        while view:
+            self._limit(until)
+            view = view[self._sock.send(view) :]
+
+    def _limit(self, until: float) -> None:
+        """The next read or write ends by then, and after a silence of `IO_SECONDS` at the latest."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it took too long as a whole")
+        self._sock.settimeout(min(left, IO_SECONDS))
+
+    def _fill(self, view: memoryview, until: float, *, may_end: bool = False) -> bool:
         done = 0
         while done < len(view):
+            self._limit(until)
             got = self._sock.recv_into(view[done:])
             if not got:
                 if may_end and not done:

@@ -156,9 +156,11 @@ class Reservation:
     def __init__(self, room: Room) -> None:
         self._room = room
         self._folder = room.root / "writing" / secrets.token_hex(8)
-        self._folder.mkdir(mode=0o700)
-        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # at most as long as somebody looks whether we live
+        hidden = self._folder.with_name(f".{self._folder.name}")  # until it is locked, nobody takes it for a dead one's
+        hidden.mkdir(mode=0o700)
+        self._lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        hidden.rename(self._folder)
         self._claim = self._used = self._files = 0
 
     def writer(self, source: str, key: str) -> Writer:
@@ -241,7 +243,7 @@ def claim_of(folder: Path) -> int | None:
 
 
 def _is_young(folder: Path) -> bool:
-    """A writer makes its folder a moment before it locks it."""
+    """Writers of earlier releases locked their folder a moment after they had made it."""
     try:
         return time.time() - folder.lstat().st_mtime < 5
     except OSError:

@@ -38,7 +38,7 @@ from dataio.store.tier.record import Record
 from dataio.store.tier.retention import Limits
 
 STRAY_SECONDS = 1800.0
-"""How long an object may lie here that no record needs yet."""
+"""How long an object may lie here that no record needs yet: as long as one process has seen it, whatever the clocks say."""
 LOCK_SECONDS, _POLL_SECONDS = 60.0, 0.002
 """How long anybody waits for the directory's lock, which is held for a look through the directory."""
 _log = get_logger(__name__)
@@ -51,6 +51,7 @@ class Shelf:
         self.root, self.limits = private_directory(root), limits
         for name in ("objects", "records", "writing"):
             private_directory(root / name)
+        self._strays: dict[str, float] = {}  # since when, by the monotonic clock
 
     # objects
 
@@ -164,11 +165,11 @@ class Shelf:
         records = self.records()
         self._forget(retention.beyond(records, self.limits.steps))
         needed = {_hash(r.source, key) for r in self.records() for key in r.keys}
-        before = time.time() - STRAY_SECONDS
-        for path in self._files("objects"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.name not in needed and path.lstat().st_mtime < before:
-                    path.unlink()
+        now, seen = time.monotonic(), self._strays
+        self._strays = {p.name: seen.get(p.name, now) for p in self._files("objects") if p.name not in needed}
+        for name, since in self._strays.items():
+            if now - since > STRAY_SECONDS:
+                (self.root / "objects" / name).unlink(missing_ok=True)
 
     def _forget(self, gone: list[Record]) -> None:
         if not gone:

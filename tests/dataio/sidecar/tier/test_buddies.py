@@ -293,6 +293,35 @@ def test_no_bytes_decode_to_anything_but_a_message(data: bytes) -> None:
             assert isinstance(p.Channel(ours).request(), p.Message)
 
 
+@pytest.mark.parametrize("what", ["message", "body", "reader"])
+def test_a_peer_that_drips_is_given_up_as_one_that_is_silent(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p, "IO_SECONDS", 0.5)
+    monkeypatch.setattr(p, "LEAST_RATE", 1 << 30)
+    ours, theirs = socket.socketpair()
+    over, dripped = threading.Event(), []
+
+    def drip() -> None:
+        while not over.wait(0.05):
+            dripped.append(theirs.recv(1) if what == "reader" else theirs.send(b"\0"))
+
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        channel, thread = p.Channel(ours), threading.Thread(target=drip)
+        theirs.sendall(struct.pack("<I", 1000) if what == "message" else b"")
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            if what == "reader":
+                channel.send_bytes([bytes(4 * MIB)])
+            else:
+                channel.answer() if what == "message" else channel.whole(1000)
+        held = time.monotonic() - began
+        over.set()
+        thread.join()
+    assert len(dripped) > 2
+    assert held < 20
+
+
 def test_more_peers_than_allowed_are_turned_away(guest: TierConfig, listening: Listening) -> None:
     held = [connect(guest) for _ in range(servers.CONNECTIONS)]
     with pytest.raises(BuddyError):
