@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, MillraceError, UsageError
-from dataio.core.redact import redact
+from dataio.core.redact import printable, redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "pack": (
@@ -167,7 +167,7 @@ def _machine(name: str, error: OSError, *, as_json: bool) -> int:
 def _bug(name: str, error: Exception) -> int:
     if os.environ.get("MILLRACE_DEBUG"):
         raise error
-    what = redact(f"{type(error).__name__}: {error}")
+    what = printable(redact(f"{type(error).__name__}: {error}"))
     print(
         f"{name}: bug in Millrace: {what}\n  next: run again with MILLRACE_DEBUG=1 and report the traceback",
         file=sys.stderr,
@@ -179,9 +179,9 @@ def _report(name: str, error: MillraceError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": {"code": error.code, "message": error.message, "hint": error.hint}}))
         return
-    print(f"{name}: error: {error.message}", file=sys.stderr)
+    print(printable(f"{name}: error: {error.message}"), file=sys.stderr)
     if error.hint:
-        print(f"  next: {error.hint}", file=sys.stderr)
+        print(printable(f"  next: {error.hint}"), file=sys.stderr)
 
 
 if __name__ == "__main__":

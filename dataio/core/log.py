@@ -1,4 +1,4 @@
-"""Logging: standard library loggers under `millrace`, with secrets redacted in every record, tracebacks included.
+"""Logging: standard library loggers under `millrace`, without secrets and terminal escapes, tracebacks included.
 
 Invariant: importing Millrace configures nothing of the application's logging; only `setup` (used by the command line and
 the daemon) installs a handler. Redaction happens in the logger itself, so it holds for the application's handlers too.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from dataio.core.redact import redact
+from dataio.core.redact import printable, redact
 
 _ROOT = "millrace"
 _ONCE_LIMIT = 1000
@@ -20,9 +20,9 @@ _said: set[str] = set()
 
 class _Redacting(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = redact(record.getMessage()), ()
+        record.msg, record.args = printable(redact(record.getMessage())), ()
         if record.exc_info:  # handlers print this text instead of making their own
-            record.exc_text = redact(_FORMATTER.formatException(record.exc_info))
+            record.exc_text = printable(redact(_FORMATTER.formatException(record.exc_info)))
         return True
 
 

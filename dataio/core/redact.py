@@ -41,6 +41,11 @@ def redact(text: str) -> str:
     return text
 
 
+def printable(text: str) -> str:
+    """`text` without what a terminal obeys: escapes and other characters that are not printed become `?`."""
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\t\n" else "?" for c in text)
+
+
 def is_secret_name(name: str) -> bool:
     """Whether an option of this name holds a secret."""
     return bool(re.search(_SECRET_NAME, name))

@@ -203,7 +203,7 @@ class QuarantineList:
     def _parse(self, data: bytes, key: str, kind: type[Any]) -> Any:
         try:
             found = msgspec.json.decode(data, type=kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptionError(f"{self.url}: {key} is no part of a list of bad samples: {error}") from error
         if found.format != FORMAT:
             raise CorruptionError(f"{self.url}: {key} is of format {found.format}, not {FORMAT}")

@@ -50,6 +50,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "as large as may be": (text(NAME, NAME + b',\n "x": [' + b"[]," * 5_000_000 + b"1]"), ""),
     "negative size": (changed(lambda d: d["shards"][0].update(size=-1)), "contradicts"),
     "negative rows": (changed(lambda d: d["index"][0].update(rows=-2)), "contradicts"),
+    "not utf-8": (text(b'"name": "good"', b'"name": "\xff\xfe"'), ""),
     "samples that are not there": (changed(lambda d: d.update(samples=10**18)), "contradicts"),
     "a number as text": (changed(lambda d: d.update(samples="2")), "document"),
     "a shard twice": (changed(lambda d: d["shards"].append(d["shards"][0])), "contradicts"),

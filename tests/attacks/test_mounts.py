@@ -385,3 +385,23 @@ def test_what_is_recorded_are_the_allowed_options_only() -> None:
             "anon": False,
         }
     assert mount_of(Location("gs://b/x", {"project": "mine"}, True)).options == {}
+
+
+def test_escapes_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, evil = forge.good(tmp_path / "good"), "\x1b]0;title\x07"
+    changes: list[Any] = [
+        lambda d: d["shards"][0].update(key=f"shards/{evil}.tar"),
+        lambda d: d["index"][0].update(key=f"index/{evil}.parquet"),
+        lambda d: d.update(name=evil, message=evil, created=evil),
+        lambda d: d.update(mounts=[{"name": "m1", "url": f"bad{evil}://x", "options": {}}]),
+    ]
+    for number, change in enumerate(changes):
+        copy = forge.copy(folder, tmp_path / str(number))
+        forge.change_document(copy, change)
+        for words in (["info"], ["verify"], ["ls"], ["log"], ["info", "--trust-mounts"]):
+            cli.main([words[0], str(copy), *words[1:]])
+    cli.main(["info", f"bad{evil}://x"])
+    cli.main([f"in{evil}fo"])
+    said = capsys.readouterr()
+    assert "title" in said.err
+    assert "\x1b" not in said.out + said.err

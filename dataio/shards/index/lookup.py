@@ -266,7 +266,7 @@ class Directory:
             if size > UNPACKED or zstandard.frame_content_size(stored) != size:
                 raise self._bad(page, "it is of another size than the directory says")
             rows = _as_page(_own.unpacker.decompress(stored, max_output_size=size))
-        except (zstandard.ZstdError, msgspec.MsgspecError, RecursionError) as error:
+        except (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self._bad(page, f"it cannot be unpacked: {error}") from error
         if len(rows) != entry["rows"]:
             raise self._bad(page, f"it holds {len(rows)} rows, the directory says {entry['rows']}")
@@ -319,7 +319,7 @@ class Rows:
     def _decoded(self, decode: Any, data: msgspec.Raw, at: int) -> Any:
         try:
             return decode(data)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self._bad(at, f"is not a row: {error}") from error
 
     def _where(self, found: _Files, at: int) -> tuple[str, list[Member]]:

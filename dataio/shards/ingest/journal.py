@@ -69,7 +69,7 @@ class Journal:
             return base
         try:
             return msgspec.json.decode(self._store.get(key), type=_Begun).base
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CorruptionError(f"{key} is damaged", hint="delete the folder packing/ and pack again") from error
 
     def done(self) -> set[int]:

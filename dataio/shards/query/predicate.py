@@ -3,7 +3,8 @@
 Purpose: people write conditions in SQL's own words, and nothing but a condition gets through.
 Invariants: the text is parsed by DuckDB's parser and its tree walked: only the kinds of expression and the functions named here
 are allowed, so no sub-query, no file, no setting and no other statement can be meant. Every column is one of `COLUMNS` or a
-promoted field. What is run is `sql`, over a table of exactly the columns that the text names.
+promoted field. What is run is `sql`, over a table of exactly the columns that the text names. A value is at most `GROWTH` times
+as long as those that it is made of, since DuckDB's limit on memory does not count texts.
 Failure behaviour: `UsageError` quoting the text, with near names for an unknown column.
 """
 
@@ -20,6 +21,9 @@ import duckdb
 from dataio.core.errors import UsageError
 
 TEXT_BYTES = 16 << 10
+GROWTH = 64
+ROW = "__row"
+"""The column of the rows' numbers. A promoted field of this name is reached as `fields."__row"` only."""
 _EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see millrace filter --help)"
 
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -91,8 +95,14 @@ def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
         )
     if not text.strip():
         raise UsageError("the condition is empty", hint="for example: duration > 2 and height >= 720")
-    references = list(_references(_tree(connection, text), text))
-    known = {name.lower(): name for name in fields} | {name: name for name in COLUMNS}
+    tree = _tree(connection, text)
+    references = list(_references(tree, text))
+    if _growth(tree) > GROWTH:
+        raise UsageError(
+            f"the condition {quote(text)} could make its values more than {GROWTH} times as long",
+            hint="let replace put in texts that are no longer than those they replace, and join fewer texts",
+        )
+    known = {name.lower(): name for name in fields if name.lower() != ROW} | {name: name for name in COLUMNS}
     used, own = dict[str, str](), set[str]()
     for path in references:
         if len(path) == 2 and path[0].lower() == "fields":
@@ -110,7 +120,7 @@ def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
         entries = ", ".join(f"{_quoted(name)} := {_extract(name, fields[name])}" for name in sorted(own))
         made.append(f"struct_pack({entries}) AS fields")
         needed.add("fields")
-    inner = ", ".join(["__row", *made])
+    inner = ", ".join([ROW, *made])
     return Predicate(text, tuple(sorted(needed)), f"SELECT __row FROM (SELECT {inner} FROM part) WHERE (\n{text}\n)")
 
 
@@ -180,6 +190,33 @@ def _allow(node: Mapping[str, Any], text: str) -> None:
             f"the condition {quote(text)} holds {what}, which is not allowed in one",
             hint="compare columns with values, and join comparisons with and, or, not",
         )
+
+
+def _growth(tree: Mapping[str, Any]) -> float:
+    """How many times as long as what it is made of a value may be, at most."""
+    longer, joined, waiting = 1.0, 0, [tree]
+    while waiting:
+        node: Any = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            waiting += node.values()
+            name = node["function_name"].lower() if node.get("class") == "FUNCTION" else ""
+            if name in ("concat", "||"):
+                joined += len(node["arguments"])
+            elif name == "replace":
+                longer *= _longer(*(one["expression"] for one in node["arguments"][1:]))
+    return longer * max(joined, 1)
+
+
+def _longer(*found: Mapping[str, Any]) -> float:
+    """By how much `replace` makes a text longer that consists of what it replaces."""
+    old, new = (
+        [str(one["literal"]["text"]) if "literal" in one else None for one in found] if len(found) == 2 else ("", "")
+    )
+    if old is None or new is None:
+        return 1 if new == "" else GROWTH + 1
+    return max(1.0, len(new) / len(old)) if old else 1.0
 
 
 def _field(name: str, fields: Mapping[str, str], text: str) -> str:

@@ -87,7 +87,7 @@ def _check_tag(data: bytes, name: str) -> None:
     versions.check_bytes(data, name)
     try:
         msgspec.json.decode(data, type=tags.Tag)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptionError(f"{name} is not a tag: {error}") from error
 
 

@@ -314,7 +314,7 @@ def decode_dataset(data: bytes, name: str) -> DatasetDocument:
     check_bytes(data, name)
     try:
         return msgspec.json.decode(data, type=DatasetDocument)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{name} is not a dataset document: {error}") from error
 
 
@@ -340,7 +340,7 @@ def decode(data: bytes, version: int, name: str) -> VersionDocument:
     check_bytes(data, name)
     try:
         document = msgspec.json.decode(data, type=VersionDocument)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{name} is not a version document: {error}") from error
     _check(document, version, name)
     return document

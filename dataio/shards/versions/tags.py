@@ -88,7 +88,7 @@ def read(store: Store, name: str) -> Tag:
     versions.check_bytes(data, f"{store.location.url}: {key}")
     try:
         return msgspec.json.decode(data, type=Tag)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{store.location.url}: {key} is not a tag: {error}") from error
 
 

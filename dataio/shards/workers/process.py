@@ -144,7 +144,7 @@ class _Worker:
         except TimeoutError as error:
             self.kill()
             raise DeadlineError(f"reading it took longer than {seconds:.0f} s and was given up") from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self.kill()
             raise CorruptionError("reading it made the decoder answer nonsense") from error
         except (EOFError, OSError, ValueError) as error:

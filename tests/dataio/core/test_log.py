@@ -32,6 +32,16 @@ def test_secrets_of_other_libraries_are_redacted_in_tracebacks_too(caplog: pytes
     assert "hunter2" not in caplog.text
 
 
+def test_terminal_escapes_are_in_no_record(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise RuntimeError("\x1b]0;title\x07")
+    except RuntimeError:
+        get_logger("test.escapes").exception("of a \x1b[31mstranger")
+    assert "?]0;title?" in caplog.text
+    assert "of a ?[31mstranger" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 def test_a_message_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_said", set())
     logger = get_logger("test.once")

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dataio.core.redact import has_secrets, is_secret_name, redact, without_secrets
+from dataio.core.redact import has_secrets, is_secret_name, printable, redact, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,8 @@ def test_names_of_secrets_are_known_and_others_are_not() -> None:
         )
     )
     assert not any(map(is_secret_name, ["region", "endpoint_url", "profile", "keyspace", "monkey", "author"]))
+
+
+def test_what_a_terminal_obeys_is_shown_as_a_question_mark() -> None:
+    assert printable("a\x1b]0;title\x07 \x9b31m\u202eb") == "a?]0;title? ?31m?b"
+    assert printable("zwei Zeilen:\n\täöü 語") == "zwei Zeilen:\n\täöü 語"

@@ -219,6 +219,14 @@ def test_fields_that_are_no_json_object_are_refused(fields: str) -> None:
         rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 0, 0)
 
 
+NOT_UTF8 = lookup.row(GOOD).replace(GOOD.key.encode(), b"\xff" * len(GOOD.key.encode()))
+
+
+def test_a_row_whose_text_is_not_utf8_is_refused() -> None:
+    with pytest.raises(CorruptionError, match="index/x: row 7: is not a row"):
+        rows().sample(msgspec.Raw(NOT_UTF8), 7, 0)
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\xc1", msgspec.msgpack.encode({}), msgspec.msgpack.encode([SHARD]), b"\x91" * 4096]
 )

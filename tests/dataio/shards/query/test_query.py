@@ -17,6 +17,7 @@ from dataio.shards.dataset import Dataset
 from dataio.shards.index import rows as index_rows
 from dataio.shards.query import open_index, predicate, tables
 from dataio.store.open import open_store
+from tests.attacks import forge
 from tests.dataio.shards.making import make
 
 
@@ -47,6 +48,7 @@ CONDITIONS: dict[str, Callable[[Sample], object]] = {
     "shard like '%00000003%'": lambda s: "00000003" in s.shard,
     "caption = ''' or 1=1 --'": lambda s: False,
     "true": lambda s: True,
+    "replace(key, '0000', '-----') || '!' = 'k-----1!'": lambda s: s.key == "k00001",
 }
 
 
@@ -96,6 +98,10 @@ REFUSED = {
     "not " * 3000 + "true": "cannot be read",
     "key = '" + "x" * 20_000 + "'": "longer than",
     "key = '\ud800'": "cannot be read|fails",
+    f"replace(replace(key, 'k', '{'k' * 9}'), 'k', '{'k' * 9}') = 'x'": "64 times as long",
+    "replace(key, 'k', caption) = 'x'": "64 times as long",
+    f"concat({', '.join(['caption'] * 65)}) = 'x'": "64 times as long",
+    f"{' || '.join(['caption'] * 65)} = 'x'": "64 times as long",
 }
 
 
@@ -284,3 +290,13 @@ def test_a_store_is_only_read_by_a_view(opened: Dataset) -> None:
     before = sorted(info.key for info in opened.store.list())
     opened.where("duration > 3")
     assert sorted(info.key for info in opened.store.list()) == before
+
+
+def test_a_field_that_is_called_as_the_column_of_row_numbers_is_a_field(tmp_path: Path) -> None:
+    folder = forge.good(tmp_path / "good")
+    forge.change_document(folder, lambda found: found["index"][0]["fields"].update({"__row": "integer"}))
+    dataset = Dataset(folder)
+    with pytest.raises(UsageError, match="names '__row'"):
+        dataset.where("__row is null")
+    assert len(dataset.where('fields."__row" is null')) == 2
+    assert len(dataset.where('fields."__row" = 3 or w = 3')) == 1
