@@ -16,7 +16,9 @@ import msgspec
 import torch
 
 from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
+from dataio.core.log import get_logger, warn_once
 from dataio.shards.contract import Sample, VideoInfo
+from dataio.shards.media.container import other_videos
 from loaders.clip import Clip, Wanted, choose
 from loaders.contract import Finished, Layout, Loaded, Place
 from loaders.decode import resize
@@ -32,6 +34,7 @@ if TYPE_CHECKING:  # what few loaders need is imported where they need it
     from loaders.sound.decode import Hear
     from loaders.sound.spec import AudioSpec
 
+_log = get_logger(__name__)
 _WHOLE = Cut()
 LIGHT = 1 << 20
 """Pixels that one thread decodes in a go where clips have fewer: some milliseconds'. Of less much is Python's, and threads
@@ -112,7 +115,7 @@ class ClipWork:
             from loaders.sound.decode import decode_audio
 
             hear = decode_audio
-        self._hear = hear
+        self._hear, self._told = hear, False
 
     @property
     def layout(self) -> Layout:
@@ -176,12 +179,25 @@ class ClipWork:
         video = place.sample.video
         if video is None:
             return UnsupportedError("the sample holds no video")
+        if len(place.sample.members) > 1 and not self._told:
+            self._tell_others(place.sample, video)
         try:
             wanted = wanted_by(place, video, self._look.clip)
         except CorruptionError as error:
             return error
         cut = self._cut(place, video)
         return Request(loaded.members[video.ext], video, wanted, self._look.color, cut, loaded.room)
+
+    def _tell_others(self, sample: Sample, video: VideoInfo) -> None:
+        """Once: samples have more videos than the one that is decoded."""
+        if others := other_videos([member.ext for member in sample.members], video.ext):
+            self._told = True
+            named = ", ".join(f".{ext}" for ext in others)
+            warn_once(
+                _log,
+                f"samples hold more than one video, and one is delivered: of {sample.key!r} .{video.ext}, and not {named}; "
+                "to train on the others too, pack each as a sample of its own",
+            )
 
     def _cut(self, place: Place, video: VideoInfo) -> Fit | None:
         """What the decoder is to make of the frames; nothing where they are turned before."""

@@ -26,7 +26,7 @@ from dataio.shards.contract import Member, Sample
 from dataio.shards.in_place.tally import ShardAt, Tally
 from dataio.shards.ingest.pool import ProbePool
 from dataio.shards.ingest.sources import Group
-from dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read
+from dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read, passed_over
 from dataio.shards.media.facts import Described, Failure
 from dataio.shards.pieces import Hasher, size_for
 from dataio.shards.readahead import ReadAhead
@@ -163,9 +163,15 @@ class Pass:
         self._rows.append((raw.offset, sample))
         self._tally.samples += 1
         self._tally.members += len(raw.members)
-        unread = not_read([member.ext for member in raw.members])
+        extensions = [member.ext for member in raw.members]
+        unread = not_read(extensions)
+        apart = [ext for ext in passed_over(extensions) if ext not in _DESCRIBED and "." in ext]
         notes = (
             *facts.notes,
+            *(
+                f"its .{ext} file is kept, and not read as media: the name of a sample's video is its key"
+                for ext in apart
+            ),
             *(() if unread is None else (f"{unread[1]} (`millrace pack` with the tar as its source)",)),
         )
         self._tally.notes += [f"{key}: {note}" for note in notes]

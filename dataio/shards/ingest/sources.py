@@ -42,7 +42,7 @@ from dataio.shards import tar
 from dataio.shards.ingest import archives
 from dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
 from dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
-from dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS
+from dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, passed_over
 from dataio.shards.media.facts import Span
 from dataio.shards.report import Skipped
 from dataio.store.contract import check_key
@@ -183,7 +183,7 @@ class _Collected:
                     if len({span.ext for span in spans}) < len(spans):
                         self._skip_in(path, key, "two of its members have the same name")
                     elif not any(span.ext in KNOWN_EXTENSIONS for span in spans):
-                        self._skip_in(path, key, f"it has no media file (media are {_media()})")
+                        self._skip_in(path, key, _without_media([span.ext for span in spans]))
                     else:
                         groups.append(group)
         except (CorruptionError, UnsupportedError) as error:
@@ -321,6 +321,14 @@ def _stat(path: str, skipped: list[Skipped]) -> Info | None:
 
 def _ext(path: str) -> str:
     return os.path.splitext(path)[1][1:].lower()
+
+
+def _without_media(extensions: list[str]) -> str:
+    """Why a sample of files with these extensions is not taken."""
+    if apart := passed_over(extensions):
+        named = ", ".join(f".{ext}" for ext in apart)
+        return f"none of its media files ({named}) has the sample's own name; a sample has one video: make a sample of each"
+    return f"it has no media file (media are {_media()})"
 
 
 def _media() -> str:

@@ -40,6 +40,9 @@ MEDIA_EXTENSIONS = frozenset(
 )
 """Extensions of files that are probed; files with others are members of a sample at most."""
 
+VIDEO_EXTENSIONS = MEDIA_EXTENSIONS - {"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "m4b", "mka"}
+"""Those of them that hold pictures."""
+
 IMAGE_EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp"])
 """Pictures: probed where a sample has no media file; beside one they are members only, such as a thumbnail."""
 
@@ -109,9 +112,21 @@ def is_converted(path: str) -> bool:
 
 
 def passed_over(extensions: Collection[str]) -> list[str]:
-    """Of the files of a sample that can be used, those that are media too and are kept without being read. Pictures
-    (GIF, too) beside others are usual, and not told."""
-    return sorted((CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_SOUND) & set(extensions))
+    """Of the files of a sample, those that are media too and are kept without being read: of kinds that are not, and those with
+    a name of their own, such as `cam1.mp4`. Pictures (GIF, too) beside others are usual, and not told."""
+    unread = CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_SOUND
+    return sorted(
+        ext for ext in set(extensions) if ext in unread or ("." in ext and _kind(ext) in MEDIA_EXTENSIONS | unread)
+    )
+
+
+def other_videos(extensions: Collection[str], used: str) -> list[str]:
+    """Of the files of a sample, those that are videos and are not the one that loaders decode."""
+    return sorted(ext for ext in set(extensions) - {used} if _kind(ext) in VIDEO_EXTENSIONS)
+
+
+def _kind(ext: str) -> str:
+    return ext.rpartition(".")[2]
 
 
 def check_complete(file: BinaryIO, size: int) -> None:

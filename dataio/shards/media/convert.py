@@ -13,15 +13,13 @@ from pathlib import Path
 
 from dataio.core.errors import UnsupportedError
 from dataio.shards.media import probe, vtt
-from dataio.shards.media.container import CONVERTED_EXTENSIONS, MEDIA_EXTENSIONS
+from dataio.shards.media.container import CONVERTED_EXTENSIONS, MEDIA_EXTENSIONS, VIDEO_EXTENSIONS
 from dataio.shards.media.encode import FORMATS, encode
 from dataio.shards.media.facts import Recipe, Request, Task
 from dataio.shards.media.remux import Piece, remux
 from dataio.shards.media.sample_json import Sample, with_fields
 
-_PICTURES = (
-    MEDIA_EXTENSIONS - {"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "m4b", "mka"}
-) | CONVERTED_EXTENSIONS
+_PICTURES = VIDEO_EXTENSIONS | CONVERTED_EXTENSIONS
 
 
 def convert(files: Request, task: Task) -> list[Sample]:

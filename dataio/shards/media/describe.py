@@ -73,8 +73,16 @@ def describe(files: Request) -> Answer:
         notes=(
             *(note for p in probes for note in p.notes),
             *(f"its .{ext} file is kept, and not read as media" for ext in passed_over(extensions)),
+            *_not_chosen(files, probes, video),
         ),
     )
+
+
+def _not_chosen(files: Request, probes: list[Probe], chosen: VideoInfo | None) -> list[str]:
+    """A sample has one video: of its others it is told that they are not used."""
+    media = [ext for ext, _ in files if ext in MEDIA_EXTENSIONS]
+    others = [ext for ext, p in zip(media, probes, strict=False) if p.video is not None and p.video is not chosen]
+    return [f"its .{ext} file is kept, and not used: a sample has one video, the largest" for ext in others]
 
 
 def _choose(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, float]:

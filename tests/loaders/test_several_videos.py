@@ -1,0 +1,69 @@
+"""A sample has one video. `pack`, `index` and the loader say which others it holds."""
+
+from __future__ import annotations
+
+import logging
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from dataio import index, pack
+from dataio.core import log
+from loaders import Clip, VideoLoader
+from tests.loaders import made
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    """Samples of two videos: a second one with a name of its own, or in another container, and two with names of their own."""
+    small = tmp_path / "small.mp4"
+    small.write_bytes(made.make(made.Made("", "libx264", "mp4", frames=8)))
+    large = tmp_path / "large.mkv"
+    large.write_bytes(made.make(made.Made("", "libx264", "matroska", width=80, frames=8)))
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars" / "shard.tar", "w") as file:
+        for name in (
+            "s1.mp4",
+            "s1.cam1.mp4",
+            "s2.mkv",
+            "s2.mp4",
+            "s3.cam0.mp4",
+            "s3.cam1.mp4",
+            "s3.txt",
+            "s4.mp4",
+            "s4.txt",
+        ):
+            path = large if name.endswith("mkv") else tmp_path / "txt" if name.endswith("txt") else small
+            (tmp_path / "txt").write_text("words")
+            file.add(path, name)
+    return tmp_path / "tars" / "shard.tar"
+
+
+def test_pack_and_index_name_videos_that_are_not_used(tar: Path, tmp_path: Path) -> None:
+    with pack([tar], tmp_path / "packed", workers=1) as packed:
+        assert packed.report is not None
+        said = "\n".join(packed.report.notes)
+        assert "s1: its .cam1.mp4 file is kept, and not read" in said
+        assert "s2: its .mp4 file is kept, and not used" in said
+        assert "s4" not in said
+        (skipped,) = packed.report.skipped
+        assert "s3" in skipped.path
+        assert ".cam0.mp4, .cam1.mp4" in skipped.reason
+    with index(str(tar), tmp_path / "indexed", workers=1) as indexed:
+        assert indexed.report is not None
+        said = "\n".join(indexed.report.notes)
+        for sample, ext in (("s1", "cam1.mp4"), ("s3", "cam0.mp4"), ("s3", "cam1.mp4")):
+            assert f"{sample}: its .{ext} file is kept, and not read" in said
+        assert "s2: its .mp4 file is kept, and not used" in said
+        assert "s4" not in said
+
+
+def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log._said.clear()
+    with pack([tar], tmp_path / "packed", workers=1) as packed, caplog.at_level(logging.WARNING, logger="millrace"):
+        with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, threads=1, sidecar=None) as loader:
+            assert len(list(loader)) == 3
+        told = [record.message for record in caplog.records if "more than one video" in record.message]
+        assert len(told) == 1
+        assert "'s1' .mp4, and not .cam1.mp4" in told[0]
