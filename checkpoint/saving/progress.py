@@ -77,6 +77,7 @@ class ProgressFile:
         """Uploads by key: their ids."""
         self._packed: dict[str, Packed] = {}
         self._filling: dict[str, list[Entry]] = {}
+        self._unchecked: Packed | None = None
         self.manifest: bytes | None = None
         self._carrier = os.urandom(4).hex()
         try:
@@ -128,7 +129,16 @@ class ProgressFile:
         self._write(Begun(key, upload))
 
     def ended(self, key: str, size: int | None) -> None:
-        self._write(Aborted(key) if size is None else Packed(key, size, tuple(self._filling.pop(key, ()))))
+        if size is None:
+            self._write(Aborted(key))
+        else:
+            self._unchecked = Packed(key, size, tuple(self._filling.pop(key, ())))
+
+    def checked(self) -> None:
+        """The pack that was stored last holds what its entries say: a carrier that takes over may rest on it."""
+        if (packed := self._unchecked) is not None:
+            self._unchecked = None
+            self._write(packed)
 
     def abandon(self, store: Store) -> None:
         """Abort every upload that an earlier carrier left unfinished. Where that fails they stay, invisible."""

@@ -129,6 +129,7 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
         same = _Same(arena, pool, plan.step)
         for _ in pack.write_all(store, key_of, new_chunks(), packed, taken.took):
             same.require()
+            book.checked()
             _first_pack()
     return Stored(specs, spans, tables, digests, known)
 

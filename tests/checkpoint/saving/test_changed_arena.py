@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from checkpoint.carry import carry
 from checkpoint.repository import check
+from checkpoint.saving.progress import Logged, ProgressFile
 from dataio.core.errors import CorruptionError
 from dataio.core.limits import MIB
 from dataio.store.contract import Buffer, Store
@@ -65,3 +68,23 @@ def test_an_arena_that_is_changed_while_it_is_stored_commits_nothing(
         assert not check.check(inner).problems
         again = make(inner, STATE, step=2, number=number, compression=compression)
         assert load(inner, save(inner, again)) == STATE
+
+
+def test_a_pack_of_changed_bytes_is_not_what_a_carrier_that_takes_over_rests_on(tmp_path: Path) -> None:
+    fd = os.memfd_create("progress")
+    try:
+        with open_store(tmp_path) as inner:
+            number = begin(inner)
+            store = Tampering(inner, -1, 0)
+            made = store.made = make(inner, STATE, step=1, number=number)
+            book = ProgressFile(fd)
+            with pytest.raises(CorruptionError):
+                carry(made.arena, made.encoded, lambda _: None, store=Logged(store, book), progress=book)
+            assert [info.key for info in inner.list("packs/")], "the pack was stored whole"
+            assert ProgressFile(fd).stored(inner, made.plan) == {}
+            carry(made.arena, made.encoded, lambda _: None, store=inner, progress=ProgressFile(fd))
+            found = latest(inner)
+            assert found is not None
+            assert load(inner, found)["t0"] == bytes([STATE["t0"][0] ^ 1]) + STATE["t0"][1:]
+    finally:
+        os.close(fd)

@@ -189,6 +189,7 @@ def fill(book: ProgressFile) -> None:
     book.begun(PACK.key, "id")
     book.packing(PACK, Entry(b"d" * 32, 0, 5, 5))
     book.ended(PACK.key, 10)
+    book.checked()
     book.begun("packs/b", "id2")
     book.finished(b"manifest")
 
