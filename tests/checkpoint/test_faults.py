@@ -1,0 +1,128 @@
+"""Faults below a save and a restore: a saver that is stopped for a while, an fsync that fails once, bits flipped in a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import Checkpointer
+from checkpoint.format import names
+from checkpoint.lifecycle.collect import collect
+from checkpoint.repository import check
+from dataio.core.errors import CorruptionError, MillraceError, TransientError
+from dataio.sidecar.transfer.gate import Gate
+from dataio.store.open import open_store
+from dataio.testing.proxy import Fault, FaultProxy
+from dataio.testing.s3server import S3Server
+from dataio.testing.system import failing_fsync, stopped
+from tests.checkpoint.making import Made, begin, latest, load, make, save, tiny_state
+from tests.waiting import wait_for
+
+
+def start(made: Made, gate: int) -> subprocess.Popen[str]:
+    """`python -m checkpoint.carry` at a gate, with the arena and the plan as memfds."""
+    fds = []
+    for name, data in (("arena", made.arena), ("plan", made.encoded)):
+        fds.append(fd := os.memfd_create(name))
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+    command = [sys.executable, "-m", "checkpoint.carry", *(f"--{n}-fd={fd}" for n, fd in _flags(*fds, gate))]
+    try:
+        return subprocess.Popen(command, pass_fds=[*fds, gate], stdout=subprocess.PIPE, text=True)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _flags(arena: int, plan: int, gate: int) -> list[tuple[str, int]]:
+    return [("arena", arena), ("plan", plan), ("gate", gate)]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(tmp_path / "gate")
+    made.close_for_others(True)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("collected", [True, False], ids=["fenced meanwhile", "left alone"])
+def test_a_saver_that_is_stopped_for_longer_than_its_lease_does_no_harm(
+    tmp_path: Path, gate: Gate, collected: bool
+) -> None:
+    with open_store(tmp_path / "repo") as store:
+        number = begin(store)
+        one = save(store, make(store, tiny_state(1), step=1, number=number))
+        made = make(store, tiny_state(2), step=2, number=number, lease_seconds=1.0)
+        lease = tmp_path / "repo" / names.lease(made.plan.attempt)
+        with start(made, fd := gate.for_a_worker()) as process:
+            os.close(fd)
+            wait_for(lease.exists)
+            with stopped(process.pid):
+                time.sleep(1.2)
+                if collected:
+                    past = lease.stat().st_mtime - 400  # so long that no clock makes it young
+                    os.utime(lease, (past, past))
+                    assert collect(store, ()).aborted == (made.plan.attempt,)
+                gate.close_for_others(False)
+            out, _ = process.communicate(timeout=150)
+        last = json.loads(out.splitlines()[-1])
+        if collected:
+            assert (process.returncode != 0, last["event"]) == (True, "failed")
+            assert latest(store) == one
+        else:  # its lease was over, or renewed in time: it says which, and the repository agrees
+            found = latest(store)
+            assert found is not None
+            assert (found.step == 2) == (process.returncode == 0)
+        assert check.check(store).clean
+        assert load(store, one) == tiny_state(1)
+        assert load(store, save(store, make(store, tiny_state(3), step=3, number=number))) == tiny_state(3)
+
+
+@pytest.mark.parametrize("where", ["/packs/", "/000000000002", ".millrace-tmp"])
+def test_an_fsync_error_that_is_reported_once_fails_the_save(tmp_path: Path, where: str) -> None:
+    state = {"w": torch.arange(50_000.0)}
+    with Checkpointer(tmp_path / "repo", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, state).result(60)
+        with failing_fsync(where) as failed:
+            handle = checkpointer.save(2, {"w": state["w"] * 2})
+            with pytest.raises(MillraceError, match="may be lost") as caught:
+                handle.result(60)
+        assert len(failed) == 1
+        assert not isinstance(caught.value, TransientError)
+        checkpointer.save(3, {"w": state["w"] * 3}).result(60)
+        found = {"w": torch.zeros(50_000)}
+        assert checkpointer.restore(found) == 3
+        assert torch.equal(found["w"], state["w"] * 3)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("flips", [1, 2, 3])
+def test_bits_flipped_in_a_row_are_never_restored(s3_server: S3Server, s3_url: str, flips: int) -> None:
+    state = {"w": torch.arange(50_000.0)}
+    with Checkpointer(s3_url, run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    with (
+        FaultProxy(s3_server.endpoint) as proxy,
+        Checkpointer(s3_url, run="exp", sidecar=None, endpoint_url=proxy.endpoint) as checkpointer,
+    ):
+        proxy.inject(Fault.FLIP_BIT, method="GET", path="/packs/", times=flips)
+        found = {"w": torch.zeros(50_000)}
+        if flips == 1:
+            assert checkpointer.restore(found) == 1
+        else:
+            with pytest.raises(CorruptionError, match="step 1"):
+                checkpointer.restore(found)
+            assert proxy.fired[Fault.FLIP_BIT] == 2  # it is read again once
+            proxy.forget()
+            assert checkpointer.restore(found) == 1, "what was flipped on the wire is no verdict"
+        assert proxy.fired[Fault.FLIP_BIT] == min(flips, 2)
+        assert torch.equal(found["w"], state["w"])
