@@ -16,8 +16,8 @@ import torch
 from checkpoint import Checkpointer
 from dataio import Dataset, append, cli, index, open_store, pack, preview, verify
 from dataio.core import limits
-from dataio.core.errors import TransientError
-from dataio.store import retry, s3, s3config
+from dataio.core.errors import AccessDeniedError, MillraceError, TransientError
+from dataio.store import other, retry, s3, s3config
 from dataio.store.contract import Store
 from dataio.testing.proxy import Fault, FaultProxy
 from dataio.testing.s3server import S3Server
@@ -140,6 +140,41 @@ def test_every_operation_of_a_store_ends(prepared: str, dripping: FaultProxy, cl
 
 
 @pytest.mark.parametrize("drip", DRIPS, ids=lambda fault: fault.name)
+def test_every_read_of_a_web_server_ends(
+    prepared: str, dripping: FaultProxy, monkeypatch: pytest.MonkeyPatch, drip: Fault
+) -> None:
+    monkeypatch.setattr(other, "_REQUEST_SECONDS", SECONDS)
+    monkeypatch.setattr(other, "_LISTING_SECONDS", SECONDS)
+    dripping.inject(drip, times=1_000_000)
+    with open_store(f"{dripping.endpoint}/{prepared.removeprefix('s3://')}") as store:
+        found = outcomes({name: call for name, call in of_a_store(store).items() if name in _READS})
+    assert dripping.fired[drip] >= len(found)
+    assert not {name: out for name, out in found.items() if not isinstance(out, MillraceError)}
+    if drip is not Fault.DRIP_BODY:  # else the headers say that access is denied
+        assert not {name: out for name, out in found.items() if not isinstance(out, TransientError)}
+
+
+_READS = {"get", "get_into", "get_ranges_into", "get_pieces", "list", "stat", "exists"}
+
+
+@pytest.mark.parametrize("drip", [Fault.DRIP_HEAD, Fault.CONTINUE], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("variable", ["AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_EC2_METADATA_SERVICE_ENDPOINT"])
+def test_credentials_that_drip_are_given_up(
+    prepared: str, dripping: FaultProxy, client: str, drip: Fault, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+    monkeypatch.setenv(variable, dripping.endpoint)
+    dripping.inject(drip, times=1_000_000)
+    with open_store(prepared) as store:
+        calls = of_a_store(store)
+        found = outcomes({name: calls[name] for name in ("get", "list", "put")})
+    assert dripping.fired[drip]
+    assert not {name: o for name, o in found.items() if not isinstance(o, TransientError | AccessDeniedError)}
+
+
+@pytest.mark.parametrize("drip", DRIPS, ids=lambda fault: fault.name)
 def test_every_public_call_ends(prepared: str, dripping: FaultProxy, tmp_path: Path, drip: Fault) -> None:
     short: dict[str, Any] = {"config_kwargs": {"read_timeout": SECONDS, "connect_timeout": SECONDS}}
     (tmp_path / "0.wav").write_bytes(_sound())
@@ -183,11 +218,11 @@ def test_what_is_read_once_all_is_open_ends(prepared: str, dripping: FaultProxy,
         dripping.inject(drip, times=1_000_000, path=path)
     loader = AudioLoader(f"{prepared}/set", batch_size=1, window=0.1, sidecar=None)
     checkpointer = Checkpointer(f"{prepared}/run", run="exp", sidecar=None)
-    other = Checkpointer(f"{prepared}/run", run=drip.name, sidecar=None)
+    another = Checkpointer(f"{prepared}/run", run=drip.name, sidecar=None)
     found = outcomes(
         {
             "restore": lambda: checkpointer.restore({"w": torch.ones(100_000)}),
-            "save": lambda: other.save(1, {"w": torch.ones(1000)}).result(BOUND),
+            "save": lambda: another.save(1, {"w": torch.ones(1000)}).result(BOUND),
             "batch": lambda: next(iter(loader)),
         }
     )
@@ -195,7 +230,7 @@ def test_what_is_read_once_all_is_open_ends(prepared: str, dripping: FaultProxy,
     assert [type(out) for name, out in found.items() if name != "save"] == [TransientError] * 2, found
     if drip is not Fault.DRIP_BODY:  # of a PUT's answer there is none
         assert isinstance(found["save"], TransientError)
-    for opened in (loader, checkpointer, other):
+    for opened in (loader, checkpointer, another):
         opened.close()
 
 

@@ -311,7 +311,8 @@ def _no_ranges(name: str) -> UnsupportedError:
 def _cause(error: BaseException) -> BaseException:
     """fsspec says FileNotFoundError for every failure of an HTTP request; the one below it is what happened."""
     chain = itertools.islice(_chain(error), 8)
-    return next((e for e in chain if type(e).__module__.startswith("aiohttp")), error)
+    kinds = (TimeoutError, ConnectionError)
+    return next((e for e in chain if isinstance(e, kinds) or type(e).__module__.startswith("aiohttp")), error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
