@@ -78,8 +78,20 @@ class VideoInfo(msgspec.Struct, frozen=True, gc=False):
     color: Color | None = None
 
 
+class SoundMark(msgspec.Struct, frozen=True, gc=False):
+    """Where one packet of sound lies, as libav finds it: at which byte of the file, and its time stamp."""
+
+    at: int
+    pts: int
+
+
 class AudioInfo(msgspec.Struct, frozen=True, gc=False):
-    """One audio stream as probed. `samples` counts per channel, at `sample_rate` Hz."""
+    """One audio stream as probed. `samples` counts per channel, at `sample_rate` Hz.
+
+    `start_pts` is the time stamp of the first sample, in units of `time_base` (None: the index is older and does not say).
+    `marks` are some packets, in order, against which other ways of finding packets are checked; a stream that does not decode
+    without an error has none.
+    """
 
     ext: str
     stream: int
@@ -87,6 +99,14 @@ class AudioInfo(msgspec.Struct, frozen=True, gc=False):
     sample_rate: int
     channels: int
     samples: int
+    time_base: Fraction | None = None
+    start_pts: int = 0
+    marks: tuple[SoundMark, ...] = ()
+
+    @property
+    def start(self) -> Fraction | None:
+        """When the first sample sounds, in seconds of the file's own time line; None if the index does not say."""
+        return None if self.time_base is None else self.start_pts * self.time_base
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):

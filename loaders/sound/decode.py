@@ -12,27 +12,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from fractions import Fraction
+from typing import TypeVar
 
 import av
 import numpy as np
 from av.audio.frame import AudioFrame
 from av.audio.stream import AudioStream
+from av.container import InputContainer
+from av.packet import Packet
 from av.video.stream import VideoStream
 
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo
+from dataio.shards.contract import AudioInfo, SoundMark
+from dataio.shards.media.probe import DECODING_SOUND
 from loaders.decode.trim import demuxed, open_media
 from loaders.partial.file import Media
-from loaders.sound.excerpts import cut
-from loaders.sound.excerpts.contract import Excerpt
-from loaders.sound.excerpts.cut import WARM_UP
+from loaders.sound.excerpts import cut, ogg
+from loaders.sound.excerpts.contract import Excerpt, mark_before
+from loaders.sound.excerpts.cut import SETTLING, WARM_UP
 from loaders.sound.excerpts.decoded import decoded
 from loaders.sound.layout import F32 as F32
-from loaders.sound.layout import Head, heard, pts
+from loaders.sound.layout import Head, Heard, heard, pts
 from loaders.sound.resample import resampled
 from loaders.sound.spec import AudioSpec
 
+T = TypeVar("T")
 Made = tuple[F32, Fraction]
 """(channels, samples) as they are wanted, and up to which second there is sound."""
 Hear = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, int]]
@@ -40,8 +46,12 @@ Hear = Callable[[Media, AudioInfo, Fraction, AudioSpec, int, bool], tuple[F32, i
 
 _EDGE = Fraction(1, 25)
 """Seconds around the window that the resampler's filter looks at; whole samples of every usual rate, so that none is shifted."""
-_WITHOUT_MEMORY = frozenset(["flac", "alac", "pcm_u8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s32le", "pcm_f32le"])
-"""Codecs of which every frame says all by itself."""
+_FINE = Fraction(1, 4)
+"""Samples: stamps that are rounded by less say which one is meant."""
+_WITHOUT_MEMORY = frozenset(["flac", "alac", "wavpack", "adpcm_ima_wav", "adpcm_ms"])
+"""Codecs of which every packet says all by itself, as those of PCM."""
+_STAMPED_BY_SEEKING = frozenset(["ogg", "mp3", "flac"])
+"""Containers in which libav works out what packets are stamped where it begins to read: sometimes wrongly."""
 
 
 def decode_audio(
@@ -66,19 +76,21 @@ def _found(
     data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
 ) -> Made | None:
     """The window and what lies around it; None if it is all silence."""
-    found = cut.closed(data, info, start - _EDGE, start + seconds + _EDGE, from_first)
-    made = None if found is None else _at_once(found[0], info, found[1], seconds, spec)
-    if made is not None:
-        return made
+    first = _read(data, info, _first) if info.start is None else info.start  # an older index does not say
+    start += first if from_first else 0
+    excerpt = cut.excerpt(data, info, start - _EDGE, start + seconds + _EDGE)
+    made = None if excerpt is None else _at_once(excerpt, info, start - _EDGE, seconds, spec)
+    return made or _read(data, info, lambda *file: _by_packets(data, file, info, first, start, seconds, spec))
+
+
+def _read(data: Media, info: AudioInfo, read: Callable[[InputContainer, AudioStream], T]) -> T:
+    """What is read of an open file's stream."""
     with open_media(data) as container:
         stream = container.streams[info.stream] if info.stream < len(container.streams) else None
-        if not isinstance(stream, AudioStream):
+        if not isinstance(stream, AudioStream) or stream.codec_context is None:
             raise CorruptionError(f"stream {info.stream} is not the audio stream that the index lists")
-        if from_first and stream.start_time is not None and stream.time_base is not None:
-            start += stream.start_time * stream.time_base
-        excerpt = cut.opened(data, info, (container, stream), start - _EDGE, start + seconds + _EDGE)
-        made = None if excerpt is None else _at_once(excerpt, info, start - _EDGE, seconds, spec)
-        return made or _by_packets(container, stream, info, start, seconds, spec)
+        stream.codec_context.options = DECODING_SOUND
+        return read(container, stream)
 
 
 def _at_once(excerpt: Excerpt, info: AudioInfo, begin: Fraction, seconds: Fraction, spec: AudioSpec) -> Made | None:
@@ -89,72 +101,125 @@ def _at_once(excerpt: Excerpt, info: AudioInfo, begin: Fraction, seconds: Fracti
 
 
 def _by_packets(
-    container: av.container.InputContainer,
-    stream: AudioStream,
+    data: Media,
+    file: tuple[InputContainer, AudioStream],
     info: AudioInfo,
+    first: Fraction,
     start: Fraction,
     seconds: Fraction,
     spec: AudioSpec,
 ) -> Made | None:
-    """As libav demultiplexes the file."""
-    coarse = _is_coarse(stream)
-    before = _EDGE if info.codec in _WITHOUT_MEMORY and not coarse else _EDGE + WARM_UP
-    head = _head(container, stream) if coarse and start > before else None
-    sound = heard(_frames(container, stream, start - before, start + seconds + _EDGE), seconds + before + _EDGE)
+    """As libav demultiplexes the file, whose sound begins at `first`."""
+    container, stream = file
+    coarse, head = _is_coarse(stream), None
+    before = _EDGE if _is_without_memory(info.codec) and not coarse else _EDGE + WARM_UP
+    early, late = start - before, start + seconds + _EDGE
+    if coarse and early > first:
+        # a decoder that depends on all that was before must not get the first packet twice
+        head = _head(container, stream) if _settles(info.codec) else _read(data, info, _head)
+    sound = heard(_frames(container, stream, info, first, early, late), seconds + before + _EDGE)
     if sound is None:
         return None
-    if start <= before:  # it begins with the file's first
+    if early <= first:  # it begins with the file's first
         head = Head(sound.stamps[0], sound.lengths[0])
-    source, covered = sound.placed(start - _EDGE, seconds + 2 * _EDGE, head)
+    source, covered = sound.placed(start - _EDGE, seconds + 2 * _EDGE, head if coarse else None)
+    _check(data, container, info, early, late, sound)
     return resampled(source, sound.rate, sound.layout, spec), covered
 
 
+def _check(
+    data: Media, container: InputContainer, info: AudioInfo, early: Fraction, late: Fraction, sound: Heard
+) -> None:
+    """Raise `CorruptionError` for damage over which libav passes in silence."""
+    if container.format.name == "ogg" and (sound.gaps or info.marks):  # to look through all of a file takes long
+        ogg.check(data, info, early, late)
+    ends = [stamp + length for stamp, length in zip(sound.stamps, sound.lengths, strict=True)]
+    if container.format.name == "flac" and sound.tick == 1 and ends[:-1] != sound.stamps[1:]:
+        raise CorruptionError("frames of FLAC are missing, or damaged", hint="look at the file with flac --test")
+
+
 def _is_coarse(stream: AudioStream) -> bool:
-    """Whether stamps are too coarse to say which sample is meant."""
-    return stream.time_base is not None and stream.time_base * stream.sample_rate > 1
+    """Whether stamps are too coarse to say which sample is meant: no sample lies at a whole number of ticks."""
+    tick = (stream.time_base or 0) * stream.sample_rate
+    return tick > _FINE and tick.numerator != 1
 
 
-def _head(container: av.container.InputContainer, stream: AudioStream) -> Head | None:
-    with demuxed(container, stream) as packets:
-        for frame in (frame for packet in packets for frame in packet.decode()):
-            return Head(pts(frame), frame.samples)
-    return None
+def _is_without_memory(codec: str) -> bool:
+    return codec in _WITHOUT_MEMORY or codec.startswith("pcm_")
+
+
+def _settles(codec: str) -> bool:
+    """Whether decoding may begin anywhere, a little before what is wanted."""
+    return codec in SETTLING or _is_without_memory(codec)
+
+
+def _head(container: InputContainer, stream: AudioStream) -> Head | None:
+    """The first frame, if the sound does not begin with damage."""
+    try:
+        with closing(_decoded(container, stream, None, None)) as frames:
+            first = next(frames, None)
+    except av.FFmpegError:
+        return None
+    return None if first is None else Head(pts(first), first.samples)
+
+
+def _first(container: InputContainer, stream: AudioStream) -> Fraction:
+    """When the sound begins: with the first frame that comes out, not with the first packet."""
+    head, base = _head(container, stream), stream.time_base or Fraction(0)
+    return (head.pts if head is not None else stream.start_time or 0) * base
 
 
 def _frames(
-    container: av.container.InputContainer, stream: AudioStream, start: Fraction, end: Fraction
+    container: InputContainer,
+    stream: AudioStream,
+    info: AudioInfo,
+    first: Fraction,
+    start: Fraction,
+    end: Fraction,
 ) -> Iterator[AudioFrame]:
-    """Decoded frames that end after `start` and begin before `end`."""
-    if start <= 0:
-        yield from _decoded(container, stream, start, end)
-        return
-    for guide in _guides(container, stream):
-        assert stream.time_base is not None
-        _seek(container, guide, start)
-        frames = _decoded(container, stream, start, end)
-        first = next(frames, None)
-        if first is not None and (guide is stream or pts(first) * stream.time_base <= start):
-            yield first
+    """Decoded frames that end after `start` and begin before `end`; the sound begins at `first`."""
+    base = stream.time_base
+    assert base is not None
+    mark, seeks = None, start > first and _settles(info.codec)
+    if container.format.name in _STAMPED_BY_SEEKING:
+        mark = mark_before(info.marks, math.floor(start / base))
+        seeks = seeks and (mark is not None or (info.start is None and info.codec != "flac"))
+    if container.format.name == "wav":  # in which libav reckons where compressed sound is by its rate
+        seeks = seeks and info.codec.startswith("pcm_")
+    for guide in _guides(container, stream) if seeks else ():
+        assert guide.time_base is not None
+        _seek(container, guide, start if mark is None else mark.pts * base)
+        frames = _decoded(container, stream, start, end, mark)
+        frame = next(frames, None)
+        if frame is not None and (guide is stream or pts(frame) * base <= start):
+            yield frame
             yield from frames
             return
         frames.close()
+        if mark is None and guide is stream:
+            return
+    if seeks:  # in vain
+        _seek(container, stream, min(Fraction(0), first))
+    yield from _decoded(
+        container, stream, start, end, all_packets=not _settles(info.codec), counted=container.format.name == "wav"
+    )
 
 
-def _seek(container: av.container.InputContainer, guide: AudioStream | VideoStream, start: Fraction) -> None:
+def _seek(container: InputContainer, guide: AudioStream | VideoStream, start: Fraction) -> None:
     """To `start`, or before it: near the end of FLAC libav finds no place, and says that it is not permitted."""
     assert guide.time_base is not None
     back = Fraction(0)
     while True:
-        at = max(Fraction(0), start - back)
+        at = max(min(Fraction(0), start), start - back)
         try:
-            return container.seek(int(at / guide.time_base), stream=guide, backward=True)
+            return container.seek(math.floor(at / guide.time_base), stream=guide, backward=True)
         except PermissionError:
-            if not at:
+            if at <= 0:
                 raise
             back = 2 * back + 1
 
 
-def _guides(container: av.container.InputContainer, stream: AudioStream) -> Iterator[AudioStream | VideoStream]:
+def _guides(container: InputContainer, stream: AudioStream) -> Iterator[AudioStream | VideoStream]:
     """By which streams to look for an instant, one after the other. Matroska knows where pictures are; looking for sound, libav
     would read all that lies before it."""
     if "matroska" in container.format.name:
@@ -163,15 +228,46 @@ def _guides(container: av.container.InputContainer, stream: AudioStream) -> Iter
 
 
 def _decoded(
-    container: av.container.InputContainer, stream: AudioStream, start: Fraction, end: Fraction
+    container: InputContainer,
+    stream: AudioStream,
+    start: Fraction | None,
+    end: Fraction | None,
+    mark: SoundMark | None = None,
+    *,
+    all_packets: bool = False,
+    counted: bool = False,
 ) -> Generator[AudioFrame]:
-    assert stream.time_base is not None
-    early, late = math.floor(start / stream.time_base), math.ceil(end / stream.time_base)  # whole numbers are quicker
+    """Frames that end after `start` and begin before `end`; from the marked packet on, and none if that is not where the index
+    says. Where decoding depends on all that was before, `all_packets` are decoded. Of several frames in a packet only the first
+    has a stamp; if none has any, they are `counted` from the first one on."""
+    base = stream.time_base
+    assert base is not None
+    early = None if start is None else math.floor(start / base)  # whole numbers are quicker
+    late = None if end is None else math.ceil(end / base)
+    behind: int | None = 0
     with demuxed(container, stream) as packets:
-        for packet in packets:
-            if packet.pts is not None and packet.duration and packet.pts + packet.duration <= early:
+        for packet in packets if mark is None else _from_mark(packets, mark):
+            over = early is not None and packet.pts is not None and packet.pts + (packet.duration or 0) <= early
+            if over and packet.duration and not all_packets:
                 continue
+            behind = behind if counted else None
             for frame in packet.decode():
-                if pts(frame) >= late:
+                if frame.pts is None:
+                    frame.pts = behind
+                behind = pts(frame) + frame.samples * base.denominator // (frame.sample_rate * base.numerator)
+                if late is not None and pts(frame) >= late:
                     return
-                yield frame
+                if early is None or behind > early:
+                    yield frame
+
+
+def _from_mark(packets: Iterator[Packet[AudioStream]], mark: SoundMark) -> Iterator[Packet[AudioStream]]:
+    """The packets from the marked one on; none if it is stamped otherwise, or does not come."""
+    for packet in packets:
+        if packet.pos == mark.at:
+            if packet.pts == mark.pts:
+                yield packet
+                yield from packets
+            return
+        if packet.pts is not None and packet.pts > mark.pts:
+            return

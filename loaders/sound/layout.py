@@ -5,8 +5,8 @@ Invariants: frames that follow each other as far as their stamps tell do so with
 length they lie where counting from the file's first sample has them: Matroska, WebM and FLV stamp in milliseconds. What no frame
 holds is zero. Samples become float32 as FFmpeg's own conversion makes them. Frames are copied as they come, so that the decoder
 can use their memory again; what becomes of them is decided for all that follow each other at once.
-Failure behaviour: `CorruptionError` for frames without stamps, and for sound that changes what it is in the middle;
-`UnsupportedError` for samples of another kind than decoders here give.
+Failure behaviour: `CorruptionError` for frames without stamps, for far more of them than a stretch has room for, and for sound
+that changes what it is in the middle; `UnsupportedError` for samples of another kind than decoders here give.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ _KINDS: dict[str, tuple[Any, int, int]] = {
     "u8": (np.uint8, 1 << 7, 1 << 7),
     "s16": (np.int16, 0, 1 << 15),
     "s32": (np.int32, 0, 1 << 31),
+    "s64": (np.int64, 0, 1 << 63),
     "flt": (np.float32, 0, 1),
     "dbl": (np.float64, 0, 1),
 }
 """What a sample is, which one is silence, and which one is 1.0."""
+
+
+MOST_OF_WINDOW = 4
+"""So many times the samples that a stretch should have are decoded for it: frames may overlap, but a few bytes may be hours."""
+_MOST_OF_SHORT = 1 << 18
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -66,6 +72,8 @@ class Heard:
         rows, room = self.channels if self._planar else 1, int(seconds * self.rate) + 2 * first.samples
         self._held = np.empty((rows, room * self._width), self._type)
         self.stamps, self.lengths, self._end = list[int](), list[int](), 0
+        self.gaps = 0
+        self._most = MOST_OF_WINDOW * (room + _MOST_OF_SHORT) * self._width
 
     def add(self, frame: AudioFrame) -> None:
         """Copy it."""
@@ -75,6 +83,8 @@ class Heard:
         self.lengths.append(frame.samples)
         count = frame.samples * self._width
         end = self._end + count
+        if end > self._most:
+            raise CorruptionError("there is far more sound in it than its time stamps have room for")
         while end > self._held.shape[1]:
             self._held = np.concatenate([self._held, np.empty_like(self._held)], axis=1)
         for row, plane in zip(self._held, frame.planes, strict=True):
@@ -87,7 +97,9 @@ class Heard:
         held, end, at = self._held[:, : self._end], 0, 0
         if not self._planar:
             held = held.reshape(-1, self.channels).T
-        for place, length in _runs(_places(self, start * self.rate, head), self.lengths):
+        runs = _runs(_places(self, start * self.rate, head), self.lengths)
+        self.gaps = len(runs) - 1
+        for place, length in runs:
             low, high = max(0, -place), min(length, canvas.shape[1] - place)
             if low < high:
                 self._draw(held[:, at + low : at + high], canvas[:, place + low : place + high])
@@ -145,7 +157,9 @@ def _places(sound: Heard, start: Fraction, head: Head | None) -> list[int]:
         if head is None or stamps[first] != head.pts:
             begin += Fraction(max(away) + min(away), 2 * one)
             if head is not None:
-                begin = _counted(head, begin, set(lengths[first : first + len(ends) - 1]), tick)
+                # the last frame may be shorter than the others, and so may the file's first
+                before = lengths[first : first + len(ends) - 1] or [max(lengths[first], head.samples)]
+                begin = _counted(head, begin, set(before), tick)
         at = int(begin) + round(-start) if begin.denominator == 1 else round(begin - start)
         places += [at + end for end in ends]
         first += len(ends)

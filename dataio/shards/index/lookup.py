@@ -36,7 +36,7 @@ from msgspec.structs import replace
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
 from dataio.shards import pieces as cut
-from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Pieces, Sample, VideoInfo
+from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Pieces, Sample, SoundMark, VideoInfo
 from dataio.shards.index.digests import SHORT, digest, short
 
 PAGE_ROWS = 64
@@ -105,6 +105,15 @@ class _Audio(msgspec.Struct, array_like=True, gc=False):
     samples: _Positive
 
 
+class _MarkedAudio(_Audio, array_like=True, gc=False):
+    # none in pages from before
+    time_base_numerator: _Positive | None = None
+    time_base_denominator: _Positive = 1
+    start_pts: int = 0
+    mark_at: list[_Natural] = []
+    mark_pts: list[int] = []
+
+
 class _Files(msgspec.Struct, array_like=True, gc=False):
     """A row as far as those read it who want nothing but bytes."""
 
@@ -116,7 +125,7 @@ class _Row(_Files, array_like=True, gc=False):
     key: _Word
     duration: Annotated[float, msgspec.Meta(ge=0)]
     video: _PlacedVideo | None
-    audio: _Audio | None
+    audio: _MarkedAudio | None
     text: str | None
     fields: str | None  # a JSON object: its numbers may be larger than msgpack's
 
@@ -195,8 +204,15 @@ def _of_video(v: VideoInfo | None) -> _PlacedVideo | None:
     return made
 
 
-def _of_audio(a: AudioInfo | None) -> _Audio | None:
-    return None if a is None else _Audio(a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)
+def _of_audio(a: AudioInfo | None) -> Any:
+    if a is None:
+        return None
+    values = (a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)
+    if a.time_base is None:
+        return _Audio(*values)  # as it was written before starts were recorded
+    base = a.time_base
+    marks = [mark.at for mark in a.marks], [mark.pts for mark in a.marks]
+    return _MarkedAudio(*values, base.numerator, base.denominator, a.start_pts, *marks)
 
 
 def _paged(samples: Iterable[Sample]) -> Iterator[list[bytes]]:
@@ -296,8 +312,7 @@ class Rows:
         if not math.isfinite(found.duration):
             raise self._bad(at, "duration is not finite")
         video = None if found.video is None else self._video(found.video, at)
-        a = found.audio
-        audio = None if a is None else AudioInfo(a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)
+        audio = None if found.audio is None else self._audio(found.audio, at)
         fields = parsed(found.fields, found.key)
         return Sample(number, found.key, shard, tuple(members), found.duration, video, audio, found.text, fields)
 
@@ -360,6 +375,15 @@ class Rows:
             None if v.color is None else Color(*v.color),
         )
 
+    def _audio(self, a: _MarkedAudio, at: int) -> AudioInfo:
+        values = (a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)
+        if a.time_base_numerator is None:
+            return AudioInfo(*values)
+        if len(a.mark_at) != len(a.mark_pts):
+            raise self._bad(at, "its marks of sound do not lie at as many places")
+        base = _fraction(a.time_base_numerator, a.time_base_denominator)
+        return AudioInfo(*values, base, a.start_pts, tuple(map(SoundMark, a.mark_at, a.mark_pts)))
+
     def _bad(self, at: int, why: str) -> CorruptionError:
         return CorruptionError(f"{self._name}: row {at}: {why}")
 
@@ -370,12 +394,15 @@ def _fraction(numerator: int, denominator: int) -> Fraction:
 
 
 def without_parts(sample: Sample) -> Sample:
-    """What tables hold of a sample: without the pieces of its files and the places of its key frames."""
+    """What tables hold of a sample: without the pieces of its files, the places of its key frames, and where its sound begins."""
     members = tuple(Member(m.ext, m.offset, m.length, m.xxh3) for m in sample.members)
     video = sample.video
     if video is not None:
         video = replace(video, key_frames=tuple(KeyFrame(k.pts, k.index) for k in video.key_frames))
-    return replace(sample, members=members, video=video)
+    audio = sample.audio
+    if audio is not None:
+        audio = replace(audio, time_base=None, start_pts=0, marks=())
+    return replace(sample, members=members, video=video, audio=audio)
 
 
 # --- the promoted fields, as tables and pages hold them

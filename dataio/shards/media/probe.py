@@ -15,6 +15,8 @@ Invariants:
 * So a key frame's index is the number of frames that decoding from the start puts out before it. A key frame cut off by an
   edit list, which is decoded but not shown, carries the index of the first shown frame that needs it.
 * Of files that may be read in part (`dataio.shards.pieces`), a key frame's place is where libav says that its packet begins.
+* When the first sample sounds, and where some packets of sound lie, are as libav says when it reads the file from its beginning.
+  No packets are marked of sound that does not decode without an error, so that loaders leave it to libav.
 * At least one frame was decoded: a file that cannot be decoded at all is refused. Damage further inside is not looked for:
   such a file probes well, and the loader that meets the damage quarantines the sample.
 * Only the listed demuxers may open a file (others one that is to be converted: `container.is_converted`), and none may open a
@@ -47,7 +49,7 @@ from av.video.frame import VideoFrame
 
 from dataio.core import limits
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
-from dataio.shards.contract import AudioInfo, KeyFrame, VideoInfo
+from dataio.shards.contract import AudioInfo, KeyFrame, SoundMark, VideoInfo
 from dataio.shards.media.bitstream import is_shown, length_size, starts_clean
 from dataio.shards.media.color import color_of
 from dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, is_converted
@@ -56,6 +58,10 @@ from dataio.shards.pieces import size_for
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
+DECODING_SOUND = {"err_detect": "crccheck+explode"}
+"""Decoders report damage that they notice, instead of making sound of it; of FLAC they compare the checksums."""
+MARK_BYTES, MOST_MARKS = 64 * limits.KIB, 128
+"""Packets of sound are marked so far apart in a file, or so many of them, about."""
 _LEAST_RATE = Fraction(1, 1000)
 
 
@@ -195,10 +201,16 @@ def _pick_audio(container: Any) -> Any:
 
 
 class _Sound:
-    """Counts what the audio decoder puts out: the rate and channels too, since headers lie about both (HE-AAC)."""
+    """Counts what the audio decoder puts out: the rate and channels too, since headers lie about both (HE-AAC).
 
-    def __init__(self) -> None:
+    It also marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES`, and the last.
+    """
+
+    def __init__(self, size: int) -> None:
         self.samples = self.errors = self.rate = self.channels = 0
+        self._start = 0
+        self._marks, self._last = list[SoundMark](), SoundMark(-1, 0)
+        self._apart, self._size = max(MARK_BYTES, size // MOST_MARKS), size
 
     def feed(self, packet: Any) -> None:
         try:
@@ -206,28 +218,47 @@ class _Sound:
                 self._add(frame)
         except av.error.FFmpegError:
             self.errors += 1
+        self._mark(packet)
 
     def _add(self, frame: AudioFrame) -> None:
+        if not self.samples:
+            self._start = frame.pts or 0  # some have no stamps at all
         self.samples += frame.samples
         self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
         if self.samples * self.channels > limits.AUDIO_VALUES:
             raise UnsupportedError(f"its sound has more than {limits.AUDIO_VALUES} samples; split it")
 
+    def _mark(self, packet: Any) -> None:
+        """Of packets that lie at one place, as on a page of Ogg, the first one counts."""
+        if not packet.size or packet.pts is None or not self._last.at < _place(packet) < self._size:
+            return
+        self._last = SoundMark(_place(packet), packet.pts)
+        if not self._marks or self._last.at >= self._marks[-1].at + self._apart:
+            self._marks.append(self._last)
+
     def info(self, ext: str, stream: Any) -> AudioInfo | None:
         if not self.samples:
             return None
         codec = stream.codec_context.codec.canonical_name
-        return AudioInfo(ext, stream.index, codec, self.rate, self.channels, self.samples)
+        ends = (self._last,) if self._marks and self._marks[-1] != self._last else ()
+        return AudioInfo(
+            *(ext, stream.index, codec, self.rate, self.channels, self.samples),
+            time_base=Fraction(stream.time_base),
+            start_pts=self._start,
+            marks=() if self.errors else (*self._marks, *ends),
+        )
 
 
 def _demux(container: Any, video: Any, audio: Any) -> tuple[list[_Packet], VideoFrame | None, _Sound]:
     """One pass over the file: every video packet, the first frame decoded, all sound decoded and counted."""
     packets: list[_Packet] = []
     first: VideoFrame | None = None
-    sound = _Sound()
+    sound = _Sound(container.size)
     for stream in (video, audio):
         if stream is not None:
             _prepare(stream)
+    if audio is not None:
+        audio.codec_context.options = DECODING_SOUND
     codec = "" if video is None else video.codec_context.codec.canonical_name
     units = 0 if video is None else length_size(codec, video.codec_context.extradata)
     for packet in container.demux([s for s in (video, audio) if s is not None]):

@@ -3,16 +3,20 @@
 Purpose: containers differ in how an instant is found in them; what is decoded in the end is always a small file.
 Invariant: decoding an excerpt gives the samples of decoding the recording, apart from the first some, which warm the decoder up;
 its stamps are `shift` before the recording's.
+Before an excerpt is used, what its maker reads in the file is compared with the packets that the index marked (`around`).
 Failure behaviour: none; who makes excerpts gives None for whatever is not plain, which libav then reads by itself.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from operator import attrgetter
 
 import msgspec
 
+from dataio.shards.contract import AudioInfo, SoundMark
 from loaders.sound.nameless import Bytes
 
 
@@ -25,3 +29,21 @@ class Excerpt(msgspec.Struct, frozen=True):
     shift: Fraction = Fraction(0)
     until: Fraction | None = None
     whole: bool = False
+
+
+_pts = attrgetter("pts")
+
+
+def mark_before(marks: Sequence[SoundMark], pts: int) -> SoundMark | None:
+    """The last marked packet that begins at this stamp or before it."""
+    number = bisect_right(marks, pts, key=_pts)
+    return marks[number - 1] if number else None
+
+
+def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[SoundMark]:
+    """The marked packets from the last one before `low` to the first one behind `high`, in seconds of the file's own time line.
+    It is one packet at least, if any are marked."""
+    assert info.time_base is not None
+    first = bisect_right(info.marks, low / info.time_base, key=_pts)
+    end = bisect_right(info.marks, high / info.time_base, key=_pts)
+    return info.marks[max(0, first - 1) : end + 1]

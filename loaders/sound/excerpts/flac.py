@@ -5,23 +5,25 @@ as they are (`loaders.sound.excerpts.matroska`). libav looks for it too, with mo
 beginning near its end.
 Invariants: frames are the file's, whole, from the one that holds `low` to the one that holds `high`, or from the first or to the
 last. Only files whose frames have all as many samples, which are those that count frames.
-Failure behaviour: None for what is no FLAC, where no frame is found, and where the last is missing; libav reads the file then.
+Failure behaviour: `CorruptionError` where nearly everything looks like a frame; None for what is no FLAC or is not as the index
+says, where no frame is found, and where the last is missing; libav reads the file then.
 What looks like a frame, by how it begins, its number and its checksum of eight bits, and is none, gives too few samples, which
 nobody takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import msgspec
 
 from dataio.core import limits
-from dataio.shards.contract import AudioInfo
+from dataio.core.errors import CorruptionError
+from dataio.shards.contract import AudioInfo, SoundMark
 from loaders.partial.file import Media
 from loaders.sound.excerpts import matroska
-from loaders.sound.excerpts.contract import Excerpt
+from loaders.sound.excerpts.contract import Excerpt, around
 from loaders.sound.excerpts.seek import NEAR, Mark, before
 
 EXTENSIONS = frozenset(["flac"])
@@ -33,6 +35,8 @@ _FIRST_BYTES, _NEXT_BYTES = 16 * limits.KIB, 64 * limits.KIB
 _LARGEST = 1 * limits.MIB
 """Bytes of a frame, about: 65,535 samples of eight channels are none that anybody has seen."""
 _NEAR_IN_MEMORY = 8 * limits.KIB
+MOST_LOOKED = 1 << 14
+"""Places in a file that are looked at for one window; of frames as short as FLAC allows, a third as many are in 64 KiB."""
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -56,21 +60,19 @@ class _Header(msgspec.Struct, frozen=True):
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """From `low` to `high`, seconds of the file's own time line."""
-    header = _header(data)
-    if header is None or (header.rate, header.channels) != (info.sample_rate, info.channels):
+    header, marks = _header(data), around(info, low, high)
+    if header is None or not _agrees(data, header, info, marks):
         return None
-
-    def find(at: int) -> Mark | None:
-        return next(_frames(data, at, header), None)
-
+    looked = _Looked(data, header)
     near = _NEAR_IN_MEMORY if isinstance(data, memoryview) else NEAR
-    whole = len(data), header.samples
-    first = before(find, (header.end, 0), whole, int(low * header.rate), near)
-    last = before(find, first, whole, min(int(high * header.rate), header.samples - 1), near)
-    behind = find(last[0])
+    ends = marks[-1].at + 1, marks[-1].pts + 1
+    whole = ends if marks[-1].pts > high * header.rate else (len(data), header.samples)
+    first = before(looked.find, (marks[0].at, marks[0].pts), whole, int(low * header.rate), near)
+    last = before(looked.find, first, whole, min(int(high * header.rate), header.samples - 1), near)
+    behind = looked.find(last[0])
     if behind is None and last[1] + header.block < header.samples:
         return None
-    end, second = len(data) if behind is None else behind[0], find(first[0])
+    end, second = len(data) if behind is None else behind[0], looked.find(first[0])
     packets = [(0, data[first[0] : end])]
     # the first packet is read when the file is opened, with the interpreter's lock held
     if second is not None and second[0] < end:
@@ -78,6 +80,18 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     parts = matroska.file(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, packets)
     shift, until = Fraction(first[1], header.rate), Fraction(header.samples, header.rate)
     return Excerpt(parts, "matroska", shift, until if behind is None else None, not first[1])
+
+
+def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
+    """Whether the file is as the index says, and the frames that it marks are there."""
+    said = header.rate, header.channels, header.samples
+    if said != (info.sample_rate, info.channels, info.samples) or info.time_base != Fraction(1, header.rate):
+        return False
+    numbers = [_number(bytes(data[mark.at : mark.at + _MOST_OF_FRAME_HEADER]), header) for mark in marks]
+    counted = all(
+        number is not None and number * header.block == m.pts for number, m in zip(numbers, marks, strict=True)
+    )
+    return counted and info.marks[0].at == header.end and info.start_pts == info.marks[0].pts == 0
 
 
 def _header(data: Media) -> _Header | None:
@@ -104,17 +118,37 @@ def _header(data: Media) -> _Header | None:
     return _Header(info, at, first, int.from_bytes(least, "big"), samples)
 
 
-def _frames(data: Media, at: int, header: _Header) -> Iterator[Mark]:
-    """The frames that begin behind that byte, and the samples before each; none far behind the last one."""
-    at, size, begun = at + 1, _FIRST_BYTES, at
-    while at - begun < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
-        view, found = bytes(data[at : at + size]), -1
-        while (found := view.find(_SYNC, found + 1, len(view) - _MOST_OF_FRAME_HEADER)) >= 0:
-            number = _number(view[found : found + _MOST_OF_FRAME_HEADER], header)
-            if number is not None:
-                yield at + found, number * header.block
-                begun = at + found
-        at, size = at + max(1, len(view) - _MOST_OF_FRAME_HEADER), _NEXT_BYTES
+class _Looked:
+    """Looks for frames, and gives up where nearly everything looks like one: that is no sound."""
+
+    def __init__(self, data: Media, header: _Header) -> None:
+        self._data, self._header, self._left = data, header, MOST_LOOKED
+
+    def find(self, at: int) -> Mark | None:
+        """The first frame that begins behind that byte, if one does before long."""
+        return next(self.frames(at), None)
+
+    def frames(self, at: int) -> Iterator[Mark]:
+        """The frames that begin behind that byte, and the samples before each; none far behind the last one."""
+        data, header = self._data, self._header
+        at, size, begun = at + 1, _FIRST_BYTES, at
+        while at - begun < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
+            view, found = bytes(data[at : at + size]), -1
+            while (found := view.find(_SYNC, found + 1, len(view) - _MOST_OF_FRAME_HEADER)) >= 0:
+                self._count()
+                number = _number(view[found : found + _MOST_OF_FRAME_HEADER], header)
+                if number is not None:
+                    yield at + found, number * header.block
+                    begun = at + found
+            at, size = at + max(1, len(view) - _MOST_OF_FRAME_HEADER), _NEXT_BYTES
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise CorruptionError(
+                f"the FLAC file has more than {MOST_LOOKED} places that look like a frame around one window",
+                hint="look at the file with flac --test",
+            )
 
 
 def _number(head: bytes, file: _Header) -> int | None:

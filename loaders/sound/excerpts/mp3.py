@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 
-from dataio.core import limits
 from dataio.shards.contract import AudioInfo
 from loaders.partial.file import Marked, Media
 from loaders.partial.needed import mark_before, mark_behind
@@ -32,25 +31,19 @@ _RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 
 """By the two bits of the version: 1, 2, 2.5."""
 _RESERVOIR = 2048
 """Bytes before the first frame that is wanted: a frame may need those of some before it, 511 at most, and these theirs."""
-_SHORT = 2 * limits.MIB
-"""Bytes of a file whose frames are counted from its first one, if the index marks none."""
+_AT_FIRST = Fraction(1, 2)
+"""Seconds at the beginning that are libav's."""
 _MORE = 2
 """Frames behind the last one that is wanted."""
 
 
-def marks(data: Media) -> Sequence[Mark]:
-    """The frames that the index marks."""
-    return data.marks if isinstance(data, Marked) else ()
-
-
-def excerpt(
-    data: Media, info: AudioInfo, marks: Sequence[Mark], begin: Fraction, low: Fraction, high: Fraction
-) -> Excerpt | None:
-    """From `low` to `high`, seconds of the file's own time line, in which its sound begins at `begin`. Some frames are known, or
-    the first one."""
-    rate, far = info.sample_rate, len(marks) == 1 and len(data) > _SHORT
-    if not marks or far or low <= begin:  # some of the first frame is left out
+def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
+    """From `low` to `high`, seconds of the file's own time line. Some frames are known, or the first one."""
+    rate, begin, base = info.sample_rate, info.start, info.time_base
+    if begin is None or base is None or low <= begin + _AT_FIRST:  # some of the first frame is left out
         return None
+    known = [(mark.at, int(mark.pts * base * rate)) for mark in info.marks]
+    marks = (data.marks if isinstance(data, Marked) else ()) or known
     at, before = marks[mark_before(marks, int(low * rate))]
     behind = mark_behind(marks, int(high * rate) + _MORE * 1152)
     view = data[at : marks[behind][0] if behind < len(marks) else len(data)]
@@ -59,13 +52,24 @@ def excerpt(
     length, ends = 1152 if view[1] & 0x08 else 576, int(begin * rate) + info.samples - before
     wanted = -(-min(ends, int(high * rate) - before + _MORE * length) // length)
     offsets = _offsets(view, rate, wanted)
-    if offsets is None:
+    if offsets is None or not _agree(offsets, known, at, before, length):
         return None
     early = min(len(offsets) - 1, (int(low * rate) - before) // length)
     early = max(0, bisect_right(offsets, offsets[early] - _RESERVOIR) - 1)
     shift, until = Fraction(before + early * length, rate), Fraction(before + ends, rate)
     part = view[offsets[early] : offsets[-1]]
     return Excerpt([part], "mp3", shift, until if wanted * length >= ends else None)
+
+
+def _agree(offsets: Sequence[int], marks: Sequence[Mark], at: int, before: int, length: int) -> bool:
+    """Whether those of the marked packets that lie here are frames, with as many samples before them as they should have."""
+    here = [mark for mark in marks if at <= mark[0] < at + offsets[-1]]
+    return all(offsets[-1] and _is_at(offsets, place - at, samples - before, length) for place, samples in here)
+
+
+def _is_at(offsets: Sequence[int], place: int, samples: int, length: int) -> bool:
+    number, rest = divmod(samples, length)
+    return not rest and 0 <= number < len(offsets) and offsets[number] == place
 
 
 def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:

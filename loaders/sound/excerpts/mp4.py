@@ -4,42 +4,46 @@ Purpose: libav makes an object of each packet of a file when it opens it, ten mi
 the small file's tables are written from a part of them. What says which codec it is, is copied as it is.
 Invariants: packets are the file's, whole, from the one that holds `low` to behind the one that holds `high`; the excerpt's stamps
 count from its first packet. Only what one could hardly misread: a track of sound without fragments, whose packets are shown as
-they are stored, behind at most one silence and without cuts. Neither its first packets nor its last ones, of which parts are
-left out by rules that are libav's.
+they are stored, behind at most one silence and without cuts, and in which the packets that the index marks around the window have
+their places and stamps. Neither its first packets nor its last ones, of which parts are left out by rules that are libav's.
 Failure behaviour: None for everything else, which libav reads by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import msgspec
 import numpy as np
 
-from dataio.shards.contract import AudioInfo
+from dataio.shards.contract import AudioInfo, SoundMark
 from loaders.partial import boxes
 from loaders.partial.boxes import Ints, Stored
 from loaders.partial.file import Media
-from loaders.sound.excerpts.contract import Excerpt
+from loaders.sound.excerpts.contract import Excerpt, around
 
 EXTENSIONS = boxes.EXTENSIONS
 _EDGE = 8
 """So many packets at the beginning and at the end are not taken."""
 _MOST_CHUNKS = 1 << 14
 """Chunks of packets that an excerpt may have."""
+_MOST_TRACKS = 64
 _MORE = 4
 """Packets behind the last one that is wanted: decoders give some later than they get them."""
 
 
 class Track(msgspec.Struct, frozen=True):
     """Of packets: how many have how many ticks each, their bytes, and where they lie. `start` is when its first sample sounds,
-    and `lead` the ticks of its packets before that."""
+    `end` when it is cut off, and `lead` the ticks of its packets before `start`."""
 
     scale: int
     start: Fraction
+    end: Fraction | None
     lead: int
     handler: bytes
     described: bytes
@@ -50,22 +54,50 @@ class Track(msgspec.Struct, frozen=True):
     first_of_chunk: Ints
 
 
-def track(data: Media, info: AudioInfo) -> Track | None:
-    """The file's track of this sound, if it is a plain one."""
+def track(data: Media, info: AudioInfo, marks: Sequence[SoundMark]) -> Track | None:
+    """The file's track of this sound, if it is a plain one: that in which these packets lie where the index says. libav may
+    number tracks otherwise than the file does, since it counts a cover picture."""
     try:
         moov = boxes.find(data)
-        found = None if moov is None else _track(moov, info.stream)
-        return None if found is None or (found.scale % info.sample_rate and info.sample_rate % found.scale) else found
+        found = [] if moov is None else [view for kind, view in boxes.inside(moov) if kind == b"trak"][:_MOST_TRACKS]
     except boxes.WRONG:
         return None
+    for view in [*found[info.stream :], *found[: info.stream]]:
+        with contextlib.suppress(*boxes.WRONG):
+            made = None if moov is None else _track(moov, view)
+            if made is not None and _fits(made, info, marks):
+                return made
+    return None
 
 
-def excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerpt | None:
+def _fits(track: Track, info: AudioInfo, marks: Sequence[SoundMark]) -> bool:
+    """Whether the marked packets are this track's, and begin when the index says."""
+    base, ends = info.time_base, np.cumsum(track.counts * track.ticks)
+    if base is None or not marks or (track.scale % info.sample_rate and info.sample_rate % track.scale):
+        return False
+    for mark in marks:
+        tick = (mark.pts * base - track.start) * track.scale + track.lead
+        number = _packet(track, ends, math.floor(tick))
+        if not 0 <= number < len(track.sizes) or _time(track, ends, number) != tick:
+            return False
+        if next(_stretches(track, number, number + 1))[0] != mark.at:
+            return False
+    return True
+
+
+def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """From `low` to `high`, seconds of the file's own time line."""
+    track_ = track(data, info, around(info, low, high))
+    return None if track_ is None else _excerpt(data, track_, low, high)
+
+
+def _excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerpt | None:
     ends = np.cumsum(track.counts * track.ticks)
     times = [int((t - track.start) * track.scale) + track.lead for t in (low, high)]
     first, last = (_packet(track, ends, t) for t in times)
     last += 1 + _MORE
+    if track.end is not None and high > track.end:
+        return None
     if not _EDGE <= first < last <= len(track.sizes) - _EDGE or _run(track, first) != _run(track, last):
         return None
     stretches = list(itertools.islice(_stretches(track, first, last), _MOST_CHUNKS + 1))
@@ -82,11 +114,11 @@ def excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerpt
 # --- tables
 
 
-def _track(moov: memoryview, number: int) -> Track | None:
+def _track(moov: memoryview, view: memoryview) -> Track | None:
     found = list(boxes.inside(moov))
     if any(kind == b"mvex" for kind, _ in found):
         return None
-    track = dict(boxes.inside(boxes.tracks(found)[number]))
+    track = dict(boxes.inside(view))
     media = dict(boxes.inside(track[b"mdia"]))
     tables = dict(boxes.inside(dict(boxes.inside(media[b"minf"]))[b"stbl"]))
     if bytes(media[b"hdlr"][8:12]) != b"soun" or not tables.keys().isdisjoint([b"ctts", b"stss", b"stz2", b"cslg"]):
@@ -101,8 +133,9 @@ def _track(moov: memoryview, number: int) -> Track | None:
     if times[:, 0].sum() != len(sizes) or not times[:, 1].all() or first_of_chunk[-1] != len(sizes):
         return None
     described, handler = bytes(tables[b"stsd"]), bytes(media[b"hdlr"])
+    end = edit.start + edit.seconds if edit.seconds else None
     return Track(
-        scale, edit.start, edit.media, handler, described, times[:, 0], times[:, 1], sizes, chunks, first_of_chunk
+        scale, edit.start, end, edit.media, handler, described, times[:, 0], times[:, 1], sizes, chunks, first_of_chunk
     )
 
 

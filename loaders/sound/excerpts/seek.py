@@ -16,8 +16,6 @@ Mark = tuple[int, int]
 Find = Callable[[int], Mark | None]
 """The first mark behind a byte, if there is one not far behind."""
 
-LOOKED_THROUGH = (16 * limits.KIB, 256 * limits.KIB)
-"""Bytes in which a mark is looked for: in few, since what is not foreseen has to be fetched, and then in many."""
 NEAR = 64 * limits.KIB
 """Bytes before what is wanted from which on marks are looked at one by one."""
 _GUESSES, _STEPS = 6, 40

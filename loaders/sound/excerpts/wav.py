@@ -2,8 +2,8 @@
 
 Purpose: libav makes packets of 4 KiB, some of which last three milliseconds.
 Invariants: samples are the file's, from the one at `low` to the one at `high`, or to where the file's samples end.
-Failure behaviour: None for what is compressed, is larger than its header can say, or begins after `low`: libav reads the file
-then.
+Failure behaviour: None for what is compressed, is larger than its header can say, or begins after `low`, and where the index says
+otherwise: libav reads the file then.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     if (channels, rate) != (info.channels, info.sample_rate) or width * 8 != channels * bits or size % width:
         return None
     samples = size // width
+    if not _agrees(info, at, samples):
+        return None
     first, last = max(0, int(low * rate)), min(samples, math.ceil(high * rate))
     if first >= last:
         return None
@@ -41,6 +43,14 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     head += struct.pack("<4sI", b"data", len(part))
     until = Fraction(samples, rate) if last == samples else None
     return Excerpt([head, part], _DEMUXER, Fraction(first, rate), until, not first)
+
+
+def _agrees(info: AudioInfo, at: int, samples: int) -> bool:
+    """Whether libav, too, found so many samples at that byte; an older index says only how many."""
+    if info.time_base is None:
+        return samples == info.samples
+    first = info.marks[0] if info.marks else None
+    return samples == info.samples and first is not None and (first.at, first.pts, info.start_pts) == (at, 0, 0)
 
 
 def _chunks(data: Media) -> tuple[bytes, int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from dataio.core import limits
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Pieces, Sample
+from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Pieces, Sample, SoundMark
 from dataio.shards.index import lookup
 from dataio.shards.index.digests import short
 from dataio.shards.pieces import size_for
@@ -185,9 +186,15 @@ def test_an_older_millrace_reads_rows_with_pieces_and_places_as_if_they_had_none
     assert msgspec.msgpack.encode(read) == lookup.row(lookup.without_parts(LONG)) != lookup.row(LONG)
 
 
-class OldLongRow(lookup._Row, array_like=True):
+class OldLongRow(lookup._Files, array_like=True):
     """A row with pieces as Millrace read it before there were marks."""
 
+    key: str
+    duration: float
+    video: lookup._PlacedVideo | None
+    audio: lookup._Audio | None
+    text: str | None
+    fields: str | None
     pieces: list[lookup._Pieces] | None = None
 
 
@@ -198,6 +205,16 @@ def test_an_older_millrace_reads_rows_with_marks_as_if_they_had_none() -> None:
     read = msgspec.msgpack.decode(lookup.row(marked), type=OldLongRow)
     assert msgspec.msgpack.encode(read) == lookup.row(LONG) != lookup.row(marked)
     assert rows().sample(msgspec.Raw(lookup.row(marked)), 0, LONG.id) == marked
+
+
+def test_an_older_millrace_reads_rows_that_say_where_sound_begins_as_if_they_did_not() -> None:
+    sound = AudioInfo(
+        "ogg", 0, "opus", 48_000, 2, 999, Fraction(1, 48_000), -312, (SoundMark(99, -312), SoundMark(7000, 648))
+    )
+    said = replace(GOOD, audio=sound)
+    read = msgspec.msgpack.decode(lookup.row(said), type=OldRow)
+    assert msgspec.msgpack.encode(read) == lookup.row(lookup.without_parts(said)) != lookup.row(said)
+    assert rows().sample(msgspec.Raw(lookup.row(said)), 0, GOOD.id) == said
 
 
 @pytest.mark.parametrize("length", [limits.MIB, 128 * limits.MIB, 4 * limits.GIB])

@@ -85,7 +85,8 @@ def test_reencoding_keeps_frames_and_times_and_puts_key_frames_where_asked(media
     assert data.index(b"moov") < data.index(b"mdat")
     assert after.audio is not None
     assert before.audio is not None
-    assert msgspec.structs.replace(after.audio, stream=4) == msgspec.structs.replace(before.audio, stream=4)  # copied
+    copied, source = (msgspec.structs.replace(audio, stream=4, marks=()) for audio in (after.audio, before.audio))
+    assert copied == source
 
 
 def test_reencoded_video_is_cut_where_it_was_asked(make_clip, tmp_path: Path) -> None:

@@ -173,10 +173,12 @@ def test_what_only_looks_like_a_frame_is_none() -> None:
     data = bytearray(FILES[16_000, "mono", "s16", 0])
     header = flac._header(memoryview(data))
     assert header is not None
-    frames = [at for at, _ in flac._frames(memoryview(data), header.end - 1, header)]
+    looked = flac._Looked(memoryview(data), header)
+    frames = [at for at, _ in looked.frames(header.end - 1)]
     place = (frames[2] + frames[3]) // 2
     other = bytearray(data[frames[5] : frames[5] + 16])
     other[2] ^= 0x01  # another rate
     other[5] = flac._crc8(bytes(other[:5]))
     data[place : place + 16] = other
-    assert [at for at, _ in flac._frames(memoryview(data), header.end - 1, header)] == frames
+    looked = flac._Looked(memoryview(data), header)
+    assert [at for at, _ in looked.frames(header.end - 1)] == frames
