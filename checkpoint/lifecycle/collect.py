@@ -25,11 +25,10 @@ from collections.abc import Iterable, Iterator
 from checkpoint.format import names, ulid
 from checkpoint.format.documents import Commit, Condemned, Fate, Policy, StepName, StepOfRun, encode
 from checkpoint.lifecycle import plan as plans
-from checkpoint.lifecycle import tags
 from checkpoint.lifecycle.inventory import Inventory, Reader
 from checkpoint.lifecycle.keep import Keep, doomed
 from checkpoint.lifecycle.plan import Plan
-from checkpoint.repository import commit
+from checkpoint.repository import commit, tagged
 from checkpoint.repository import steps as repository
 from checkpoint.repository.commit import Attempt
 from dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -61,7 +60,8 @@ def condemn(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = (
     branch = [StepName(base.timeline, base.step) for base in repository.visible(store, run, known)]
     others = everything - set(branch)
     named: dict[StepName, set[str]] = {}
-    for tag in tags.all_tags(store):  # last, after leases when a collection applies the policy again: see `tags`
+    # last, after leases when a collection applies the policy again: see `lifecycle.tags`
+    for tag in (tag for records in tagged.standing(store).values() for tag in records):
         if tag.run == run:
             named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
     return {StepOfRun(run, name.timeline, name.step) for name in doomed(keep, branch, others, named)}
@@ -121,7 +121,7 @@ def collect(
     objects, kept = plans.garbage(last, reader.packs_of, now)
     _delete(store, [name for name, _ in objects])
     _deleted()
-    store.delete_many([*mine, *_settled_records(last, gone, now)])
+    store.delete_many([*mine, *_settled_records(last, gone, now), *_outdated_tags(store, now)])
     return Plan(gone, tuple(sorted(safe, key=plans.order)), aborted, tuple(objects), kept)
 
 
@@ -211,6 +211,12 @@ def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...], now: float) -
         for key, record in seen.records.items()
         if set(record.condemned.steps) <= buried or now - record.modified > plans.RECORD_SECONDS
     ]
+
+
+def _outdated_tags(store: Store, now: float) -> list[str]:
+    """Records of tags that nothing depends on: all collectors at work by now have seen those that replaced them, and no request
+    for an older one is late by more than a tombstone is kept."""
+    return tagged.outdated(store, now - plans.RECORD_SECONDS, now - plans.TOMBSTONE_SECONDS)
 
 
 def _require_repo(store: Store) -> None:

@@ -433,7 +433,7 @@ def test_a_dead_collectors_record_is_no_warning_for_ever() -> None:
     dead.kill()
     step, attempt = 1, next(b.attempt for b in repository.visible(store, RUN) if b.step == 1)
     made = tags._tag("best", RUN, Base(1, step, attempt), clock)
-    tags._write(store, tags.key_of("best"), made, move=False)  # as one that was given just before the record
+    tags._write(store, made, move=False)  # as one that was given just before the record
     done = collect.collect(store, (), clock=clock)
     assert [s.step for s in done.tombstones] == [2]
     assert (RUN, 1, 1) in repository.condemned(store)  # that collector may only sleep
