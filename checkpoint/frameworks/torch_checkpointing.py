@@ -10,7 +10,7 @@ not at all. A checkpoint's name ends in the step's number; `load("latest", ...)`
 Trust: torch_checkpointing's files are pickles, and it unpickles them when it loads (`torch.load(weights_only=False)`,
 `metadata.pkl`). A writer to the repository can thus run code in the process that loads. This is that library's format
 and cannot be refused here: load only from repositories whose writers you trust. All other ways in
-(`Checkpointer`, `checkpoint.dcp`, the other modules of this package) unpickle nothing.
+(`Checkpointer`, `checkpoint.dcp`, the other modules of this package) unpickle nothing of the repository.
 Invariant: what is inside the files is torch_checkpointing's; it reads back the very bytes that it wrote, or gets an
 error. A file needs its own size in memory while it is saved.
 Failure behaviour: errors of `dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where that library expects

@@ -41,7 +41,7 @@ def train(kind: str, folder: Path, *arguments: str, crash: str = "") -> dict[str
     mark = folder / "mark"
     folder.mkdir(exist_ok=True)
     given = {"MILLRACE_CRASH": crash, "MILLRACE_CRASH_MARK": str(mark)} if crash else {}
-    process = nursery.start("tests.checkpoint.frameworks.training", kind, str(folder), *arguments, **given)
+    process = nursery.start(f"tests.checkpoint.frameworks.train_{kind}", str(folder), *arguments, **given)
     out, err = process.communicate(180)
     if crash:
         assert process.returncode == -signal.SIGKILL, out + err
