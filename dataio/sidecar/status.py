@@ -3,8 +3,9 @@
 Invariants: only GET and HEAD of these paths are answered, nothing is changed by them, and nothing but loopback is listened on.
 A request whose Host is not this machine's own name is refused, so a page from elsewhere cannot read this one by pointing
 its domain here (DNS rebinding). The page may load and ask nothing but this server, and runs no script but its own.
-Failure behaviour: a request head over `HEAD_BYTES`, or one that takes longer than `HEAD_SECONDS`, is cut off; over
-`CONNECTIONS` at once are turned away.
+Any user of the machine may ask for /livez, /readyz and /metrics; what names paths is for the daemon's user and root.
+Failure behaviour: a request head over `HEAD_BYTES`, or one that takes longer than `HEAD_SECONDS`, is cut off. Of more than
+`CONNECTIONS` at once the oldest is cut off, so connections that are only held keep no request out.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import re
+import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 from prometheus_client import generate_latest
 
@@ -25,10 +30,16 @@ from dataio.core.metrics import REGISTRY
 
 HEAD_BYTES = 8 << 10
 HEAD_SECONDS = 5.0
-CONNECTIONS = 32
+ACCEPTED = 64
+"""The most connections that are accepted before the loop reads again."""
+CONNECTIONS = 4 * ACCEPTED
+QUEUED = 1024
+"""Connections that wait in the kernel until they are accepted."""
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
+_ANYBODYS = (b"/livez", b"/readyz", b"/metrics")
+_ESTABLISHED = "01"
 _PATHS = b"/ /livez /readyz /metrics /status.json /history.json\n"
 _OWN_NAME = re.compile(rb"(?i)(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
 _HOST = re.compile(rb"(?im)^host:[ \t]*([^\r\n]*?)[ \t]*\r?$")
@@ -53,12 +64,14 @@ class StatusServer:
     ) -> None:
         self._status, self._history, self._ready = status, history, ready
         self._server: asyncio.Server | None = None
-        self._open = 0
+        self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
 
     async def start(self, port: int) -> int:
         """Listen on `port` of 127.0.0.1, any free one for 0; returns it. OSError when it is taken."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=HEAD_BYTES)
-        chosen: int = self._server.sockets[0].getsockname()[1]
+        listening = socket.create_server(("127.0.0.1", port))
+        self._server = await asyncio.start_server(self._serve, sock=listening, limit=HEAD_BYTES, backlog=ACCEPTED)
+        listening.listen(QUEUED)
+        chosen: int = listening.getsockname()[1]
         return chosen
 
     def close(self) -> None:
@@ -66,27 +79,33 @@ class StatusServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        self._open[writer] = None
+        if len(self._open) > CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
         try:
-            if self._open <= CONNECTIONS:
-                async with asyncio.timeout(HEAD_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
-                    await writer.drain()
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(HEAD_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head, lambda: user_of(writer.get_extra_info("socket"))))
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
         finally:
-            self._open -= 1
+            self._open.pop(writer, None)
             writer.close()
 
-    def _answer(self, head: bytes) -> bytes:
+    def _answer(self, head: bytes, user: Callable[[], int | None]) -> bytes:
         line, _, fields = head.partition(b"\r\n")
         method, _, rest = line.partition(b" ")
         if not is_own(fields):
             return _response(421, _TEXT, b"this is not the name of this machine's loopback\n")
         if method not in (b"GET", b"HEAD"):
             return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
-        answer, length = self._page(rest.split(b" ")[0].split(b"?")[0])
+        path = rest.split(b" ")[0].split(b"?")[0]
+        if path in _PATHS.split() and path not in _ANYBODYS and user() not in (os.geteuid(), 0):
+            return _response(403, _TEXT, b"this is for the daemon's user and root\n")
+        answer, length = self._page(path)
         return answer if method == b"GET" else answer[: len(answer) - length]
 
     def _page(self, path: bytes) -> tuple[bytes, int]:
@@ -106,6 +125,21 @@ class StatusServer:
         elif path not in (b"/livez", b"/readyz"):
             status, body = 404, _PATHS
         return _response(status, kind, body, more), len(body)
+
+
+def user_of(connection: socket.socket) -> int | None:
+    """The user that holds the other end of a connection within this machine; None where that is closed."""
+    ends = [_end(*address) for address in (connection.getpeername(), connection.getsockname())]
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, *theirs, state, _, _, _, user, _ = line.split(maxsplit=8)
+        if theirs == ends and state == _ESTABLISHED:
+            return int(user)
+    return None
+
+
+def _end(host: str, port: int) -> str:
+    """An address as the kernel's table has it."""
+    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
 
 
 def is_own(fields: bytes) -> bool:
@@ -129,6 +163,7 @@ def page() -> Page:
 
 _REASONS = {
     200: "OK",
+    403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     421: "Misdirected Request",

@@ -3,7 +3,9 @@
 Purpose: a guest's objects and records lie in this node's tier, within its budget and by its rules.
 Invariants: an object becomes one only when all announced bytes came and their digest is right; what came before a broken
 connection is kept for `PARTIAL_SECONDS`, so that the rest alone is sent again. At most `CONNECTIONS` peers at once, each in a
-thread of its own; a peer costs at most its time limits, and nobody else notices.
+thread of its own; a peer costs at most its time limits, and nobody else notices. A connection gets a thread when it has sent
+something: of up to `SILENT` that have not, the oldest makes room for the next. Where `STRANGERS` have threads, the address that
+has the most of them loses one to an address that has fewer.
 Failure behaviour: a peer that is refused or breaks the protocol is counted by reason and hung up on; no room is said as
 "capacity", and the connection goes on.
 """
@@ -11,11 +13,13 @@ Failure behaviour: a peer that is refused or breaks the protocol is counted by r
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import ssl
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -30,7 +34,9 @@ from dataio.store.tier.shelf import Shelf
 
 CONNECTIONS = 16
 STRANGERS = 64
-"""Peers, of whom nothing is known yet, at once."""
+"""Peers that have a thread and are not let in yet, at once."""
+SILENT = 512
+"""Connections that have sent nothing yet, at once; those that the kernel has accepted are as many more."""
 PARTIALS = 16
 HANDSHAKE_SECONDS = 5.0
 PARTIAL_SECONDS = 600.0
@@ -60,7 +66,7 @@ class BuddyServer:
         self._config, self._shelf = config, shelf
         self._context = tls.server_context(config)
         self._lock = threading.Lock()
-        self._peers: set[socket.socket] = set()
+        self._peers: dict[socket.socket, str] = {}  # each with its address, in the order of their coming
         self._known: set[socket.socket] = set()
         self._partials: dict[_Name, _Partial] = {}
         self._pace = p.Pace(config.rate)
@@ -73,7 +79,7 @@ class BuddyServer:
         assert self._config.listen is not None
         where = self._config.listen
         try:
-            self._socket = socket.create_server((where.host, where.port), family=_family(where.host), backlog=64)
+            self._socket = socket.create_server((where.host, where.port), family=_family(where.host), backlog=SILENT)
         except OSError as error:
             raise UsageError(f"buddy_listen {where} cannot be used: {error.strerror}") from None
         self._thread = threading.Thread(target=self._accept, name="millrace-buddies", daemon=True)
@@ -89,8 +95,8 @@ class BuddyServer:
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._socket.close()
         self._thread.join(5)
+        self._socket.close()
         with self._lock:
             peers, partials = list(self._peers), list(self._partials.values())
             self._partials.clear()
@@ -111,22 +117,60 @@ class BuddyServer:
     # peers
 
     def _accept(self) -> None:
-        while not self._closed:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            silent: dict[socket.socket, tuple[str, float]] = {}  # with address and time limit, oldest first
+            try:
+                while not self._closed:
+                    self._accept_some(selector, silent)
+            finally:
+                for sock in silent:
+                    sock.close()
+
+    def _accept_some(self, selector: selectors.BaseSelector, silent: dict[socket.socket, tuple[str, float]]) -> None:
+        """Wait for connections and for their first bytes."""
+
+        def take(sock: socket.socket) -> str:
+            selector.unregister(sock)
+            return silent.pop(sock)[0]
+
+        for key, _ in selector.select(1.0):
+            if key.fileobj is not self._socket:
+                assert isinstance(key.fileobj, socket.socket)
+                self._start(key.fileobj, take(key.fileobj))
+                continue
             try:
                 sock, address = self._socket.accept()
             except OSError:
                 if not self._closed:
                     time.sleep(0.2)  # no descriptors left, as a rule
                 continue
-            with self._lock:
-                full = len(self._peers) >= CONNECTIONS + STRANGERS
-                if not full:
-                    self._peers.add(sock)
-            if full:
-                self.counts["busy"] += 1
-                sock.close()
-                continue
-            threading.Thread(target=self._serve, args=(sock, address[0]), name="millrace-buddy", daemon=True).start()
+            silent[sock] = (str(address[0]), time.monotonic() + HANDSHAKE_SECONDS)
+            selector.register(sock, selectors.EVENT_READ)
+        now = time.monotonic()
+        while silent and (len(silent) > SILENT or next(iter(silent.values()))[1] < now):
+            reason = "busy" if len(silent) > SILENT else "tls"
+            oldest = next(iter(silent))
+            self._refuse(reason, take(oldest), TimeoutError("it sent nothing"))
+            oldest.close()
+
+    def _start(self, sock: socket.socket, address: str) -> None:
+        """Give a connection that has sent something a thread, if need be that of another stranger."""
+        with self._lock:
+            strangers = {other: at for other, at in self._peers.items() if other not in self._known}
+            loser = _loser(strangers, address) if len(strangers) >= STRANGERS else None
+            full = len(strangers) >= STRANGERS and loser is None
+            if not full:
+                self._peers[sock] = address
+            if loser is not None:
+                del self._peers[loser]
+        if loser is not None:
+            _hang_up(loser)  # its thread says so
+        if full:
+            sock.close()
+            self._refuse("busy", address, _BusyError(f"{STRANGERS} strangers are connected"))
+            return
+        threading.Thread(target=self._serve, args=(sock, address), name="millrace-buddy", daemon=True).start()
 
     def _serve(self, sock: socket.socket, address: str) -> None:
         peer = sock
@@ -134,8 +178,9 @@ class BuddyServer:
             sock.settimeout(HANDSHAKE_SECONDS)
             with self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False) as peer:
                 with self._lock:  # wrapping takes the socket over
-                    self._peers.remove(sock)
-                    self._peers.add(peer)
+                    if self._peers.pop(sock, None) is None:
+                        raise _BusyError("another address has fewer connections")
+                    self._peers[peer] = address
                 self._let_in(peer)
                 self._talk(p.Channel(peer, self._pace))
         except _BusyError as error:
@@ -150,7 +195,8 @@ class BuddyServer:
             self._refuse("broken", address, error)
         finally:
             with self._lock:
-                self._peers -= {sock, peer}
+                self._peers.pop(sock, None)
+                self._peers.pop(peer, None)
                 self._known -= {peer}
             sock.close()
 
@@ -276,6 +322,15 @@ class BuddyServer:
             channel.send_bytes(held.pieces(request.offset))
         except MillraceError as error:  # the file became shorter: the peer sees the connection end
             raise ConnectionError(str(error)) from None
+
+
+def _loser(strangers: Mapping[socket.socket, str], newcomer: str) -> socket.socket | None:
+    """The oldest stranger of the address that has the most, if those are more than the newcomer's."""
+    counts = Counter(strangers.values())
+    address, most = counts.most_common(1)[0]
+    if most <= counts[newcomer] + 1:
+        return None
+    return next(sock for sock, at in strangers.items() if at == address)
 
 
 class _BusyError(Exception):

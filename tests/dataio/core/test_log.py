@@ -42,6 +42,33 @@ def test_terminal_escapes_are_in_no_record(caplog: pytest.LogCaptureFixture) -> 
     assert "\x1b" not in caplog.text
 
 
+def test_a_line_that_is_logged_without_end_is_said_so_often_and_then_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(log.time, "monotonic", lambda: now)
+    caplog.set_level(logging.DEBUG, "millrace.test.flood")
+    logger = get_logger("test.flood")
+
+    def say(number: int, level: int = logging.WARNING) -> None:
+        logger.log(level, "stranger %d", number)
+
+    for number in range(log.RECORDS + 50):
+        say(number)
+    logger.warning("another line")
+    assert len(caplog.records) == log.RECORDS + 1
+    now += log.SECONDS
+    say(7)
+    say(8)
+    assert [record.message for record in caplog.records[-2:]] == [
+        "stranger 7 (50 more like this were left out)",
+        "stranger 8",
+    ]
+    for number in range(2 * log.RECORDS):
+        say(number, logging.DEBUG)  # asked for by setting the level
+    assert len(caplog.records) == 3 * log.RECORDS + 3
+
+
 def test_a_message_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_said", set())
     logger = get_logger("test.once")

@@ -347,6 +347,43 @@ def test_strangers_that_only_hold_connections_do_not_keep_buddies_out(
     still_serves(guest)
 
 
+def test_silent_connections_keep_no_buddy_out_however_many_come_again(
+    guest: TierConfig, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "SILENT", 64)
+    stop = threading.Event()
+
+    def hold() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError), bare(listening[1]) as sock:
+                sock.settimeout(1)
+                sock.recv(1)
+
+    threads = [threading.Thread(target=hold) for _ in range(96)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: refused(listening[0]).get("busy", 0) > 0)
+        for _ in range(4):
+            still_serves(guest)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_strangers_of_one_address_make_room_for_another(guest: TierConfig, listening: Listening) -> None:
+    where = (listening[1].host, listening[1].port)
+    held = [socket.create_connection(where, 5, ("127.0.0.3", 0)) for _ in range(servers.STRANGERS + 5)]
+    for sock in held:
+        sock.sendall(b"\x16\x03\x01")  # the beginning of a handshake
+    wait_for(lambda: refused(listening[0]).get("busy", 0) == 5)
+    still_serves(guest)
+    assert sum(refused(listening[0]).values()) == 6, "one of the strangers made room"
+    for sock in held:
+        sock.close()
+
+
 def test_peers_that_vanish_in_the_middle_leave_no_descriptor_and_no_byte(
     guest: TierConfig, mine: Shelf, listening: Listening
 ) -> None:
