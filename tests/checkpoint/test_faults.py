@@ -1,4 +1,4 @@
-"""Faults below a save and a restore: a saver that is stopped for a while, an fsync that fails once, bits flipped in a row."""
+"""Faults below saves and restores: savers that are stopped, clocks that jump, an fsync that fails once, flipped bits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ import torch
 from checkpoint import Checkpointer
 from checkpoint.format import names
 from checkpoint.lifecycle.collect import collect
+from checkpoint.lifecycle.keep import Keep
 from checkpoint.repository import check
+from checkpoint.repository.lease import LeaseKeeper
 from dataio.core.errors import CorruptionError, MillraceError, TransientError
 from dataio.sidecar.transfer.gate import Gate
 from dataio.store.open import open_store
+from dataio.testing.clock import ManualClock
 from dataio.testing.proxy import Fault, FaultProxy
 from dataio.testing.s3server import S3Server
-from dataio.testing.system import failing_fsync, stopped
+from dataio.testing.system import clock_jump, failing_fsync, stopped
 from tests.checkpoint.making import Made, begin, latest, load, make, save, tiny_state
 from tests.waiting import wait_for
 
@@ -85,6 +88,41 @@ def test_a_saver_that_is_stopped_for_longer_than_its_lease_does_no_harm(
         assert check.check(store).clean
         assert load(store, one) == tiny_state(1)
         assert load(store, save(store, make(store, tiny_state(3), step=3, number=number))) == tiny_state(3)
+
+
+@pytest.mark.parametrize("days", [3, -3, 4000])
+def test_a_trainers_clock_that_jumps_changes_nothing(tmp_path: Path, days: int) -> None:
+    def saved(checkpointer: Checkpointer, step: int) -> None:
+        checkpointer.save(step, {"w": torch.full((50_000,), float(step))}).result(60)
+
+    with Checkpointer(tmp_path, run="exp", sidecar=None, keep=Keep(last=2)) as checkpointer:
+        saved(checkpointer, 1)
+        with clock_jump(days * 86400) as told:
+            for step in (2, 3):
+                saved(checkpointer, step)
+            with Checkpointer(tmp_path, run="another", sidecar=None, keep=Keep(last=1)) as other:
+                for step in (1, 2):
+                    saved(other, step)
+        assert told
+        saved(checkpointer, 4)
+    with open_store(tmp_path) as store:
+        collect(store, ())
+        assert check.check(store).clean
+    found = {"w": torch.zeros(50_000)}
+    for run, step in (("exp", 4), ("another", 2)):
+        with Checkpointer(tmp_path, run=run, sidecar=None) as checkpointer:
+            assert checkpointer.restore(found) == step
+            assert torch.equal(found["w"], torch.full((50_000,), float(step)))
+            assert checkpointer.steps() == ([3, 4] if run == "exp" else [2])
+
+
+def test_a_lease_lives_by_the_clock_that_does_not_jump(tmp_path: Path) -> None:
+    clock = ManualClock()
+    with open_store(tmp_path) as store, LeaseKeeper(store, "0" * 26, "exp", 1, 1, (), 90.0, clock) as keeper:
+        clock.ahead = 86400.0
+        assert keeper.alive()
+        clock.ahead, clock.now = -86400.0, clock.now + 91
+        assert not keeper.alive()
 
 
 @pytest.mark.parametrize("where", ["/packs/", "/000000000002", ".millrace-tmp"])
