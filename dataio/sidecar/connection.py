@@ -385,8 +385,8 @@ class Sidecar:
             return
         if not data:
             raise TransientError("the daemon ended it")
-        self._heard = time.monotonic()
         for frame in self._framer.feed(data, descriptors):
+            self._heard = time.monotonic()  # a whole message: what drips is as good as silent
             self._got(frame)
 
     def _receive(self) -> None:

@@ -194,6 +194,38 @@ def impostor(daemon: RunningDaemon) -> Iterator[socket.socket]:
         yield listening
 
 
+def test_a_daemon_that_drips_hangs(
+    impostor: socket.socket, daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "HUNG_SECONDS", 0.5)
+    over, dripped = threading.Event(), 0
+
+    def drip() -> None:
+        nonlocal dripped
+        with impostor.accept()[0] as sock:
+            sock.recv(1000)
+            sock.sendall(wire.frame(m.encode(m.Welcome(m.VERSION, 1))))
+            for at in range(1000):
+                if over.wait(0.05):
+                    return
+                sock.sendall(wire.frame(bytes(1000))[at : at + 1])
+                dripped += 1
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    sidecar = Sidecar.find(daemon.folder / "odd.sock")
+    assert sidecar is not None
+    sidecar._jobs["waits"] = job = Staged("waits")
+    with pytest.raises(TransientError, match="the daemon hangs"):
+        sidecar.status()
+    with pytest.raises(TransientError, match="the daemon hangs"):
+        job.result(10)
+    over.set()
+    thread.join()
+    assert dripped > 5
+
+
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", wire.frame(b"\xc1"), wire.frame(b"") * 3])
 def test_who_does_not_speak_like_a_sidecar_is_none(
     impostor: socket.socket, answer: bytes, daemon: RunningDaemon, store: Store, shards: dict[str, bytes]
