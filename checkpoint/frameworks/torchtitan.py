@@ -5,7 +5,8 @@ torchtitan's own manager gives DCP a folder's name and no storage; this one give
 mean there: `interval`, `async_mode`, `exclude_from_loading`, `last_save_model_only`, `initial_load_path` (a folder of DCP's
 or Hugging Face's, read as ever while the run has no step), `keep_latest_k` (the repository's retention, on rank 0).
 Invariant: all ranks load the same step: rank 0 looks for the newest one and tells the others.
-Failure behaviour: as `checkpoint.dcp`; a final export in Hugging Face's format is torchtitan's and goes to `folder`.
+Failure behaviour: as `checkpoint.dcp`; `MissingError`, a `FileNotFoundError`, for a step that is not there. A final
+export in Hugging Face's format is torchtitan's and goes to `folder`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from checkpoint.dcp import RepositoryReader, RepositoryWriter
 from checkpoint.dcp.writer import step_of
+from checkpoint.frameworks.naming import MissingError
 from checkpoint.lifecycle.automatic import Retention
 from checkpoint.lifecycle.keep import Keep
 from checkpoint.ranks import Ranks
@@ -89,6 +91,8 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         found = self._find_load_step() if step == -1 else step
         if found == -1:  # nothing of ours yet: what torchtitan begins with
             return bool(super()._load(-1))
+        if step != -1:
+            self._require(step)
         states = self._states_to_load(found == 0)
         dcp.load(states, storage_reader=RepositoryReader(self._url, run=self._run, step=found, **self._options))
         self.states[MODEL].load_state_dict(states)
@@ -106,6 +110,22 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
         return int(ranks.agree(0, str(found).encode(), error))
+
+    def _require(self, step: int) -> None:
+        """`MissingError` on all ranks when the run has no such step."""
+        ranks, there, error = Ranks.here(None, None), b"yes", None
+        try:
+            if ranks.rank == 0:
+                repository.find(self._store, self._run, step)
+        except NotFoundError:
+            there = b""
+        except Exception as caught:  # the other ranks must learn of it, whatever it is
+            error = caught
+        if not ranks.agree(step, there, error):
+            raise MissingError(
+                f"--checkpoint.load_step={step}: run {self._run} has no such step",
+                hint="`millrace ckpt ls` lists the steps",
+            )
 
     def _purge_stale_checkpoints(self) -> None:
         """What was committed so far: an asynchronous save that is on its way counts the next time."""

@@ -19,6 +19,7 @@ from checkpoint.handle import Handle, Name
 from dataio.core.crashpoints import declared
 from dataio.core.errors import CorruptionError, TransientError, UsageError
 from tests import nursery
+from tests.ranks import launch
 
 FRAMEWORKS = ("lightning", "transformers", "accelerate")
 POINTS = sorted(name for name in declared() if name.startswith("name.") and name != "name.replaced")
@@ -244,3 +245,17 @@ def test_a_damaged_name_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "name").write_bytes(text.encode("latin-1"))
     with pytest.raises(CorruptionError, match="does not name a step of ours"):
         read_name(tmp_path / "name")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["transformers", "accelerate"])
+def test_two_ranks_find_the_names_of_their_steps(kind: str, tmp_path: Path) -> None:
+    needs(kind)
+
+    def job(folder: str, stop: int) -> list[dict[str, Any]]:
+        return [lines[-1] for lines in launch(2, "tests.checkpoint.frameworks.ranks_job", kind, folder, str(stop))]
+
+    whole = job(str(tmp_path / "whole"), 8)
+    assert whole[0] == whole[1]
+    assert [each["resumed"] for each in job(str(tmp_path / "parts"), 4)] == [0, 0]
+    assert job(str(tmp_path / "parts"), 8) == [each | {"resumed": 4} for each in whole]

@@ -6,6 +6,7 @@ import json
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -112,6 +113,8 @@ def main(folder: str, repo: str, mode: str) -> None:
     print(json.dumps({"straight": first.seen()}), flush=True)
     first.manager.close()
     second = Run(2, folder, repo, mode)
+    with pytest.raises(FileNotFoundError, match="load_step=7: run exp has no such step"):
+        second.manager.load(7)
     assert second.manager.load(6)
     print(json.dumps({"loaded": second.seen()}), flush=True)
     second.train(8, last=False)
