@@ -46,7 +46,7 @@ class Sending:
     def __init__(self, config: TierConfig, shelf: Shelf) -> None:
         self._config, self._shelf = config, shelf
         self._context, self._pace = tls.client_context(config), p.Pace(config.rate)
-        self._sent: dict[tuple[str, str], None] = {}
+        self._sent: dict[tuple[str, str, bytes], None] = {}
         self._done: dict[tuple[str, int, bool], None] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="millrace-copies", daemon=True)
@@ -101,7 +101,10 @@ class Sending:
         for key in record.keys:
             if self._stop.is_set():
                 return
-            name, before = (record.source, key), buddy.sent
+            held, before = self._shelf.open(record.source, key), buddy.sent
+            if held is None:
+                continue
+            name = (record.source, key, held.label.digest)  # a second carrier's manifest has the first one's key
             if name not in self._sent and buddy.offer(self._shelf, record.source, key):
                 _note(self._sent, name)
             self.bytes += buddy.sent - before

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_record
 
 from dataio.core.errors import CapacityError, UsageError
 from dataio.core.limits import MIB
@@ -79,6 +80,27 @@ def test_what_is_offered_lies_on_the_buddy_and_is_fetched_back(
     assert whole(theirs.open("s", "packs/1")) == whole(mine.open("s", "packs/1")) == DATA
     assert [r.guest for r in theirs.records()] == [True]
     assert refused(listening[0]) == {}
+
+
+def test_an_earlier_record_and_manifest_that_come_last_leave_the_committed_step(
+    guest: TierConfig, mine: Shelf, listening: Listening
+) -> None:
+    """An older connection is served after a newer one. The manifest of another carrier lies there then, under the same key: its
+    digest is not the fate's, so a reader takes the next copy. The next offer brings the right one back."""
+    earlier, theirs = mine.records()[0], listening[0].shelf
+    committed = replace_record(earlier, own=("packs/2", "manifest"), committed=5.0)
+    mine.keep("s", "manifest", b"of the first carrier")
+    with connect(guest) as older, connect(guest) as newer:
+        mine.keep("s", "manifest", b"of the second carrier")
+        assert newer.offer(mine, "s", "manifest")
+        newer.keep(committed)
+        mine.keep("s", "manifest", b"of the first carrier")
+        assert older.offer(mine, "s", "manifest")
+        older.keep(earlier)
+        assert theirs.records() == [replace_record(committed, guest=True)]
+        mine.keep("s", "manifest", b"of the second carrier")
+        assert newer.offer(mine, "s", "manifest")
+    assert whole(theirs.open("s", "manifest")) == b"of the second carrier"
 
 
 class Cut(Exception):

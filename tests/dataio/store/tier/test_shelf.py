@@ -223,6 +223,18 @@ def test_a_committed_record_stays_committed(tmp_path: Path) -> None:
     assert [r.committed for r in tier.records()] == [5.0]
 
 
+def test_an_earlier_record_that_comes_last_does_not_replace_a_committed_one(tmp_path: Path) -> None:
+    """It is of a carrier whose packs are others; only the committed one says what the step needs."""
+    tier, earlier, committed = shelf(tmp_path), record("s", 1, ["a"], committed=0.0), record("s", 1, ["b"])
+    for each in (earlier, committed, earlier):
+        tier.put_record(each)
+    assert tier.records() == [committed]
+    tier.withdraw(earlier)
+    assert tier.records() == [committed]
+    tier.withdraw(committed)
+    assert tier.records() == []
+
+
 def test_a_record_that_is_torn_or_too_new_is_set_aside_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
