@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from dataio.core import limits
 from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
-from dataio.shards.contract import KeyFrame
+from dataio.shards.contract import KeyFrame, VideoInfo
 from dataio.shards.media import bitstream
 from dataio.shards.media.bitstream import is_shown
 from dataio.shards.media.container import check_complete
@@ -44,6 +44,9 @@ from loaders.decode.giving_up import check
 from loaders.partial.file import Media
 
 _EXPANDED = 4
+_CUT_OFF, _BLOCK = 2, 128
+_REORDERED = 4096
+"""Frames; codecs show pictures at most some tens later than they are decoded."""
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
@@ -120,15 +123,18 @@ class ViewFile(io.RawIOBase):
 
 
 @contextmanager
-def open_media(data: Media, *, trusting: bool = False, ext: str = "") -> Iterator[av.container.InputContainer]:
+def open_media(
+    data: Media, *, trusting: bool = False, ext: str = "", info: VideoInfo | None = None
+) -> Iterator[av.container.InputContainer]:
     """The container of `data`, complete and of a kind that cannot name other files; errors of libav become ours.
 
     `trusting` believes what the container says of its streams, and `ext` that it is what the file's name says; else libav
-    decodes the first pictures to see for itself, and tries every demuxer.
+    decodes the first pictures to see for itself, and tries every demuxer. `info`: the pictures are those of this video.
     """
     file = ViewFile(data)
     check_complete(cast(BinaryIO, file), len(data))
-    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_DECODING}
+    decoding = _DECODING if info is None else _pixels(info)
+    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **decoding}
     if trusting:
         options["codec_whitelist"] = "none"  # of those that look; ours are others
     try:
@@ -159,11 +165,13 @@ def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]
     with ExitStack() as stack:
         window = None
         if request.info.codec in _ONE_PACKET_ONE_FRAME:
-            container = stack.enter_context(open_media(data, trusting=trusting, ext=request.info.ext))
+            container = stack.enter_context(
+                open_media(data, trusting=trusting, ext=request.info.ext, info=request.info)
+            )
             window = read(container, request)
         if window is None:
             stack.close()
-            window = _whole(stack.enter_context(open_media(request.data)), request)
+            window = _whole(stack.enter_context(open_media(request.data, info=request.info)), request)
         yield window
 
 
@@ -178,9 +186,9 @@ def _excerpt(request: Request) -> Excerpt | None:
 def _read_excerpt(container: av.container.InputContainer, request: Request) -> Window:
     """The same window: in an excerpt stamps count from another instant, and its end is no end of the video."""
     wanted = request.wanted
-    stream = _video(container, 0)
+    stream = _video(container, request.info, 0)
     with demuxed(container, stream) as packets:
-        kept, times, ended = _collect(_moved(packets, wanted.key.pts), wanted)
+        kept, times, ended = _collect(_bounded(_moved(packets, wanted.key.pts), request), wanted)
     if ended:
         raise CorruptionError(f"only {len(times)} frames follow the key frame at time stamp {wanted.key.pts}")
     return Window(stream, kept, times, _picks(wanted, times), stamped=True)
@@ -207,13 +215,13 @@ def tells_all(request: Request) -> bool:
 def _read(container: av.container.InputContainer, request: Request) -> Window | None:
     """None where frames can only be counted from the file's first packet."""
     info, wanted = request.info, request.wanted
-    stream = _video(container, info.stream)
+    stream = _video(container, info, info.stream)
     if _is_counted(container, info.codec) or wanted.values[0] < (
         wanted.key.index if wanted.by == "index" else wanted.key.pts
     ):
         return None
     try:
-        packets, times, ended = _collect(_from_key(container, stream, wanted), wanted)
+        packets, times, ended = _collect(_bounded(_from_key(container, stream, wanted), request), wanted)
     except NoStartError:
         if wanted.key == info.key_frames[0] and wanted.key.pts == info.start_pts:
             return None
@@ -231,13 +239,19 @@ class NoStartError(CorruptionError):
     """There is no packet at which decoding can begin where the index lists a key frame."""
 
 
-def _video(container: av.container.InputContainer, number: int) -> VideoStream:
+def _video(container: av.container.InputContainer, info: VideoInfo, number: int) -> VideoStream:
     stream = container.streams[number] if number < len(container.streams) else None
     if not isinstance(stream, VideoStream) or stream.codec_context is None:  # of a codec that libav does not know
         raise CorruptionError(f"stream {number} is not the video stream that the index lists")
     strict = stream.codec_context.codec.canonical_name in _STRICT
-    stream.codec_context.options = _DECODING | (_EXPLODING if strict else {})
+    stream.codec_context.options = _pixels(info) | (_EXPLODING if strict else {})
     return stream
+
+
+def _pixels(info: VideoInfo) -> dict[str, str]:
+    """What a decoder may make of a frame: a little more than is shown, since codecs have blocks and cut off their margins."""
+    most = _CUT_OFF * (info.width + _BLOCK) * (info.height + _BLOCK)
+    return {"max_pixels": str(min(most, limits.FRAME_PIXELS))}
 
 
 def demuxed(
@@ -255,9 +269,9 @@ def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
 def _whole(container: av.container.InputContainer, request: Request) -> Window:
     """Every packet: the index counted the frames by decoding from the start, so that is what has to be done again."""
     info, wanted = request.info, request.wanted
-    stream = _video(container, info.stream)
+    stream = _video(container, info, info.stream)
     with demuxed(container, stream) as source:
-        packets = list(_bounded(source, len(request.data)))
+        packets = [packet for packet in _bounded(source, request, decoding=False) if packet.size]
     codec = stream.codec_context.codec.canonical_name
     times = _times(packets, [is_shown(codec, memoryview(packet)) for packet in packets])
     if len(times) != info.frames and codec == "mpeg4":
@@ -265,20 +279,30 @@ def _whole(container: av.container.InputContainer, request: Request) -> Window:
         times = _times(packets, bitstream.mpeg4_shown(stream.codec_context.extradata, views))
     if len(times) != info.frames:
         times = _decoded_times(request)
-    if wanted.by == "index":
-        return Window(stream, packets, times, wanted.values, stamped=False)
-    return Window(stream, packets, times, _picks(replace(wanted, key=KeyFrame(0, 0)), times), stamped=False)
+    picks = wanted.values if wanted.by == "index" else _picks(replace(wanted, key=KeyFrame(0, 0)), times)
+    _check_pixels(info, picks[-1])
+    return Window(stream, packets, times, picks, stamped=False)
 
 
-def _bounded(source: Packets, length: int) -> Packets:
-    """Packets of a file of so many bytes; each byte is in one of them, but tables may name the same bytes often."""
-    held = 0
-    for packet in source:
+def _bounded(source: Packets, request: Request, *, decoding: bool = True) -> Packets:
+    """The packets, as long as they are such as a file of that length can hold, and, where they are `decoding`, as decoding them
+    does not take for ever."""
+    most, held = _EXPANDED * len(request.data), 0
+    for number, packet in enumerate(source):
         held += packet.size
-        if held > _EXPANDED * length:
+        if held > most:  # tables may name the same bytes often
             raise CorruptionError(f"its packets hold more than {_EXPANDED} times the bytes of the file")
-        if packet.size:
-            yield packet
+        if decoding:
+            _check_pixels(request.info, number)
+        yield packet
+
+
+def _check_pixels(info: VideoInfo, frames: int) -> None:
+    if frames * info.width * info.height > limits.CLIP_PIXELS:
+        raise CapacityError(
+            f"the clip lies more than {frames:,} frames of {info.width}x{info.height} behind the key frame before it",
+            hint="pack it with `--transcode h264`, which makes key frames",
+        )
 
 
 def _times(packets: Sequence[Packet[VideoStream]], shown: Iterable[bool]) -> list[int]:
@@ -290,10 +314,10 @@ def _times(packets: Sequence[Packet[VideoStream]], shown: Iterable[bool]) -> lis
 def _decoded_times(request: Request) -> list[int]:
     """The instants of the frames that the decoder puts out, where packets do not tell: all of the file is decoded for it."""
     times = list[int]()
-    with open_media(request.data) as container:
-        stream = _video(container, request.info.stream)
+    with open_media(request.data, info=request.info) as container:
+        stream = _video(container, request.info, request.info.stream)
         stream.codec_context.thread_count = 1
-        for packet in _bounded(container.demux(stream), len(request.data)):
+        for packet in _bounded(container.demux(stream), request):
             check()
             times += [_NEVER if frame.pts is None else frame.pts for frame in packet.decode()]
         times += [_NEVER if frame.pts is None else frame.pts for frame in stream.codec_context.decode(None)]
@@ -349,8 +373,14 @@ def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]]
             _check_start(packet)
         packets.append(packet)
         if not packet.is_discard and is_shown(packet.stream.codec.canonical_name, memoryview(packet)):
-            insort(times, _stamp(packet))
+            _insert(times, _stamp(packet))
     return packets, times, True
+
+
+def _insert(times: list[int], stamp: int) -> None:
+    insort(times, stamp)
+    if len(times) > _REORDERED and times[-_REORDERED] > stamp:
+        raise CorruptionError(f"time stamp {stamp} comes more than {_REORDERED} frames too late")
 
 
 def _check_start(packet: Packet[VideoStream]) -> None:
@@ -363,7 +393,7 @@ def _check_start(packet: Packet[VideoStream]) -> None:
             hint="index the dataset again",
         )
     if codec == "h264" and bitstream.is_refresh(memoryview(packet), units):
-        context.options = _DECODING | _EXPLODING
+        context.options = context.options | _EXPLODING
 
 
 def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:

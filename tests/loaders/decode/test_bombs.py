@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import struct
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from dataio.core import limits
+from dataio.core.errors import CapacityError, CorruptionError, MillraceError
 from dataio.shards.contract import KeyFrame, VideoInfo
-from loaders.decode.contract import Request
+from dataio.shards.media.probe import probe
+from loaders.clip import Wanted
+from loaders.decode import pyav, trim
+from loaders.decode.contract import Decoded, Request
 from loaders.decode.pyav import PyAVDecoder
 from tests.attacks import media as bombs
 from tests.attacks import peak
+from tests.loaders import made
 
 INNOCENT = "tests.loaders.decode.test_bombs:decode_nothing"
 DECODE = "tests.loaders.decode.test_bombs:decode"
@@ -23,8 +32,6 @@ def decode_nothing(_path: str) -> None:
 
 def decode(path: str) -> None:
     """Decode the first frame, by an index that takes the file for a small clip."""
-    from loaders.clip import Wanted
-
     codec = "mjpeg" if path.endswith("mkv") else "vp9"
     key = KeyFrame(0, 0)
     info = VideoInfo(
@@ -49,3 +56,63 @@ def test_a_frame_of_16000_pixels_a_side_is_refused_before_it_is_made(tmp_path: P
     assert raised is not None
     assert raised[1] == "corruption"
     assert outcome.mib < before.mib + 100, "one decoded frame takes 384 MiB and more"
+
+
+# --- clips that decode for hours, and packets that hold more than their file
+
+
+def film(frames: int = 60, container: str = "mp4", **more: Any) -> tuple[bytes, VideoInfo]:
+    options = {"x264-params": "keyint=200:bframes=2:scenecut=0"}
+    data = made.make(made.Made("", "libx264", container, frames=frames, options=options, **more))
+    info = probe(data, ext=container[:3]).video
+    assert info is not None
+    return data, info
+
+
+def decoded(data: bytes, info: VideoInfo, *values: int) -> Decoded | MillraceError:
+    return PyAVDecoder().decode([Request(memoryview(data), info, Wanted("index", values, info.key_frames[0]))])[0]
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "avi"])
+def test_a_clip_far_behind_its_key_frame_is_refused_before_it_is_decoded(
+    container: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, info = film(container=container)
+    monkeypatch.setattr(limits, "CLIP_PIXELS", 40 * info.width * info.height)
+    assert isinstance(decoded(data, info, 30, 32), Decoded)
+    began = list[object]()
+    monkeypatch.setattr(pyav, "_frames", lambda window: began.append(window) or iter(()))
+    found = decoded(data, info, 50, 52)
+    assert isinstance(found, CapacityError), found
+    assert "behind the key frame" in found.message
+    assert not began
+
+
+def test_tables_that_name_the_same_bytes_often_do_not_fill_the_memory() -> None:
+    data, info = film(frames=2000)
+    sizes, chunks = data.rindex(b"stsz") + 16, data.rindex(b"stco") + 12
+    (count,) = struct.unpack_from(">I", data, chunks - 4)
+    spoilt = bytearray(data)
+    begin = data.index(b"mdat") + 4
+    struct.pack_into(">2000I", spoilt, sizes, *([len(data) // 2] * 2000))
+    struct.pack_into(f">{count}I", spoilt, chunks, *([begin] * count))
+    found = decoded(bytes(spoilt), info, 1500, 1502)
+    assert isinstance(found, CorruptionError), found
+
+
+def test_a_file_whose_pictures_are_larger_than_the_index_says_is_refused_before_they_are_made() -> None:
+    data, info = film(width=1280, height=720, frames=3)
+    small = replace(info, width=64, height=48)
+    found = decoded(data, small, 0, 1)
+    assert isinstance(found, CorruptionError)
+    assert "1280" not in found.message  # no such picture came out
+
+
+def test_stamps_that_go_back_for_ever_are_refused() -> None:
+    times = list[int]()
+    with pytest.raises(CorruptionError, match="too late"):
+        for stamp in range(1 << 20, 0, -1):
+            trim._insert(times, stamp)
+    assert len(times) < 5000
+    for stamp in range(100_000):
+        trim._insert(times := times[-4000:], (1 << 21) + (stamp ^ 15))
