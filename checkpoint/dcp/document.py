@@ -27,6 +27,8 @@ from dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 
 Path = tuple[str | int, ...]
 _KINDS = TorchKinds()
+_MANY = 20_000
+"""Of so many tensors each name is written once: as "many", with where to cut it for its path."""
 
 
 @dataclass(slots=True)
@@ -44,7 +46,6 @@ def encode(
     """The document of one rank, and tensors inside of its values, which are the rank's own: a planner that does not flatten
     containers saves them as values. `UsageError` naming what cannot be saved."""
     refs = {name: TensorRef(name) for name in tensors}
-    where = {name: tuple(path) for name, path in (paths or {}).items()}
     flat = flatten({"values": dict(values)}, _KINDS)
     for leaf in flat.leaves:
         if leaf.seen.sharded or leaf.name in refs:
@@ -52,7 +53,29 @@ def encode(
             raise UsageError(f"{leaf.name}: a tensor inside of a value {what}", hint="leave flatten_state_dict=True")
     document: Any = flat.tree
     _require_plain(document["values"], "values")
-    return tree.encode({"by": DCP_MARK, **document, "tensors": refs, "paths": where}), flat.leaves
+    where = {name: tuple(path) for name, path in (paths or {}).items()}
+    if len(refs) < _MANY:
+        return tree.encode({"by": DCP_MARK, **document, "tensors": refs, "paths": where}), flat.leaves
+    cuts = {name: _cuts(name, where[name]) for name in refs if name in where}
+    where = {name: path for name, path in where.items() if cuts.get(name) is None}
+    many = [[name, cuts.get(name)] for name in refs]
+    return tree.encode({"by": DCP_MARK, **document, "many": many, "paths": where}, newer=True), flat.leaves
+
+
+def _cuts(name: str, path: Path) -> tuple[int, ...] | None:
+    """How long the parts of the path are in the name, numbers negative; None when the name is not made of them."""
+    cuts = tuple(-len(str(part)) if isinstance(part, int) else len(part) for part in path)
+    return cuts if _cut(name, cuts) == path else None
+
+
+def _cut(name: str, cuts: Iterable[int]) -> Path:
+    parts: list[str | int] = []
+    at = 0
+    for length in cuts:
+        part = name[at : at + abs(length)]
+        parts.append(int(part) if length < 0 else part)
+        at += abs(length) + 1
+    return tuple(parts)
 
 
 def _require_plain(node: object, path: str) -> None:
@@ -89,9 +112,12 @@ def names_of(step: Step, rank: int) -> Names:
 
 def _of_dcp(document: Any) -> Names:
     try:
+        if "many" in document:
+            cut = {name: _cut(name, cuts) for name, cuts in document["many"] if cuts is not None}
+            return Names({name: name for name, _ in document["many"]}, document["values"], document["paths"] | cut)
         tensors = {name: ref.name for name, ref in document["tensors"].items()}
         return Names(tensors, document["values"], document["paths"])
-    except (KeyError, AttributeError, TypeError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CorruptionError(f"a document of DCP's is not readable: {error!r:.100}") from None
 
 

@@ -157,9 +157,10 @@ class RepositoryReader(StorageReader):
 
     def _see_alone(self) -> None:
         """With `no_dist=True` DCP calls every process rank 0. Of a step that all ranks of the job saved, each sees its own."""
-        job, planned = Ranks.here(None, None), self._metadata().state_dict_metadata
+        job = Ranks.here(None, None)
         if job.rank == self._rank or len(self._opened_step.manifests) != job.world_size:
             return
+        planned = self._metadata().state_dict_metadata
         self._see(job.rank)
         if self._metadata().state_dict_metadata != planned:
             raise UsageError("ranks hold other tensors under the same names", hint="RepositoryReader(..., rank=)")

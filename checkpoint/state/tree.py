@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from checkpoint.format.manifest import NEWER_TREE
 from dataio.core.errors import CorruptionError, UsageError
@@ -24,6 +25,8 @@ from dataio.core.limits import MIB, format_bytes
 MAX_DEPTH = 64
 MAX_BYTES = 32 * MIB
 """The most that a document may hold: half of a manifest."""
+MAX_CONTAINERS = 8_000_000
+"""The most lists and dicts that a document may hold, which take far more memory than their bytes: a guess from above."""
 _INT64 = 1 << 63
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
 _DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"d": dict, "o": OrderedDict, "c": Counter}
@@ -91,12 +94,12 @@ def join(path: str, key: object) -> str:
     return f"{path}/{text}" if path else text
 
 
-def encode(tree: object) -> bytes:
-    """msgpack of a tree of Python values and the nodes above."""
+def encode(tree: object, *, newer: bool = False) -> bytes:
+    """msgpack of a tree of Python values and the nodes above. `newer`: only readers of manifests of version 4 know its form."""
     packer = _Packer()
     packed = packer.pack(tree, "", 0)
-    document = NEWER_TREE + _encoder.encode(packed) if packer.newer else _encoder.encode(packed)
-    if len(document) > MAX_BYTES:
+    document = NEWER_TREE + _encoder.encode(packed) if packer.newer or newer else _encoder.encode(packed)
+    if len(document) > MAX_BYTES or _containers(document) > MAX_CONTAINERS:
         raise _too_large(tree, len(document))
     return document
 
@@ -105,6 +108,8 @@ def decode(document: bytes) -> object:
     """The tree of a document."""
     if len(document) > MAX_BYTES:
         raise CorruptionError(f"the state's document has {len(document)} bytes, more than {MAX_BYTES}")
+    if _containers(document) > MAX_CONTAINERS:
+        raise CorruptionError(f"the state's document may hold more than {MAX_CONTAINERS} lists and dicts")
     document = document.removeprefix(NEWER_TREE)
     try:
         return _unpack(msgspec.msgpack.decode(document), 0)
@@ -128,6 +133,14 @@ def tensor_names(tree: object) -> Iterator[str]:
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from tensor_names(value)
+
+
+def _containers(document: bytes) -> int:
+    """How many lists and dicts a document has at most: bytes of text and of numbers may look like the head of one."""
+    if len(document) <= MAX_CONTAINERS:
+        return 0
+    data = np.frombuffer(document, np.uint8)
+    return int(np.count_nonzero((data & 0xE0) == 0x80) + np.count_nonzero((data >= 0xDC) & (data <= 0xDF)))
 
 
 class _Packer:
@@ -201,8 +214,8 @@ def _too_large(tree: object, size: int) -> UsageError:
     sizes = ((len(_encoder.encode(_Packer().pack(value, "", 0))), key) for key, value in items)
     largest = max(sizes, key=lambda found: found[0], default=(0, ""))[1]
     return UsageError(
-        f"the state's values other than tensors take {format_bytes(size)}, most of them under {largest!r:.60}; "
-        f"at most {format_bytes(MAX_BYTES)} can be saved",
+        f"the state's values and names take {format_bytes(size)}, most of them under {largest!r:.60}; "
+        f"at most {format_bytes(MAX_BYTES)} and {MAX_CONTAINERS} lists and dicts can be saved",
         hint="keep large values as tensors",
     )
 

@@ -13,9 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
+from checkpoint import Checkpointer
+from checkpoint.dcp import RepositoryReader, RepositoryWriter, document
+from checkpoint.format import manifest as manifests
+from checkpoint.state.tree import decode
 from dataio.core.errors import UsageError
+from dataio.store.open import open_store
 from tests.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -79,6 +84,55 @@ def test_what_a_container_cannot_keep_is_refused(tmp_path: Path) -> None:
     error = caught.value.failures[0][0]
     assert isinstance(error, UsageError)
     assert "values/b/x: a tensor of kind coo inside of a value" in str(error)
+
+
+@pytest.mark.parametrize(("many", "version"), [(document._MANY, 1), (2, manifests.WITH_VALUES)])
+def test_of_many_tensors_each_name_is_written_once_with_its_path(
+    many: int, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document, "_MANY", many)
+    layers = [torch.full((3,), 1.0), {"7": torch.full((2,), 2.0), "é.": torch.full((20_000,), 3.0)}]
+    state = {"model": {"layers.0": layers, "n": 5}, "": {"a": torch.ones(1)}}
+    dcp.save(state, storage_writer=RepositoryWriter(str(tmp_path), run="a", step=1))
+    with open_store(tmp_path) as store:
+        key = next(info.key for info in store.list("runs/") if info.key.endswith(".manifest"))
+        found = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
+    assert found.version == version
+    assert found.tree.count("é".encode()) == (1 if many == 2 else 4)
+    back = _load_state_dict_from_keys(storage_reader=RepositoryReader(str(tmp_path), run="a"))
+    assert repr(back["model"]["layers.0"]) == repr(layers)
+    assert (back["model"]["n"], back[""]["a"].item()) == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("a.b", ("x", "y")), ("a", ("a", "b")), ("a.01", ("a", 1)), ("a.-1", ("a", -1)), ("", ())]
+)
+def test_a_path_that_is_not_in_the_name_is_written_out(
+    name: str, path: tuple[str | int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = document._cuts(name, path)
+    assert cuts is None or document._cut(name, cuts) == path
+    for many in (document._MANY, 1):
+        monkeypatch.setattr(document, "_MANY", many)
+        tree = document.encode([name], {}, {name: path})[0]
+        assert document._of_dcp(decode(tree)).paths == {name: path}
+        assert document._of_dcp(decode(tree)).tensors == {name: name}
+
+
+@pytest.mark.soak
+def test_two_hundred_thousand_small_tensors_come_back(tmp_path: Path) -> None:
+    def state(x: float) -> dict[str, Any]:
+        names = (f"model.layers.{i // 100}.experts.{i % 100}.projection.weight" for i in range(200_000))
+        return {"model": {name: torch.full((2,), x * i) for i, name in enumerate(names)}}
+
+    given, into = state(1.0), state(0.0)
+    there_and_back(tmp_path / "dcp", given, into)
+    assert all(torch.equal(into["model"][name], tensor) for name, tensor in given["model"].items())
+    into = state(0.0)
+    with Checkpointer(str(tmp_path / "own"), run="a", sidecar=None) as checkpointer:
+        checkpointer.save(1, given).result(300)
+        checkpointer.restore(into)
+    assert all(torch.equal(into["model"][name], tensor) for name, tensor in given["model"].items())
 
 
 def test_ranks_of_a_process_group_get_their_own_values_and_the_coordinators_step(tmp_path: Path) -> None:
