@@ -7,27 +7,41 @@ Failure behaviour: none; it is a pure function of its text.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _HIDDEN = "***"
 _PASSES = 8
-_KEYS = r"(?:access|account|api|customer|encryption|master|private|shared)[_-]?key"
-_SECRET_WORDS = rf"(?:secret|token|passw(?:or)?d|credential|signature|authorization|connection[_-]?string|{_KEYS})"
+_KEYS = (
+    r"(?:access|account|api|app|auth|consumer|customer|encryption|hmac|kms|license|master|private|session|shared|signing"
+    r"|ssh|storage|subscription)[_-]?key"
+)
+_SECRET_WORDS = (
+    r"(?:secret|token|passw(?:or)?d|passphrase|credential|signature|authorization|cookie|connection[_-]?string"
+    rf"|{_KEYS})"
+)
 _NAMED = rf"{_SECRET_WORDS}[\w-]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}}"  # bounded: a long text costs what it is long
 # not compiled before they are needed: that takes a millisecond
 _PATTERNS = (
-    (r"(?<=://)[^/\s@]+@", _HIDDEN + "@"),  # user:password@ in a URL
+    (r"(?<=://)[^/\s\"'<>]+@", _HIDDEN + "@"),  # user:password@ in a URL
     (
         r"(?i)(authorization[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*",
         r"\1" + _HIDDEN,
     ),  # has several words
     (rf"(?i)({_NAMED})([\"'])(?:(?!\2)[^\r\n])+\2", rf"\1\2{_HIDDEN}\2"),
     (rf"(?i)({_NAMED}[\"']?)([^\s\"'&,;)}}\]]+)", r"\1" + _HIDDEN),
-    (r"(?i)([?&](?:sig|sas)=)[^\s\"'&]+", r"\1" + _HIDDEN),
+    (r"(?i)([?&](?:sig|sas|key)=)[^\s\"'&]+", r"\1" + _HIDDEN),
+    (r"(?i)(\b(?:cookie|pwd)[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*", r"\1" + _HIDDEN),
+    (rf"(?i)(--{_SECRET_WORDS}[\w-]{{0,64}}\s{{1,8}})[^\s-]\S*", r"\1" + _HIDDEN),  # an option of a command
+    (r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,32}PRIVATE KEY-----)?", _HIDDEN),
+    (r"\b(?:hf_|gh[opsru]_|github_pat_|glpat-|AIza)[\w-]{20,}", _HIDDEN),  # tokens that say what they are
+    (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}", _HIDDEN),  # a JSON web token
     (r"\b(Bearer\s)[\w.~+/=-]{16,}", r"\1" + _HIDDEN),
     (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", _HIDDEN),
 )
-_SECRET_NAME = rf"(?i){_SECRET_WORDS}|^(?:key|sas|sig|auth|cookies?)$"
+_SECRET_NAME = (
+    rf"(?i){_SECRET_WORDS}|^(?:key|sas|sig|pass|pat|pin|pwd|jwt|login|private|refresh|creds)$|pwd$"
+    r"|(?:^|[_-])(?:auth|oauth|bearer|creds|pkey|ticket)$"
+)
 
 
 def redact(text: str) -> str:
@@ -53,21 +67,39 @@ def is_secret_name(name: str) -> bool:
 
 def without_secrets(options: Mapping[str, object]) -> dict[str, object]:
     """A copy of nested `options` that lacks every secret entry; safe to send, log or store."""
-    return {
-        name: without_secrets(value) if isinstance(value, Mapping) else value
-        for name, value in options.items()
-        if not _is_secret(name, value)
-    }
+    return {name: _without(value) for name, value in options.items() if not _is_secret(name, value)}
 
 
 def has_secrets(options: Mapping[str, object]) -> bool:
     """Whether nested `options` hold a secret anywhere."""
-    return any(
-        _is_secret(name, value) or (isinstance(value, Mapping) and has_secrets(value))
-        for name, value in options.items()
+    return any(_is_secret(name, value) for name, value in options.items()) or any(
+        has_secrets(one) for value in options.values() for one in _mappings(value)
     )
 
 
 def _is_secret(name: str, value: object) -> bool:
-    """By its name, or as a text that holds one, such as the URL of a proxy with a password."""
-    return is_secret_name(name) or (isinstance(value, str) and redact(value) != value)
+    """By its name, or as a text that holds one, such as the URL of a proxy with a password, or a list with either."""
+    if is_secret_name(str(name)):
+        return True
+    if isinstance(value, list | tuple | set | frozenset):
+        named = [one for one in value if isinstance(one, str)] if len(value) == 2 else []  # a header: name and value
+        return any(map(is_secret_name, named)) or any(_is_secret("", one) for one in value)
+    return isinstance(value, str | bytes) and redact(text := _text(value)) != text
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode(errors="replace")
+
+
+def _without(value: object) -> object:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    return [_without(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _mappings(value: object) -> Iterator[Mapping[str, object]]:
+    if isinstance(value, Mapping):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _mappings(one)

@@ -1,7 +1,8 @@
 """Which bucket, where, and how to reach it: a frozen description made from a URL, options and the AWS variables.
 
-Invariants: `S3Config.public` holds no secret and is enough to open the same store with other credentials; secrets are only
-in `credentials`, which is left out of every repr. Options win over variables, and variables over profiles.
+Invariants: `S3Config.public` is enough to open the same store with other credentials, and holds only options that are known to
+be no secrets (`_PUBLIC`); all others are in `credentials`, which is left out of every repr. Options win over variables, and
+variables over profiles.
 Failure behaviour: `UsageError` for an option that is not known, a URL without a bucket, or secrets inside a URL.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from dataio.core import limits
 from dataio.core.errors import UsageError
-from dataio.core.redact import has_secrets, redact, without_secrets
+from dataio.core.redact import has_secrets, redact
 from dataio.store.contract import check_key
 
 CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
@@ -22,6 +23,19 @@ CONNECTIONS = 32
 _CREDENTIALS = ("key", "secret", "token")
 _BOTO_CREDENTIALS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _PLAIN = ("anon", "profile", "use_ssl", "requester_pays", "client_kwargs", "config_kwargs")
+_PUBLIC: Mapping[str, frozenset[str] | None] = {
+    **dict.fromkeys(("anon", "profile", "use_ssl", "requester_pays")),
+    "client_kwargs": frozenset(("verify", "use_ssl", "api_version")),
+    "config_kwargs": frozenset(
+        (
+            *("connect_timeout", "read_timeout", "max_pool_connections", "tcp_keepalive", "retries", "s3", "proxies"),
+            *("signature_version", "user_agent", "user_agent_extra", "parameter_validation", "inject_host_prefix"),
+            *("use_dualstack_endpoint", "use_fips_endpoint", "request_checksum_calculation"),
+            *("response_checksum_validation", "disable_request_compression", "defaults_mode"),
+        )
+    ),
+}
+"""Options that may be shown, recorded and sent to the daemon; of a mapping, which of its entries."""
 _OURS = ("endpoint_url", "region", "path_style", "client")
 CLIENTS = ("s3fs", "obstore")
 
@@ -112,9 +126,10 @@ class S3Config:
 
     def beyond_obstore(self) -> str | None:
         """The first option that obstore has no equal of, in words."""
-        config = _mapping(self.options, "config_kwargs")
+        given = _merged(self.options, self.credentials)
+        config = _mapping(given, "config_kwargs")
         beyond = [
-            *(_mapping(self.options, "client_kwargs").keys() - {"verify"}),
+            *(_mapping(given, "client_kwargs").keys() - {"verify", *_BOTO_CREDENTIALS}),
             *(config.keys() - {"connect_timeout", "read_timeout", "max_pool_connections", "retries", "s3"}),
             *(_mapping(config, "s3").keys() - {"addressing_style", "payload_signing_enabled"}),
             *(["use_ssl"] if self.options.get("use_ssl") is False else []),
@@ -168,7 +183,9 @@ def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = 
         _check_endpoint(endpoint)
     path_style = options.get("path_style", _style_of(options, endpoint))
     rest = {name: value for name, value in options.items() if name not in _OURS} | {"client_kwargs": client}
-    public = without_secrets({name: value for name, value in rest.items() if value not in (None, {})})
+    rest = {name: value for name, value in rest.items() if value not in (None, {})}
+    public = _public(rest)
+    hidden = _hidden(rest, public)
     return S3Config(
         bucket=bucket,
         prefix=prefix,
@@ -176,8 +193,8 @@ def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = 
         region=region or ("us-east-1" if endpoint else None),
         path_style=bool(path_style),
         options=public,
-        shareable=not has_secrets({name: value for name, value in rest.items() if value is not None}),
-        credentials=_only_secrets(rest),
+        shareable=not hidden,
+        credentials=hidden,
         ca_bundle=environ.get("AWS_CA_BUNDLE") or None,
         client=_client(options.get("client") or environ.get("MILLRACE_S3") or None),
     )
@@ -243,17 +260,32 @@ def _mapping(options: Mapping[str, object], name: str) -> dict[str, object]:
     return dict(value)
 
 
-def _only_secrets(options: Mapping[str, object]) -> dict[str, object]:
-    """Nested `options` without what `without_secrets` keeps."""
-    public = without_secrets(options)
+def _public(options: Mapping[str, object]) -> dict[str, object]:
+    """Of `options` those of `_PUBLIC` whose values hold no secret either, such as the password of a proxy."""
+    found: dict[str, object] = {}
+    for name, inner in _PUBLIC.items():
+        if name not in options or (inner is None and has_secrets({name: options[name]})):
+            continue
+        given = options[name]
+        if inner is not None:
+            whole = _mapping(options, name)
+            given = {one: value for one, value in whole.items() if one in inner and not has_secrets({one: value})}
+        if given != {}:
+            found[name] = given
+    return found
+
+
+def _hidden(options: Mapping[str, object], public: Mapping[str, object]) -> dict[str, object]:
+    """Nested `options` without `public`."""
     found: dict[str, object] = {}
     for name, value in options.items():
-        if value is None:
+        shown = public.get(name)
+        if isinstance(value, Mapping) and isinstance(shown, Mapping):
+            value = {one: inner for one, inner in value.items() if one not in shown}
+        elif name in public:
             continue
-        if name not in public:
+        if value not in (None, {}):
             found[name] = value
-        elif isinstance(value, Mapping) and has_secrets(value):
-            found[name] = _only_secrets(value)
     return found
 
 

@@ -405,3 +405,19 @@ def test_escapes_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert "title" in said.err
     assert "\x1b" not in said.out + said.err
+
+
+def test_options_of_s3_that_are_not_known_to_be_public_are_kept_as_secrets_are() -> None:
+    given: dict[str, Any] = {
+        "client_kwargs": {"verify": False, "custom": "hunter2"},
+        "config_kwargs": {"read_timeout": 5, "proxies_config": {"x": ["hunter2"]}, "proxies": {"http": "http://p:1"}},
+    }
+    with open_store("s3://b/x", endpoint_url="http://127.0.0.1:1", **given) as store:
+        location = store.location
+        assert location.options["client_kwargs"] == {"verify": False}
+        assert location.options["config_kwargs"] == {"read_timeout": 5, "proxies": {"http": "http://p:1"}}
+        assert not location.shareable
+        assert "hunter2" not in f"{store!r} {location!r}"
+    del given["client_kwargs"]["custom"], given["config_kwargs"]["proxies_config"]
+    with open_store("s3://b/x", endpoint_url="http://127.0.0.1:1", **given) as store:
+        assert store.location.shareable

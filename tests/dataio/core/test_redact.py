@@ -28,6 +28,16 @@ from dataio.core.redact import has_secrets, is_secret_name, printable, redact, w
         "https://host/container?sp=r&sig=hunter2",
         "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=hunter2==",
         "api-key: hunter2",
+        "passphrase=hunter2",
+        "pwd: hunter2",
+        "--password hunter2",
+        "Cookie: session=hunter2; id=hunter2",
+        "ftp://user:p@hunter2@host/x",
+        "https://host/x?key=hunter2",
+        "hf_hunter2hunter2hunter2hunter2",
+        "ghp_hunter2hunter2hunter2hunter2",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.hunter2hunter2",
+        "-----BEGIN RSA PRIVATE KEY-----\nhunter2\n-----END RSA PRIVATE KEY-----",
     ],
 )
 def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
@@ -83,3 +93,28 @@ def test_names_of_secrets_are_known_and_others_are_not() -> None:
 def test_what_a_terminal_obeys_is_shown_as_a_question_mark() -> None:
     assert printable("a\x1b]0;title\x07 \x9b31m\u202eb") == "a?]0;title? ?31m?b"
     assert printable("zwei Zeilen:\n\täöü 語") == "zwei Zeilen:\n\täöü 語"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"headers": [["Authorization", "Bearer hunter2"]]},
+        {"client_kwargs": {"headers": (("X-Api-Key", "hunter2"),)}},
+        {"proxies": ["http://user:hunter2@host"]},
+        {"x": [{"secret": "hunter2"}]},
+        {"x": [[{"y": {"passphrase": "hunter2"}}]]},
+        {"http_auth": ("user", "hunter2")},
+        {"ssh_key": "hunter2"},
+        {"body": b"token=hunter2"},
+        {"pwd": "hunter2"},
+    ],
+)
+def test_secrets_in_lists_and_by_other_names_are_found(options: dict[str, object]) -> None:
+    assert has_secrets(options)
+    assert "hunter2" not in repr(without_secrets(options))
+
+
+def test_lists_without_secrets_stay() -> None:
+    options = {"columns": ["key", "text", "token"], "proxies": {"http": "http://proxy:1"}, "size": (1, 2)}
+    assert not has_secrets(options)
+    assert without_secrets(options) == options | {"size": [1, 2]}
