@@ -2,7 +2,7 @@
 
 Invariant: `save` returns after one copy of the state in memory; everything else happens behind it, in the node's sidecar or in
 a thread. A step exists when it is committed, whole, and is then restored bit for bit. The first save opens the run's next
-timeline, as a child of the step that was restored, which stops any trainer that still believes the run to be its own.
+timeline, which stops any trainer that still believes the run to be its own. Restoring changes nothing of the run.
 Failure behaviour: a save that fails in the background is logged as an error, raised by its handle, and by the next `save`
 or `close` if nobody has fetched it by then; training goes on meanwhile and earlier steps are untouched.
 """
@@ -72,7 +72,8 @@ class Checkpointer:
     chunks go between tensors on the GPU and packs without the CPU. A save is then in slices (`staging_bytes`, 128 MiB if
     nothing is said).
     `wait_seconds` bounds each wait: for the arena, for other ranks, for a save in flight on `close` and `restore`.
-    Methods are for one thread at a time; handles are for any.
+    Methods are for one thread at a time; handles are for any. A forked child (a DataLoader's worker) does not wait for its
+    parent's saves at its end, and needs a checkpointer of its own to save or restore.
 
     With several ranks `save` and `restore` are called on all of them with the same step. Tensors of modules, optimizers
     and schedulers are taken to be the same everywhere and written once, the work spread over the ranks (modules' buffers,
@@ -132,7 +133,7 @@ class Checkpointer:
             ),
         )
         self._restorer = Restorer(self._store, self._ranks, self._lineage, sidecar, direct)
-        self._wait, self._closed = wait_seconds, False
+        self._wait, self._closed, self._pid = wait_seconds, False, os.getpid()
 
     def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle:
         """Start saving `state` as `step`; return when it is copied and may change again.
@@ -200,10 +201,14 @@ class Checkpointer:
         exclude: str | Iterable[str] = (),
         strict: bool = True,
         cast: bool = False,
+        required: bool = False,
     ) -> int | None:
         """Restore `state` in place from `step`, the newest one, or the one that a tag names ("tag:best"); return the step, None
         when the run has none. A `Base` is one attempt, in whichever timeline it lies.
 
+        Restoring changes nothing of the run. A later save of a newer step goes on from the newest one, whatever was restored; a
+        later save of a step that the run has already, or has passed, begins a branch (docs/checkpoints.md).
+        `required`: a run without a step is a `NotFoundError` that says what is there instead; else a warning names other runs.
         `run`: another run of this repository. `include` and `exclude`: patterns on paths such as "model/*", see
         `checkpoint.state.selection`; the rest of `state` is left as it is. `strict=False`: so are entries that the
         checkpoint does not hold, and what it holds beyond `state` is not read. `cast`: tensors of another type are
@@ -218,8 +223,11 @@ class Checkpointer:
             self._saves.wait_for_all(self._wait)
             self._saves.settle()
 
+        def select() -> Selection:
+            return Selection.of(include, exclude, strict, cast)
+
         source = self._run if run is None else run
-        found = self._restorer.restore(state, source, step, begin, lambda: Selection.of(include, exclude, strict, cast))
+        found = self._restorer.restore(state, source, step, begin, select, required)
         if found is None:
             return None
         base = found.base
@@ -253,9 +261,10 @@ class Checkpointer:
     def close(self, timeout: float | None = None) -> None:
         """Wait for saves in flight (at most `timeout` seconds, else `wait_seconds`), then let go of everything.
 
-        Raises the error of a save that nobody has fetched, `DeadlineError` when one is still in flight.
+        Raises the error of a save that nobody has fetched, `DeadlineError` when one is still in flight. Does nothing in a forked
+        child: saves, leases and connections are its parent's.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         try:
@@ -266,7 +275,7 @@ class Checkpointer:
         finally:
             self._saver.close()
             self._carriers.close()
-            self._lineage.let_go()
+            self._lineage.close()
             if self._owns_store and self._saves.all_done:
                 self._store.close()
             self._saver.join()
@@ -285,6 +294,11 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the checkpointer is closed", hint="make another one")
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"the checkpointer belongs to process {self._pid}, from which this one was forked",
+                hint="make another one",
+            )
 
 
 def _is_urgent(priority: str) -> bool:

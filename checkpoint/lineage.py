@@ -1,25 +1,29 @@
 """What the steps of one trainer descend from, and what they lean on.
 
-A trainer that starts has no timeline yet. It restores a step (its parent then) or none; its first save opens the run's next
-timeline, and leans on the latest step of the run, or on a step of another run that it started from. From its first commit on it
-leans on its own last step. Whoever comes first sees that the store holds a repository.
-Invariant: what was restored is held by a lease until a step of this trainer's own is committed, so no collection removes
-what the timeline is to begin with, or what the first save is to lean on.
-Failure behaviour: `ConflictError` when the parent was removed meanwhile, or is not the latest step any more although it was
-restored as that while the store was away. A step of another run that is gone is not leaned on, which costs space only.
+A trainer that starts has no timeline yet. Its first save opens one, or joins that of another writer of its process; so does the
+first save after a restore, if that has to begin a branch: `checkpoint.repository.writers` has the rules. A restore alone
+changes nothing. The first save leans on the step before it, or on a step of another run that the trainer started from. From its
+first commit on the trainer leans on its own last step. The first writer sees that the store holds a repository.
+Invariant: what was restored is held by a lease until a step of this trainer's own is committed, and so is the step that a
+timeline begins at, so no collection removes what the timeline is to begin with, or what the first save is to lean on.
+Failure behaviour: `ConflictError` when another trainer took the run over, when the parent was removed meanwhile, or when the
+step is not the latest any more although it was restored as that while the store was away. A step of another run that was
+removed is not leaned on, which costs space only.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 
 import msgspec
 
 from checkpoint.format import names, ulid
-from checkpoint.format.documents import Base, StepName
+from checkpoint.format.documents import Base
 from checkpoint.repository import steps as repository
-from checkpoint.repository import timeline
+from checkpoint.repository import writers
 from checkpoint.repository.parent import Parent
+from checkpoint.repository.writers import Standing
 from checkpoint.tier import reading
 from checkpoint.tier.reading import Found, NodeTier
 from dataio.core.errors import NotFoundError, TransientError
@@ -44,7 +48,7 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lineage:
-    """Of one trainer. `timeline` is 0 until one is opened. For one thread at a time, but for `prepare` and `let_go`."""
+    """Of one trainer. `timeline` is 0 until it has saved. For one thread at a time, but for `prepare` and `let_go`."""
 
     def __init__(self, store: Store, run: str, origin: Origin = None) -> None:
         if origin is not None:
@@ -52,8 +56,10 @@ class Lineage:
         self._store, self._run = store, run
         self._origin = (origin, "latest") if isinstance(origin, str) else origin
         self.timeline = 0
+        self._writer = writers.enter()
+        self._leave = weakref.finalize(self, writers.leave, self._writer)
         self._preparing, self._prepared = threading.Lock(), False
-        self._parent: StepName | None = None
+        self._restored: Base | None = None
         self._held, self._fork_held = Parent(store), Parent(store)
         self._base: Base | None = None
         self._fork: Base | None = None
@@ -66,27 +72,31 @@ class Lineage:
                 repository.ensure_repo(self._store)
                 self._prepared = True
 
-    def draw(self) -> Ticket:
-        """On rank 0. Opens the run's next timeline before the first save; otherwise asks the store nothing. A store that is away
-        is no error of the training loop: the ticket says why, and the next save tries again."""
+    def draw(self, step: int) -> Ticket:
+        """On rank 0. Finds where this save goes if it is the first one, or the first one after a restore; otherwise asks the
+        store nothing. A store that is away is no error of the training loop: the ticket says why, and the next save tries
+        again."""
         try:
-            return self._drawn()
+            return self._drawn(step)
         except TransientError as error:
-            if self.timeline:
-                raise
             return Ticket("", 0, (), str(error).encode()[:_AWAY_BYTES].decode(errors="ignore"))
 
-    def _drawn(self) -> Ticket:
-        number = self.timeline
-        if not number:
+    def _drawn(self, step: int) -> Ticket:
+        if not self.timeline or self._restored is not None:
             self.prepare()
-            if self._base is None:
-                self._base = repository.find(self._store, self._run, "latest")
             self._check_sure()
-            self._held.require()
-            self._fork = self._fork or self._find_origin()  # a mistaken one is to stop nobody else's trainer
-            number = timeline.open_timeline(self._store, self._run, self._parent)
-        return Ticket(ulid.new(), number, tuple(base for base in (self._base, self._fork) if base is not None))
+            if not self.timeline:
+                self._fork = self._fork or self._find_origin()  # a mistaken one is to stop no other trainer
+            standing = Standing(self._writer, self.timeline, self._restored, anew=True)
+            place = writers.place(self._store, self._run, step, standing, lambda base: self._held.hold(self._run, base))
+            self._base = place.base or self._base
+            self.drawn(place.timeline)
+        bases = tuple(base for base in (self._base, self._fork) if base is not None)
+        return Ticket(ulid.new(), self.timeline, bases)
+
+    def drawn(self, number: int) -> None:
+        """On every rank: this timeline is what the trainer saves in until it restores another step."""
+        self.timeline, self._restored = number, None
 
     def find(self, run: str, step: int | str | Base, tier: NodeTier) -> Found | None:
         """On rank 0: the step, held until this trainer has committed one of its own; a newer one when the latest is removed just
@@ -104,10 +114,10 @@ class Lineage:
         return found
 
     def restored(self, run: str, found: Found, latest: bool) -> None:
-        """This step is what the trainer goes on from, or, of another run, what it may lean on."""
+        """The trainer may go on from this step, or, of another run, lean on it: its next save tells."""
         base = found.base
         if run == self._run:
-            self._parent, self._base, self.timeline = StepName(base.timeline, base.step), base, 0
+            self._restored = base
             self._unsure = base if found.away and latest else None
         elif not found.away:
             self._fork = msgspec.structs.replace(base, run=run)
@@ -123,9 +133,16 @@ class Lineage:
         self._held.let_go()
         self._fork_held.let_go()
 
+    def close(self) -> None:
+        """Hold nothing, and save no more."""
+        self.let_go()
+        self._leave()
+
     def _find_origin(self) -> Base | None:
         """The step of another run that this one starts from, as long as it has none of its own."""
-        if self._origin is None or self._base is not None:
+        if self._origin is None or self._restored is not None:
+            return None
+        if repository.find(self._store, self._run, "latest") is not None:
             return None
         run, step = self._origin
         found = repository.find(self._store, run, step)

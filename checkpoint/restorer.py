@@ -21,6 +21,7 @@ from checkpoint.gds.file import Direct
 from checkpoint.gds.store import GdsStore
 from checkpoint.lineage import Lineage
 from checkpoint.ranks import Ranks
+from checkpoint.repository import steps as repository
 from checkpoint.restoring import restore
 from checkpoint.restoring.apply import Fitted, apply, fitted, require_one_content
 from checkpoint.state.selection import Selection
@@ -50,8 +51,9 @@ class Restorer:
         step: int | str | Base,
         begin: Callable[[], object],
         select: Callable[[], Selection],
+        required: bool = False,
     ) -> Found | None:
-        """The step that was restored, None where the run has none; called by all ranks.
+        """The step that was restored, None where the run has none and none is `required`; called by all ranks.
 
         `begin` and `select` are called first, and what they raise on one rank fails all.
         """
@@ -64,7 +66,7 @@ class Restorer:
                 tier = stack.enter_context(node_tier(self._sidecar))
                 tier.send(self._store, names.check_run(run))
             # now all that only the nodes' tiers had is in the store
-            found = self._find(run, step, number, tier)
+            found = self._find(run, step, number, tier, required)
             if found is None:
                 return None
             with self._ranks.agreed(), held_off():
@@ -78,11 +80,15 @@ class Restorer:
             _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
         return found
 
-    def _find(self, run: str, step: int | str | Base, number: int, tier: NodeTier) -> Found | None:
+    def _find(self, run: str, step: int | str | Base, number: int, tier: NodeTier, required: bool) -> Found | None:
         found, error = None, None
         try:
             if self._ranks.rank == 0:
                 found = self._lineage.find(run, step, tier)
+                if found is None and required:
+                    raise repository.missing(self._store, run)
+                if found is None:
+                    repository.warn_of_mistakes(self._store, run)
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
         message = self._ranks.agree(number, msgspec.msgpack.encode(found), error)

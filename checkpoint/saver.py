@@ -183,13 +183,14 @@ class Saver:
             with held_off():
                 taken = self._planner.known(self._taken(state))
             if self._ranks.rank == 0:
-                message = msgspec.msgpack.encode(self._lineage.draw())
+                message = msgspec.msgpack.encode(self._lineage.draw(step))
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
         number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
         ticket = msgspec.msgpack.decode(self._ranks.agree(number, message, error), type=Ticket)
         assert taken is not None
-        self._lineage.timeline = ticket.timeline
+        if ticket.timeline:
+            self._lineage.drawn(ticket.timeline)
         if self._peers is None and self._ranks.world_size > 1:
             door = Door()
             self._peers = Peers(self._ranks.all(card(door)), self._ranks.rank, door)

@@ -2,9 +2,9 @@
 
 Invariant: what reaches a tensor are bytes with the right digest, and only chunks that hold something of what is wanted are
 read. A value that is no tensor is decoded from msgpack; what DCP's planner then unpickles was pickled here, a moment before.
-Failure behaviour: `NotFoundError`, `CorruptionError` naming step, tensor, pack and offset, and so on. DCP reports an error in
-`read_metadata` as an `AssertionError` with ours in its text, and any other as `CheckpointException` with ours in its
-`failures`.
+Failure behaviour: `MissingStepError`, which is a `FileNotFoundError`, `CorruptionError` naming step, tensor, pack and offset,
+and so on. DCP reports an error in `read_metadata` as an `AssertionError` with ours in its text, and any other as
+`CheckpointException` with ours in its `failures`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from checkpoint.restoring.overlaps import Target, require_one_content
 from checkpoint.restoring.restore import Saved, Want
 from checkpoint.state.build import Builder, Fit
 from checkpoint.state.kinds import TensorSink, TorchKinds, settle
-from dataio.core.errors import CorruptionError, MismatchError, NotFoundError, TransientError, UsageError
+from dataio.core.errors import CorruptionError, MismatchError, TransientError, UsageError
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 
@@ -55,6 +55,8 @@ class RepositoryReader(StorageReader):
 
     `step` is a number or "latest": all ranks load the one that DCP's coordinator found. `rank`: whose values other than tensors
     are loaded; if not given, those of this process's rank in the process group that `dcp.load` was given.
+    `resume`: the process trains on from this step. A later save of a step that the run has already then begins a branch.
+    Without it a load changes nothing for saves.
     `gds`: as for `Checkpointer`.
     """
 
@@ -65,11 +67,12 @@ class RepositoryReader(StorageReader):
         run: str,
         step: int | str = "latest",
         rank: int | None = None,
+        resume: bool = False,
         gds: bool | Direct = False,
         **storage_options: object,
     ) -> None:
         self._url, self._options, self._run, self._step = url, storage_options, names.check_run(run), step
-        self._given_rank, self._gds = rank, gds
+        self._given_rank, self._resume, self._gds = rank, resume, gds
         self._open = contextlib.ExitStack()
         self._names = document.Names()
         self._saved: dict[str, Saved] = {}
@@ -139,7 +142,8 @@ class RepositoryReader(StorageReader):
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, _pickled_here(self._value(item.storage_index.fqn)))
-            session.loaded(self._store, self._run, self._base)
+            if self._resume:
+                session.resume(self._store, self._run, self._base)
         finally:
             self._open.close()
         future: Future[None] = Future()
@@ -186,7 +190,7 @@ class RepositoryReader(StorageReader):
         self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
         found = repository.find(self._store, self._run, self._step)
         if found is None:
-            raise NotFoundError(f"run {self._run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
+            raise repository.missing(self._store, self._run)
         return found
 
     def _value(self, name: str) -> object:

@@ -5,7 +5,8 @@ bytes, draws the attempt, and sends both back; then each rank carries its share,
 Invariant: values other than tensors stay with their rank, and so do plain tensors below 64 KiB (states of generators,
 positions); DCP alone would keep one rank's. Bytes go from the tensors into packs through a ring of 64 MiB.
 Failure behaviour: a rank that fails aborts the attempt, so that the others do not wait for it; nothing is then visible. A
-step is never overwritten: `ConflictError`. DCP raises all of these as `CheckpointException`, with ours in its `failures`.
+step is never overwritten: `ConflictError`. A writer that a process of its own unpickles saves for the process that sent it. DCP
+raises all of these as `CheckpointException`, with ours in its `failures`.
 """
 
 from __future__ import annotations
@@ -148,7 +149,11 @@ class RepositoryWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self._url, Store):
             raise UsageError("an open store cannot go to another process", hint="give RepositoryWriter the URL")
-        return self.__dict__
+        return self.__dict__ | {"_session": session.handed_on()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        session.take_over(state.pop("_session"))
+        self.__dict__.update(state)
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[Store]:

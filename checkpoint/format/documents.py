@@ -69,11 +69,14 @@ class Who(msgspec.Struct, frozen=True):
 
 
 class Timeline(Document, frozen=True, kw_only=True):
+    """`writer`: which writer of which process opened it (`checkpoint.repository.writers`); "" in documents of older versions."""
+
     run: str
     timeline: int
     parent: StepName | None
     created: float
     who: Who
+    writer: str = ""
 
 
 class Lease(Document, frozen=True, kw_only=True):

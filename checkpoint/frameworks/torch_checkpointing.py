@@ -251,12 +251,12 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
             error = caught
         base = msgspec.msgpack.decode(self._ranks.agree(0, msgspec.msgpack.encode(found), error), type=Base | None)
         if base is None:
-            raise NotFoundError(f"run {self._run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
+            raise repository.missing(self._store, self._run)
         ticket = Ticket(base.attempt, base.timeline, None)
         loaded: Mapping[str, Any] = super().load(
             f"step-{base.step}@{msgspec.msgpack.encode(ticket).hex()}", into, **more
         )
-        session.loaded(self._store, self._run, base)
+        session.resume(self._store, self._run, base)
         return loaded
 
     def close(self) -> None:

@@ -94,7 +94,8 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         if step != -1:
             self._require(step)
         states = self._states_to_load(found == 0)
-        dcp.load(states, storage_reader=RepositoryReader(self._url, run=self._run, step=found, **self._options))
+        reader = RepositoryReader(self._url, run=self._run, step=found, resume=True, **self._options)
+        dcp.load(states, storage_reader=reader)
         self.states[MODEL].load_state_dict(states)
         GarbageCollection.collect("GC collection for checkpoint loading.")
         return True

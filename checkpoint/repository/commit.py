@@ -82,13 +82,15 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a saver sees. `manifests`: ranks whose manifest is there; `newer`: a timeline that took over."""
+    """What a saver sees. `manifests`: ranks whose manifest is there; `newer`: a timeline that took over;
+    `same_process`: opened by the process that opened the attempt's."""
 
     manifests: frozenset[int] = frozenset()
     fate: Fate | None = None
     commit: Commit | None = None
     newer: Timeline | None = None
     lease_alive: bool = True
+    same_process: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def decide(attempt: Attempt, view: View) -> Action:
     if view.fate is not None:
         return WriteCommit() if view.fate.fate == "commit" else Stop(_aborted(attempt, view.fate))
     if view.newer is not None:
-        return Stop(timeline.superseded(attempt.run, attempt.timeline, view.newer))
+        return Stop(timeline.superseded(attempt.run, attempt.timeline, view.newer, view.same_process))
     if not view.lease_alive:
         return Stop(leases.lost(attempt.id))
     missing = tuple(rank for rank in range(attempt.world_size) if rank not in view.manifests)
@@ -151,7 +153,8 @@ def look(store: Store, attempt: Attempt, lease_alive: bool) -> View:
         elif parsed is not None:
             fate = read(store, info.key, Fate)
     newer = timeline.newest_after(store, attempt.run, attempt.timeline) if fate is None else None
-    return View(frozenset(ranks), fate, None, newer, lease_alive)
+    same = newer is not None and timeline.is_of_same_process(store, attempt.run, attempt.timeline, newer)
+    return View(frozenset(ranks), fate, None, newer, lease_alive, same)
 
 
 def nobody(ranks: Sequence[int]) -> str:

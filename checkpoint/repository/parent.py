@@ -4,8 +4,8 @@ Why: until its first commit a new timeline has no past but its parent. Were the 
 trainer of the run still applies, the next start would find an empty branch.
 Invariant: while a lease lives and the step was seen to be there after the lease was written, no collection removes it; a timeline
 is opened only then.
-Failure behaviour: `hold` raises `NotFoundError` for a step that is being removed, `require` `ConflictError` when that happened
-since. Where nothing may be written, nothing is held. A process that dies leaves a lease, which runs out.
+Failure behaviour: `hold` raises `NotFoundError` for a step that is being removed. Where nothing may be written, nothing is
+held. A process that dies leaves a lease, which runs out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from checkpoint.format.documents import Base
 from checkpoint.repository import steps as repository
 from checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
 from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import AccessDeniedError, ConflictError, NotFoundError
+from dataio.core.errors import AccessDeniedError
 from dataio.store.contract import Store
 
 
@@ -30,7 +30,12 @@ class Parent:
         self._held: tuple[LeaseKeeper, str, Base] | None = None
 
     def hold(self, run: str, base: Base) -> None:
-        """Let go of what was held, and hold this step."""
+        """Let go of what was held, and hold this step. One that is held already must still be there."""
+        with self._lock:
+            held = self._held
+        if held is not None and held[1:] == (run, base) and held[0].alive():
+            repository.require_there(self._store, run, base)
+            return
         self.let_go()
         lease = LeaseKeeper(
             self._store, ulid.new(self._clock), run, base.timeline, base.step, [base], self._life, self._clock
@@ -46,24 +51,6 @@ class Parent:
             raise
         with self._lock:
             self._held = lease, run, base
-
-    def require(self) -> None:
-        """The step is still there and held; to be called before anything is built on it."""
-        with self._lock:
-            held = self._held
-        if held is None:
-            return
-        lease, run, base = held
-        try:
-            if lease.alive():
-                repository.require_there(self._store, run, base)
-            else:
-                self.hold(run, base)
-        except NotFoundError as error:
-            raise ConflictError(
-                f"step {base.step} of run {run}, which this trainer goes on from, was removed by retention meanwhile",
-                hint="restore the latest step, or start the trainer again",
-            ) from error
 
     def let_go(self) -> None:
         """Hold nothing."""

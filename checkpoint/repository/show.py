@@ -1,7 +1,7 @@
 """One step as people want to see it: ranks, tensors, bytes, and how its bytes are encoded.
 
 Invariant: nothing is read but documents and manifests.
-Failure behaviour: `NotFoundError` for a step that is not there; `CorruptionError` for a manifest that is damaged.
+Failure behaviour: `NotFoundError` for a step that is missing; `CorruptionError` for a manifest that is damaged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from checkpoint.format import codec
 from checkpoint.format.manifest import Manifest
 from checkpoint.repository import steps as repository
 from checkpoint.repository.opening import open_step
-from dataio.core.errors import NotFoundError
 from dataio.core.limits import counted, format_bytes
 from dataio.store.contract import Store
 
@@ -61,7 +60,7 @@ def look(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
     """What the step is made of."""
     base = repository.find(store, run, step_of(step))
     if base is None:
-        raise NotFoundError(f"run {run} has no step yet", hint="`millrace ckpt ls` lists the steps")
+        raise repository.missing(store, run)
     ranks = open_step(store, run, base).manifests
     packs = {pack for m in ranks for pack in m.packs}
     encodings: dict[str, list[int]] = defaultdict(lambda: [0, 0])

@@ -2,21 +2,25 @@
 
 Invariant: a step exists when, and only when, its COMMIT names an attempt; a tombstone is not a step. Looking is also
 helping: an attempt whose fate is "commit" is finished before anything is said about its step.
-Failure behaviour: `UnsupportedError` for a repository of a newer format, `CorruptionError` for anything unreadable. A
-reader that may not write says so once and then sees only what is committed already.
+Failure behaviour: `UnsupportedError` for a repository of a newer format and for a checkpoint of DCP's own files,
+`MissingStepError` saying what is there instead, `CorruptionError` for anything unreadable. A reader that may not write says so
+once and then sees only what is committed already.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import islice
 
 from checkpoint.format import names, ulid
 from checkpoint.format.documents import FORMAT, Base, Commit, Condemned, Repo, StepName, encode, read
 from checkpoint.repository import commit, tagged, timeline
 from checkpoint.repository.commit import Attempt
+from checkpoint.repository.timeline import Segment
 from dataio.core.clock import SYSTEM_CLOCK, Clock
 from dataio.core.crashpoints import declare
 from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
@@ -25,6 +29,10 @@ from dataio.store.contract import Store
 
 _log = get_logger(__name__)
 
+_LISTED = 20_000
+"""Objects that are listed to find the names of other runs, for an error or a warning."""
+_SHOWN = 8
+_OF_DCP = ".metadata"
 _LOOKS = 20
 """How often the latest step is looked for while new ones keep coming."""
 
@@ -38,6 +46,10 @@ class StepSeen:
     committed: bool = False
     ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     fated: list[str] = field(default_factory=list)
+
+
+class MissingStepError(NotFoundError, FileNotFoundError):
+    """A run or a step is not there; says what is there instead. Other software knows it as a file that is not found."""
 
 
 def read_repo(store: Store) -> Repo | None:
@@ -67,9 +79,9 @@ def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
     return repo
 
 
-def runs(store: Store) -> list[str]:
-    """Names of all runs that have a timeline."""
-    parsed = (names.parse_timeline_key(info.key) for info in store.list(names.RUNS))
+def runs(store: Store, most: int | None = None) -> list[str]:
+    """Names of all runs that have a timeline; with `most`, of those among so many objects."""
+    parsed = (names.parse_timeline_key(info.key) for info in islice(store.list(names.RUNS), most))
     return sorted({name_and_number[0] for name_and_number in parsed if name_and_number})
 
 
@@ -113,10 +125,13 @@ def _base_of(found: Commit | None, number: int) -> Base | None:
     return None if found is None or found.tombstone else Base(number, found.step, found.attempt)
 
 
-def visible(store: Store, run: str, removed: Container[StepName] = ()) -> Iterator[Base]:
-    """Steps of the run's newest branch, newest first. `removed`: known to be tombstones, which need no second look."""
+def visible(
+    store: Store, run: str, removed: Container[StepName] = (), branch: Iterable[Segment] | None = None
+) -> Iterator[Base]:
+    """Steps of the run's newest branch, newest first. `removed`: known to be tombstones, which need no second look; `branch`:
+    when the caller has read it."""
     seen: set[int] = set()
-    for segment in timeline.branch(store, run):
+    for segment in timeline.branch(store, run) if branch is None else branch:
         listed = scan(store, run, segment.timeline)
         for at in sorted(listed, reverse=True):
             if at in seen or (segment.upto is not None and at > segment.upto):
@@ -160,15 +175,64 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
             if base is not None:
                 return base
     if repo is None:
-        nowhere = f"there is no checkpoint repository at {store.location.url}"
-        raise NotFoundError(f"run {run} has no step {step}: {nowhere}", hint="check the URL")
-    raise _absent(store, run, step)
+        _require_nothing(store)
+    raise missing(store, run, step)
 
 
 def _require_nothing(store: Store) -> None:
     """Where there is no repository nothing lies in it either, or its own document was lost."""
     if next(iter(store.list(names.RUNS)), None) is not None:
         raise CorruptionError(f"{names.REPO} is missing although there are runs at {store.location.url}")
+    if store.exists(_OF_DCP):
+        raise UnsupportedError(
+            f"{store.location.url} is a checkpoint of torch.distributed.checkpoint's own files, not a repository",
+            hint="load it with dcp.load(state, checkpoint_id=...), or give the repository's URL",
+        )
+
+
+def missing(store: Store, run: str, step: int | None = None) -> MissingStepError:
+    """The error of a reader that needs this step, or any (None): what is there instead."""
+    what = f"run {run} has no step" if step is None else f"run {run} has no step {step}"
+    if read_repo(store) is None:
+        where = f"there is no checkpoint repository at {store.location.url}{_other_files(store)}"
+        return MissingStepError(f"{what}: {where}", hint="check the URL")
+    numbers = timeline.numbers(store, run)
+    if not numbers:
+        return MissingStepError(f"{what}: {_no_such_run(store, run)}", hint="check the run's name")
+    if step is None:
+        return MissingStepError(f"{what} yet", hint="`millrace ckpt ls` lists runs and steps")
+    others = [n for n in numbers if scan_one(store, run, n, step)]
+    where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
+    return MissingStepError(f"{what}{where}", hint="`millrace ckpt ls` lists the steps")
+
+
+def warn_of_mistakes(store: Store, run: str) -> None:
+    """A run without a step may be a new one. It may be mistyped where there are other runs, or other files."""
+    if read_repo(store) is None:
+        if files := _other_files(store):
+            _log.warning(
+                "run %s starts anew: there is no checkpoint repository at %s%s", run, store.location.url, files
+            )
+    elif not timeline.numbers(store, run) and runs(store, _LISTED):
+        _log.warning("run %s starts anew: %s", run, _no_such_run(store, run))
+
+
+def _no_such_run(store: Store, run: str) -> str:
+    """In words: the runs that there are, those with the most similar names first."""
+    others = sorted(runs(store, _LISTED), key=lambda other: -SequenceMatcher(None, run, other).ratio())
+    if not others:
+        return f"there are no runs at {store.location.url}"
+    more = ", ..." if len(others) > _SHOWN else ""
+    return f"there is no such run at {store.location.url}, but {', '.join(others[:_SHOWN])}{more}"
+
+
+def _other_files(store: Store) -> str:
+    """In words, "" when there are none."""
+    found = [info.key for info in islice(store.list(""), _SHOWN + 1)]
+    if not found:
+        return ""
+    more = ", ..." if len(found) > _SHOWN else ""
+    return f", but other files: {', '.join(found[:_SHOWN])}{more}"
 
 
 def _latest(store: Store, run: str) -> Base | None:
@@ -227,12 +291,6 @@ def scan_one(store: Store, run: str, number: int, step: int) -> StepSeen | None:
         elif key is not None and key.kind == "fate":
             seen.fated.append(key.attempt)
     return seen if seen.committed or seen.fated else None
-
-
-def _absent(store: Store, run: str, step: int) -> NotFoundError:
-    others = [n for n in timeline.numbers(store, run) if scan_one(store, run, n, step)]
-    where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
-    return NotFoundError(f"run {run} has no step {step}{where}", hint="`millrace ckpt ls` lists the steps")
 
 
 def require_there(store: Store, run: str, base: Base) -> None:

@@ -10,6 +10,7 @@ when the newest timeline's document is lost: an older one must not pass for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpoint.format import names
@@ -75,13 +76,22 @@ def _is_lost(store: Store, run: str, number: int) -> bool:
     return there and not store.exists(names.timeline(run, number))
 
 
+def take(
+    store: Store, run: str, number: int, parent: StepName | None, writer: str = "", clock: Clock = SYSTEM_CLOCK
+) -> bool:
+    """Open this timeline; False when another writer has opened it."""
+    document = Timeline(run=run, timeline=number, parent=parent, created=clock.time(), who=me(), writer=writer)
+    if not store.put_if_absent(names.timeline(run, number), encode(document)):
+        return False
+    _opened()
+    return True
+
+
 def open_timeline(store: Store, run: str, parent: StepName | None, clock: Clock = SYSTEM_CLOCK) -> int:
     """Take the next number for this process."""
     for _ in range(_TRIES):
         number = _newest(store, run) + 1
-        document = Timeline(run=run, timeline=number, parent=parent, created=clock.time(), who=me())
-        if store.put_if_absent(names.timeline(run, number), encode(document)):
-            _opened()
+        if take(store, run, number, parent, clock=clock):
             return number
     raise ConflictError(
         f"run {run}: no new timeline in {_TRIES} tries",
@@ -95,19 +105,48 @@ def newest_after(store: Store, run: str, number: int) -> Timeline | None:
     return read_timeline(store, run, newest) if newest > number else None
 
 
-def branch(store: Store, run: str) -> list[Segment]:
+def history(store: Store, run: str) -> list[Timeline]:
     """The newest timeline and its ancestors, newest first."""
     newest = _newest(store, run)
     if not newest:
         return []
-    segments = [Segment(newest, None)]
-    while (parent := read_timeline(store, run, segments[-1].timeline).parent) is not None:
-        segments.append(Segment(parent.timeline, parent.step))
-    return segments
+    found = [read_timeline(store, run, newest)]
+    while (parent := found[-1].parent) is not None:
+        found.append(read_timeline(store, run, parent.timeline))
+    return found
 
 
-def superseded(run: str, number: int, newer: Timeline) -> ConflictError:
+def segments(line: Sequence[Timeline]) -> list[Segment]:
+    """The parts of those timelines that lie in the branch."""
+    found, upto = list[Segment](), None
+    for document in line:
+        found.append(Segment(document.timeline, upto))
+        upto = document.parent.step if document.parent is not None else None
+    return found
+
+
+def branch(store: Store, run: str) -> list[Segment]:
+    """The newest timeline and its ancestors, newest first."""
+    return segments(history(store, run))
+
+
+def is_of_same_process(store: Store, run: str, number: int, newer: Timeline) -> bool:
+    """Whether the process that opened timeline `number` opened the newer one too."""
+    try:
+        own = read_timeline(store, run, number).writer
+    except CorruptionError:  # its document was lost; the newer one counts all the same
+        return False
+    return bool(own) and own.partition("-")[0] == newer.writer.partition("-")[0]
+
+
+def superseded(run: str, number: int, newer: Timeline, same_process: bool = False) -> ConflictError:
     """The error of a writer that was replaced."""
+    if same_process:
+        return ConflictError(
+            f"run {run}: timeline {number} was taken over by timeline {newer.timeline}, which this process opened itself"
+            f" ({newer.who}): another Checkpointer or DCP writer of the run went back to an earlier step",
+            hint="save a run through one of them at a time, and let its saves commit before you go back",
+        )
     return ConflictError(
         f"run {run}: timeline {number} was taken over by timeline {newer.timeline}, opened by {newer.who}",
         hint="another trainer started on this run; stop this one, or give it its own run name",

@@ -140,10 +140,8 @@ def read(
     with contextlib.ExitStack() as stack:
         store = url if isinstance(url, Store) else stack.enter_context(open_store(url, **storage_options))
         base = repository.find(store, run, step)
-        if base is None and repository.read_repo(store) is None:
-            raise NotFoundError(f"there is no checkpoint repository at {store.location.url}", hint="check the URL")
         if base is None:
-            raise NotFoundError(f"run {run} has no step yet", hint="`millrace ckpt ls` lists runs and steps")
+            raise repository.missing(store, run)
         opened = stack.enter_context(restore.reading(store, run, base))
         found = SavedStep(store, opened, rank)
         return found.keep(stack.pop_all())

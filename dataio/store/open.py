@@ -89,7 +89,7 @@ def _posix(path: str, options: dict[str, object]) -> Store:
 
     if unknown := sorted(options.keys() - {"direct"}):
         raise UsageError(f"unknown storage option {', '.join(unknown)} of a directory", hint="known is direct")
-    if not path or "\0" in path:
+    if not path.strip() or "\0" in path:
         raise UsageError("a store needs a path", hint=f"give {_SUPPORTED}")
     return Retry(Metered(PosixStore(path, direct=bool(options.get("direct"))), "posix"))
 
@@ -98,6 +98,8 @@ def _path_of(rest: str, url: str) -> str:
     host, _, path = rest.partition("/")
     if host not in ("", "localhost"):
         raise UsageError(f"{url!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
+    if not rest:
+        raise UsageError(f"{url!r} names no path", hint=f"give {_SUPPORTED}")
     return "/" + urllib.parse.unquote(path, errors="surrogateescape")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import random
@@ -20,6 +21,7 @@ from torch import nn
 import checkpoint
 from checkpoint import RNG, Checkpointer, SaveResult
 from checkpoint.format.dtypes import ITEM_BYTES
+from checkpoint.repository import writers
 from checkpoint.state.kinds import as_bits, empty
 from dataio.core.errors import (
     AmbiguousWriteError,
@@ -302,11 +304,11 @@ def test_a_saved_step_is_not_saved_again_in_the_same_timeline(tmp_path: Path) ->
 
 def test_a_trainer_that_was_replaced_gets_a_conflict_and_the_new_one_goes_on(store_url: str) -> None:
     state = {"a": torch.zeros(2)}
-    with (
-        Checkpointer(store_url, run="exp", sidecar=None) as zombie,
-        Checkpointer(store_url, run="exp", sidecar=None) as heir,
-    ):
+    with contextlib.ExitStack() as stack:
+        zombie = stack.enter_context(Checkpointer(store_url, run="exp", sidecar=None))
         zombie.save(1, state).result(60)
+        writers.is_new_process()
+        heir = stack.enter_context(Checkpointer(store_url, run="exp", sidecar=None))
         assert heir.restore(state) == 1
         heir.save(2, state).result(60)
         handle = zombie.save(2, state)

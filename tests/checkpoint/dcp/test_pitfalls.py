@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from checkpoint import Checkpointer
 from checkpoint.dcp import RepositoryReader, RepositoryWriter
 from checkpoint.dcp.writer import step_of
+from checkpoint.repository import timeline
 from dataio.core.errors import (
     ConflictError,
     CorruptionError,
@@ -342,3 +343,5 @@ def test_two_ranks_keep_what_is_their_own_in_every_mode_and_fail_together(tmp_pa
     assert [said["theirs"]["loader"] for said in found] != [said["saved"]["loader"] for said in found]  # DCP lost one
     with Checkpointer(str(tmp_path / "ours"), run="a", sidecar=None) as checkpointer:
         assert checkpointer.steps() == [1, 2, 3, 5]
+    with open_store(tmp_path / "ours") as store:
+        assert timeline.numbers(store, "a") == [1], "a process saved step 3 for the trainer"

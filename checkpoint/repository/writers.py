@@ -1,0 +1,186 @@
+"""Which timeline a save goes to, and which step that timeline branches off.
+
+A job may have several writers of one run: Checkpointers, DCP's writers, the process of an asynchronous DCP save. Each timeline
+names the writer that opened it, and the writers of one job save in each other's timelines. What is read decides nothing by
+itself:
+
+1. A step that is newer than the newest step of the run goes on from that one. Nothing is hidden, whatever was restored before.
+2. A step that is not newer begins a branch, if the writer restored a step since its last save, or is new to the run. The branch
+   begins at the newest step before the saved one. It begins at the restored step if that lies in an abandoned timeline. A
+   writer that starts anew, without having restored anything, begins without a past.
+3. Any other save goes into the job's own timeline.
+
+Invariant: a timeline is opened only by a save, and only under rules 1 (a writer that is new to the run) and 2; of two writers
+of a job that come at once, one opens it and the other one finds it.
+Failure behaviour: `ConflictError` for a writer whose timeline another job has taken over, for a step that the job's timeline has
+already, and when the step to begin at keeps being removed; `CorruptionError` as of `timeline`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from checkpoint.format import ulid
+from checkpoint.format.documents import Base, StepName
+from checkpoint.repository import steps as repository
+from checkpoint.repository import timeline
+from dataio.core.errors import ConflictError, NotFoundError
+from dataio.store.contract import Store
+
+_TRIES = 20
+"""How often the place of a save is looked for while others open timelines, or retention removes the step to begin at."""
+_of_this_job: set[str] = set()
+_process, _numbers = ulid.new(), itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A writer before a save. `timeline`: the one that it saved in last, 0 for none; `restored`: the step that it restored since,
+    while timeline `since` was the newest (0: at any time); `anew`: whether it may begin the run without a past; `handed_on`:
+    whether other processes save for this one, so that the job's last timeline is to be looked for."""
+
+    writer: str
+    timeline: int = 0
+    restored: Base | None = None
+    since: int = 0
+    anew: bool = False
+    handed_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a save goes. `base`: a step to leave out what has not changed since, None for the first one; `newer`: a step of the
+    same timeline that stays the latest."""
+
+    timeline: int
+    base: Base | None
+    newer: Base | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """`timeline` is 0 when a new one is needed, which is then number `following`, a child of `parent`."""
+
+    timeline: int
+    following: int
+    parent: Base | None
+    base: Base | None
+    newer: Base | None = None
+
+
+def enter() -> str:
+    """A name for a new writer of this process."""
+    writer = f"{_process}-{next(_numbers)}"
+    _of_this_job.add(writer)
+    return writer
+
+
+def leave(writer: str) -> None:
+    """The writer saves no more: another one that starts in this process is a new start."""
+    _of_this_job.discard(writer)
+
+
+def of_this_job() -> frozenset[str]:
+    """Names of the writers that share their timelines with this process's own."""
+    return frozenset(_of_this_job)
+
+
+def join(writers: Iterable[str]) -> None:
+    """This process was started by the process of these writers, to save for it."""
+    _of_this_job.update(writers)
+
+
+def is_new_process() -> None:
+    """Share nothing with earlier writers. A forked child begins so."""
+    global _process
+    _process = ulid.new()
+    _of_this_job.clear()
+
+
+os.register_at_fork(after_in_child=is_new_process)
+
+
+def place(
+    store: Store, run: str, step: int, standing: Standing, hold: Callable[[Base], object] = lambda _: None
+) -> Place:
+    """The timeline to save `step` in, opened if need be. `hold` is called before with the step that it begins at, and raises
+    `NotFoundError` when that is being removed."""
+    removed: NotFoundError | None = None
+    for _ in range(_TRIES):
+        found = _look(store, run, step, standing)
+        if found.timeline:
+            return Place(found.timeline, found.base, found.newer)
+        if found.parent is not None:
+            try:
+                hold(found.parent)
+            except NotFoundError as error:
+                removed = error
+                continue
+        parent = None if found.parent is None else StepName(found.parent.timeline, found.parent.step)
+        if timeline.take(store, run, found.following, parent, standing.writer):
+            return Place(found.following, found.base)
+    if removed is not None:
+        raise ConflictError(
+            f"run {run}: the step that step {step} goes on from was removed by retention meanwhile: {removed}",
+            hint="restore the latest step, or start the trainer again",
+        ) from removed
+    raise ConflictError(
+        f"run {run}: no new timeline in {_TRIES} tries",
+        hint="others keep starting on this run; give each its own run name",
+    )
+
+
+def _look(store: Store, run: str, step: int, standing: Standing) -> _Found:
+    line = timeline.history(store, run)
+    if not line:
+        return _Found(0, 1, None, None)
+    head = line[0]
+    ours = head.writer == standing.writer or head.writer in _of_this_job
+    if not ours and (last := standing.timeline or (_last_of_this_job(store, run) if standing.handed_on else 0)):
+        raise timeline.superseded(run, last, head, timeline.is_of_same_process(store, run, last, head))
+    restored = standing.restored
+    if ours and standing.since and head.timeline > standing.since:
+        restored = None  # another writer of the job has begun the branch already
+    branch = timeline.segments(line)
+    steps = repository.visible(store, run, branch=branch)
+    latest = next(steps, None)
+    following = head.timeline + 1
+    if latest is None:
+        return _Found(head.timeline if ours and restored is None else 0, following, restored, restored)
+    if step > latest.step:
+        return _Found(head.timeline if ours else 0, following, latest, latest)
+    if ours and restored is None:
+        _require_new(store, run, head.timeline, step)
+        return _Found(head.timeline, following, None, latest, latest)
+    if restored is None and standing.anew:
+        return _Found(0, following, None, latest)
+    if restored is not None and restored.step < step and not _is_in(branch, restored):
+        return _Found(0, following, restored, restored)
+    before = _before(step, latest, steps)
+    return _Found(0, following, before, before or latest)
+
+
+def _last_of_this_job(store: Store, run: str) -> int:
+    documents = (timeline.read_timeline(store, run, number) for number in reversed(timeline.numbers(store, run)))
+    return next((document.timeline for document in documents if document.writer in _of_this_job), 0)
+
+
+def _require_new(store: Store, run: str, number: int, step: int) -> None:
+    if repository.scan_one(store, run, number, step) is not None:
+        raise ConflictError(
+            f"step {step} of run {run} is saved already in timeline {number}, in which this process saves",
+            hint="save each step once; to go back to an earlier step, restore it first (`resume=True` of RepositoryReader)",
+        )
+
+
+def _is_in(branch: Iterable[timeline.Segment], base: Base) -> bool:
+    return any(
+        segment.timeline == base.timeline and (segment.upto is None or base.step <= segment.upto) for segment in branch
+    )
+
+
+def _before(step: int, latest: Base, older: Iterator[Base]) -> Base | None:
+    return next((base for base in itertools.chain((latest,), older) if base.step < step), None)

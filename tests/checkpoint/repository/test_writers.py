@@ -1,0 +1,243 @@
+"""Where a save goes, and what reading does to that: nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoint.format.documents import Base
+from checkpoint.lifecycle import collect
+from checkpoint.lifecycle.keep import Keep
+from checkpoint.repository import commit, timeline, writers
+from checkpoint.repository import steps as repository
+from checkpoint.repository.commit import Attempt
+from checkpoint.repository.writers import Place, Standing
+from dataio.core.errors import ConflictError, NotFoundError
+from dataio.store.contract import Buffer, Store
+from dataio.store.open import open_store
+from tests.checkpoint.making import RUN, Wrapped, make, save, tiny_state
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(tmp_path) as opened:
+        repository.ensure_repo(opened)
+        yield opened
+
+
+class Writer:
+    """A writer of the run, with what a Checkpointer and DCP's session remember."""
+
+    def __init__(self, store: Store, anew: bool = True) -> None:
+        self.store, self.anew, self.name = store, anew, writers.enter()
+        self.timeline, self.restored = 0, None
+
+    def save(self, *steps: int) -> Base:
+        for step in steps:
+            standing = Standing(self.name, self.timeline, self.restored, anew=self.anew)
+            self.timeline, self.restored = writers.place(self.store, RUN, step, standing).timeline, None
+            made = save(self.store, make(self.store, tiny_state(step), step=step, number=self.timeline))
+        return made
+
+    def restore(self, step: int | Base) -> None:
+        self.restored = step if isinstance(step, Base) else repository.find(self.store, RUN, step)
+
+
+def another_process(store: Store, anew: bool = True) -> Writer:
+    writers.is_new_process()
+    return Writer(store, anew)
+
+
+def steps(store: Store) -> list[int]:
+    return sorted(base.step for base in repository.visible(store, RUN))
+
+
+def test_a_newer_step_goes_on_whatever_was_restored_and_retention_sees_no_difference(store: Store) -> None:
+    writer = Writer(store)
+    writer.save(1, 2, 3)
+    writer.restore(1)
+    writer.save(4)
+    assert (steps(store), timeline.numbers(store, RUN)) == ([1, 2, 3, 4], [1])
+    assert collect.retain(store, RUN, Keep(last=100)) is None
+    started = another_process(store)
+    started.restore(2)
+    assert timeline.numbers(store, RUN) == [1], "reading opens nothing"
+    started.save(5)
+    assert (steps(store), timeline.numbers(store, RUN)) == ([1, 2, 3, 4, 5], [1, 2])
+    assert collect.retain(store, RUN, Keep(last=100)) is None
+
+
+def test_a_step_that_is_there_already_begins_a_branch_after_a_restore(store: Store) -> None:
+    writer = Writer(store)
+    writer.save(10, 20, 30)
+    writer.restore(20)
+    assert writer.save(25).timeline == 2
+    assert steps(store) == [10, 20, 25]
+    assert writer.save(30).timeline == 2
+    assert steps(store) == [10, 20, 25, 30]
+    done = collect.retain(store, RUN, Keep(last=100))
+    assert done is not None
+    assert [(step.timeline, step.step) for step in done.tombstones] == [(1, 30)], "what the branch has replaced"
+
+
+def test_the_branch_begins_at_the_newest_step_before_so_that_no_other_step_is_hidden(store: Store) -> None:
+    """The trainer evaluated step 1 and then saved step 3 a second time."""
+    writer = Writer(store)
+    writer.save(1, 2, 3)
+    writer.restore(1)
+    assert writer.save(3).timeline == 2
+    assert steps(store) == [1, 2, 3]
+
+
+def test_a_new_process_goes_back_as_far_as_its_first_step_says(store: Store) -> None:
+    Writer(store).save(10, 20, 30)
+    heir = another_process(store)
+    heir.restore(10)
+    heir.save(20)
+    assert steps(store) == [10, 20]
+
+
+def test_a_new_process_that_restores_nothing_goes_on_or_starts_anew_by_its_first_step(store: Store) -> None:
+    Writer(store).save(10, 20)
+    another_process(store).save(30)
+    assert steps(store) == [10, 20, 30]
+    another_process(store, anew=False).save(20)
+    assert steps(store) == [10, 20]
+    another_process(store).save(5)
+    assert steps(store) == [5]
+
+
+def test_a_step_of_an_abandoned_timeline_is_gone_back_to_where_it_lies(store: Store) -> None:
+    writer = Writer(store)
+    abandoned = writer.save(10, 20, 30)
+    writer.restore(10)
+    writer.save(20, 50)
+    writer.restore(abandoned)
+    assert writer.save(60).timeline == 2, "step 60 is newer than all: the tagged step was only looked at"
+    writer.restore(abandoned)
+    assert writer.save(40).timeline == 3
+    assert steps(store) == [10, 20, 30, 40]
+
+
+def test_hidden_steps_are_gone_back_to_where_the_branch_has_none(store: Store) -> None:
+    left = Writer(store).save(10, 20)
+    timeline.open_timeline(store, RUN, None)  # a trainer that started anew, and died before its first commit
+    heir = another_process(store)
+    assert steps(store) == []
+    heir.restore(left)
+    heir.save(30)
+    assert steps(store) == [10, 20, 30]
+
+
+def test_writers_of_one_process_share_a_timeline_and_a_step_is_saved_once(store: Store) -> None:
+    first, second = Writer(store), Writer(store, anew=False)
+    first.save(1)
+    second.save(2)
+    first.save(3)
+    assert (steps(store), timeline.numbers(store, RUN)) == ([1, 2, 3], [1])
+    with pytest.raises(ConflictError, match="step 3 of run exp is saved already in timeline 1, in which this process"):
+        second.save(3)
+    with pytest.raises(ConflictError, match="step 2 of run exp is saved already"):
+        Writer(store).save(2)
+
+
+def test_a_writer_that_has_left_is_another_start(store: Store) -> None:
+    first = Writer(store)
+    first.save(1, 2)
+    writers.leave(first.name)
+    assert Writer(store).save(1).timeline == 2
+    assert steps(store) == [1]
+
+
+def test_a_process_that_was_handed_the_writers_saves_in_their_timeline(store: Store) -> None:
+    first = Writer(store)
+    first.save(1)
+    known = writers.of_this_job()
+    child = another_process(store)
+    writers.join(known)
+    assert child.save(2).timeline == 1
+
+
+def test_a_writer_whose_run_was_taken_over_stays_out_whatever_it_restores(store: Store) -> None:
+    zombie = Writer(store)
+    zombie.save(1, 2)
+    heir = another_process(store)
+    heir.save(3)
+    writers.is_new_process()
+    for step in (1, 3):
+        zombie.restore(step)
+        with pytest.raises(ConflictError, match="timeline 1 was taken over by timeline 2, opened by process"):
+            zombie.save(4)
+    assert steps(store) == [1, 2, 3]
+    known = Writer(store)
+    standing = Standing(known.name, handed_on=True)
+    writers.join([zombie.name])  # saves for this process are made by that one alone
+    with pytest.raises(ConflictError, match="timeline 1 was taken over by timeline 2"):
+        writers.place(store, RUN, 4, standing)
+
+
+def test_another_writer_of_the_same_process_is_named_as_such(store: Store) -> None:
+    first, second = Writer(store), Writer(store)
+    first.save(1, 2)
+    second.restore(1)
+    second.save(2)
+    attempt = Attempt(RUN, 1, 3, "01J00000000000000000000000", 1)
+    action = commit.decide(attempt, commit.look(store, attempt, lease_alive=True))
+    assert isinstance(action, commit.Stop)
+    assert "timeline 1 was taken over by timeline 2, which this process opened itself" in str(action.error)
+    assert first.timeline == 1
+    standing = Standing(first.name, first.timeline)
+    assert writers.place(store, RUN, 3, standing) == Place(2, repository.find(store, RUN, 2))
+
+
+def test_of_two_writers_that_come_at_once_one_opens_the_timeline(store: Store) -> None:
+    meet, met = threading.Barrier(2, timeout=60), list[str]()
+
+    class Meeting(Wrapped):
+        def put_if_absent(self, key: str, data: Buffer) -> bool:
+            if "timelines/" in key:
+                met.append(key)
+                meet.wait()
+            return self.inner.put_if_absent(key, data)
+
+    found: list[int] = []
+    both = [Writer(Meeting(store)), Writer(Meeting(store))]
+    threads = [
+        threading.Thread(target=lambda w=w: found.append(writers.place(w.store, RUN, 1, Standing(w.name)).timeline))  # type: ignore[misc]
+        for w in both
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (found, len(met)) == ([1, 1], 2)
+
+
+def test_a_step_that_is_removed_before_it_is_held_is_not_what_a_timeline_begins_at(store: Store) -> None:
+    Writer(store).save(1, 2)
+    held: list[Base] = []
+
+    def hold(base: Base) -> None:
+        held.append(base)
+        if base.step == 2:
+            collect.collect(store, [base.of(RUN)])
+            raise NotFoundError("step 2 is being removed")
+
+    heir = another_process(store)
+    place = writers.place(store, RUN, 3, Standing(heir.name), hold)
+    assert [base.step for base in held] == [2, 1]
+    parent = timeline.read_timeline(store, RUN, place.timeline).parent
+    assert parent is not None
+    assert parent.step == 1
+
+    def never(base: Base) -> None:
+        held.append(base)
+        raise NotFoundError("it is being removed")
+
+    held.clear()
+    with pytest.raises(ConflictError, match="was removed by retention meanwhile"):
+        writers.place(store, RUN, 3, Standing(another_process(store).name), never)
+    assert len(held) == 20
