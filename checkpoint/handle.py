@@ -3,17 +3,18 @@
 Invariant: a handle goes once from staging to staged, and once from there to committed or failed; `result` returns only what
 was committed. All methods may be called from any thread, any number of times.
 Failure behaviour: `result` raises the save's error, each time; a wait that reaches its limit raises `DeadlineError` and
-changes nothing.
+changes nothing; in a forked child a wait for a save of its parent raises `UsageError` at once.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from checkpoint.format.documents import Base
-from dataio.core.errors import DeadlineError
+from dataio.core.errors import DeadlineError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Handle:
     in `SaveResult`."""
 
     def __init__(self, step: int, attempt: str) -> None:
-        self.step, self.attempt = step, attempt
+        self.step, self.attempt, self._pid = step, attempt, os.getpid()
         self.stall = 0.0
         self.carrier = "process"
         self.fetched = False
@@ -101,6 +102,7 @@ class Handle:
         It may as soon as `save` has returned, but with lazy staging, where a step of an optimizer in the state waits by
         itself; a loop that changes the state in another way calls this first. Raises why the copy failed.
         """
+        self._require_own()
         if (copy := self._copy) is not None:
             copy.wait(timeout)
 
@@ -109,6 +111,7 @@ class Handle:
 
         After the hand-over killing this process does not stop the save (with `carrier` "sidecar").
         """
+        self._require_own()
         if not self.done:
             self.copied(timeout)
         if not self._staged.wait(timeout):
@@ -116,6 +119,7 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> SaveResult:
         """Return once committed, or raise why not. `ConflictError` says who won or who took over."""
+        self._require_own()
         if not self._done.wait(timeout):
             raise self._late("committed", timeout)
         if self._error is not None:
@@ -125,7 +129,8 @@ class Handle:
         return self._result
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it was committed or failed within `timeout` seconds; raises nothing."""
+        """Whether it was committed or failed within `timeout` seconds; raises nothing but in a forked child."""
+        self._require_own()
         return self._done.wait(timeout)
 
     def follow(self, copy: Copy) -> None:
@@ -150,6 +155,14 @@ class Handle:
         self._error = error
         self._staged.set()
         self._done.set()
+
+    def _require_own(self) -> None:
+        """A forked child would wait for ever: the thread that carries the save is its parent's."""
+        if os.getpid() != self._pid and not self.done:
+            raise UsageError(
+                f"step {self.step} is saved by process {self._pid}; a forked child hears nothing of it",
+                hint="wait for the save in the process that began it",
+            )
 
     def _let_go(self) -> None:
         """Of the copy, which holds the arena."""

@@ -107,7 +107,7 @@ class Preemption:
             raise UsageError("signal handlers can only be set in the main thread", hint="call on_preemption there")
         self.outcome: Outcome | None = None
         self._saver, self._state, self._deadline, self._rank = saver, state, deadline, rank
-        self._votes = Votes(world_size)
+        self._votes, self._pid = Votes(world_size), os.getpid()
         named = report if report is not None else os.environ.get(REPORT_VARIABLE)
         self._report = Path(named) if named else None
         self._asked = ""
@@ -154,6 +154,9 @@ class Preemption:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            self._note_in_child(number, frame)
+            return
         if not self._asked:
             self._asked, self._since = signal.Signals(number).name, time.monotonic()
             self._timer = threading.Timer(self._deadline, self._too_late)
@@ -162,6 +165,16 @@ class Preemption:
         previous = self._previous.get(signal.Signals(number))
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+    def _note_in_child(self, number: int, frame: FrameType | None) -> None:
+        """In a forked child, which cannot save: SIGTERM ends it, as its parent's `terminate()` expects; other signals are its
+        parent's to act on."""
+        previous = self._previous.get(signal.Signals(number))
+        if callable(previous):
+            previous(number, frame)
+        elif number == signal.SIGTERM and previous != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _save(self, step: int) -> Outcome:
         try:

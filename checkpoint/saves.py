@@ -7,6 +7,7 @@ Failure behaviour: `ConflictError` for a step that is saved already; `DeadlineEr
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -26,7 +27,8 @@ _IN_FLIGHT = 2
 class Saves:
     """For one thread at a time. `raises`: whether any failure is raised by the next save, or only that of being replaced.
 
-    At the end of the program saves in flight are waited for, for `wait` seconds, also if nobody has the checkpointer any more.
+    At the end of the program saves in flight are waited for, for `wait` seconds, also if nobody has the checkpointer any more. A
+    forked child does not wait for those of its parent.
     """
 
     def __init__(self, run: str, lineage: Lineage, raises: bool, wait: float) -> None:
@@ -122,9 +124,10 @@ def warn_of_python(version: tuple[int, ...]) -> None:
 
 
 def _before_exit(method: Callable[[], None]) -> None:
-    """Call `method`, if its object still lives, while threads can still be started: `atexit` would be too late."""
+    """Call `method`, if its object still lives, while threads can still be started: `atexit` would be too late. Not in a forked
+    child, which has none of the threads that it would wait for."""
     warn_of_python(sys.version_info[:3])
-    reference = weakref.WeakMethod(method)
+    reference, pid = weakref.WeakMethod(method), os.getpid()
     register = getattr(threading, "_register_atexit", None)  # not public, but what concurrent.futures itself rests on
     if register is not None:
-        register(lambda: (found := reference()) and found())
+        register(lambda: os.getpid() == pid and (found := reference()) and found())

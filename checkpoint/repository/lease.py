@@ -10,6 +10,7 @@ Failure behaviour: a renewal that fails is tried again until the lease is over; 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ class LeaseKeeper:
         *,
         holder: str = "",
     ) -> None:
-        self._store, self._clock, self._holding = store, clock, Holding(life)
+        self._store, self._clock, self._holding, self._pid = store, clock, Holding(life), os.getpid()
         self._key = names.lease(attempt, holder)
         self._attempt, self._run, self._timeline, self._step = attempt, run, timeline, step
         self._bases = tuple(bases)
@@ -108,7 +109,9 @@ class LeaseKeeper:
             raise lost(self._attempt)
 
     def release(self) -> None:
-        """Stop renewing and delete the lease."""
+        """Stop renewing and delete the lease. A forked child does neither: the lease is its parent's."""
+        if os.getpid() != self._pid:
+            return
         self._stop.put(None)
         self._thread.join(self._holding.life)
         try:

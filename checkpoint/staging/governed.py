@@ -13,6 +13,7 @@ Failure behaviour: none of its own; an error of the copy is the save's, never th
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,8 +105,12 @@ class Gates:
 
 
 def _hook(gates: weakref.ref[Gates]) -> Any:
+    pid = os.getpid()
+
     def before_step(*_: object) -> None:
-        if (found := gates()) is not None:
+        if (
+            os.getpid() == pid and (found := gates()) is not None
+        ):  # a forked child has its own memory, and no thread that copies
             found.pass_all()
 
     return before_step

@@ -26,10 +26,12 @@ _at_work: dict[object, None] = {}
 
 
 class Ending:
-    """`work`, to be done when `thing` is gone, or by a call. It must not hold `thing`."""
+    """`work`, to be done when `thing` is gone, or by a call. It must not hold `thing`. A forked child does not do it: the
+    threads, files and leases that it would end are its parent's."""
 
     def __init__(self, thing: object, work: Callable[[], object]) -> None:
-        self._forgotten = weakref.finalize(thing, _elsewhere, work)
+        self._pid = os.getpid()
+        self._forgotten = weakref.finalize(thing, _elsewhere, work, self._pid)
         self._work = work
 
     @property
@@ -38,11 +40,13 @@ class Ending:
         return self._forgotten.alive
 
     def __call__(self) -> None:
-        if self._forgotten.detach() is not None:
+        if self._forgotten.detach() is not None and os.getpid() == self._pid:
             self._work()
 
 
-def _elsewhere(work: Callable[[], object]) -> None:
+def _elsewhere(work: Callable[[], object], pid: int) -> None:
+    if os.getpid() != pid:
+        return
     if _leaving:
         work()
         return
@@ -75,3 +79,4 @@ def _leave() -> None:
 weakref.finalize(_leave, _leave).detach()  # the first one registers what all do at the end: ours is to come before
 atexit.register(_leave)
 os.register_at_fork(after_in_child=_at_work.clear)  # the threads are its parent's
+os.register_at_fork(after_in_child=_late.clear)

@@ -19,6 +19,7 @@ import datetime
 import email.utils
 import http.client
 import io
+import os
 import select
 import socket
 import ssl
@@ -53,7 +54,7 @@ class Here:
     def __init__(self, config: S3Config, trust: Trust) -> None:
         self._config, self._trust = config, trust
         self._url = urllib.parse.urlsplit(config.bucket_url)
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed, self._pid = threading.Lock(), False, os.getpid()
         self._kept, self._used = list[http.client.HTTPConnection](), set[http.client.HTTPConnection]()
 
     def get(self, doing: str, key: str, keys: Keys | None, most: int) -> bytes | None:
@@ -96,7 +97,9 @@ class Here:
             return True
 
     def close(self) -> None:
-        """End all connections; who waits for an answer gets an error."""
+        """End all connections; who waits for an answer gets an error. A forked child leaves them: they are its parent's too."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
             for connection in self._used:

@@ -1,0 +1,215 @@
+"""Forked children (a DataLoader's workers, multiprocessing) while their parent saves: they wait for nothing of it, and end
+nothing of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from checkpoint import Checkpointer, Handle, read
+from checkpoint.dcp import session
+from checkpoint.format import names
+from checkpoint.repository import writers
+from dataio.core.errors import UsageError
+from dataio.store.contract import Buffer
+from dataio.store.open import open_store
+from tests.checkpoint.making import Wrapped
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+_QUICK = 30.0
+"""Seconds: no child of these tests takes a tenth of it, and the saves that it must not wait for take longer."""
+_STATE = {"m": torch.arange(4.0)}
+
+
+@contextmanager
+def saving(where: Path) -> Iterator[tuple[Checkpointer, Handle]]:
+    """A checkpointer with a save that goes on until the block ends."""
+    over, waits = threading.Event(), threading.Event()
+
+    class Held(Wrapped):
+        def put_if_absent(self, key: str, data: Buffer) -> bool:
+            if key.endswith(".manifest"):
+                waits.set()
+                assert over.wait(300)
+            return self.inner.put_if_absent(key, data)
+
+    with open_store(where) as store, Checkpointer(Held(store), run="a", sidecar=None) as checkpointer:
+        handle = checkpointer.save(1, _STATE)
+        assert waits.wait(60)
+        try:
+            yield checkpointer, handle
+            assert not handle.done
+        finally:
+            over.set()
+        handle.result(60)
+
+
+def child(work: Callable[[], Any]) -> Any:
+    """What `work` returns in a forked child that ends as Python's own do."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def run() -> None:
+        theirs.send(work())
+
+    process = context.Process(target=run)
+    began = time.monotonic()
+    process.start()
+    process.join(_QUICK)
+    if process.is_alive():
+        process.kill()
+        raise AssertionError("the child does not end")
+    assert process.exitcode == 0
+    assert time.monotonic() - began < _QUICK
+    return ours.recv()
+
+
+def test_the_workers_of_a_loader_do_not_wait_at_their_end_for_a_save_of_their_parent(tmp_path: Path) -> None:
+    with saving(tmp_path):
+        began = time.monotonic()
+        assert len(list(DataLoader(list(range(8)), batch_size=2, num_workers=2, multiprocessing_context="fork"))) == 4
+        assert time.monotonic() - began < _QUICK
+
+
+def test_a_child_is_told_that_checkpointer_and_handle_are_its_parents_and_closes_nothing(tmp_path: Path) -> None:
+    with saving(tmp_path) as (checkpointer, handle):
+
+        def work() -> list[str]:
+            said = []
+            for call in (
+                lambda: checkpointer.save(2, _STATE),
+                lambda: checkpointer.restore(_STATE),
+                handle.result,
+                handle.staged,
+                handle.copied,
+                handle.wait,
+            ):
+                try:
+                    call()
+                except UsageError as error:
+                    said.append(str(error))
+            with checkpointer:
+                pass
+            return said
+
+        said = child(work)
+        assert [str(os.getpid()) in each for each in said] == [True] * 6
+        assert "make another one" in said[0]
+        assert "wait for the save in the process that began it" in said[2]
+    with Checkpointer(str(tmp_path), run="a", sidecar=None) as after:
+        assert after.steps() == [1]
+
+
+def test_a_child_shares_no_timeline_with_its_parent(tmp_path: Path) -> None:
+    ours, known = writers.enter(), writers.of_this_job()
+    assert ours in known
+    session.handed_on()
+
+    def work() -> bool:
+        return (
+            not (writers.of_this_job() & known) and session.handed_on()[0].partition("-")[0] != ours.partition("-")[0]
+        )
+
+    assert child(work)
+
+
+_LEAVES = """
+import gc, json, os, sys, threading, time
+import torch
+from checkpoint import Checkpointer, read
+from dataio.store.open import open_store
+
+url = sys.argv[1]
+state = {"m": torch.arange(4.0)}
+with Checkpointer(url, run="a", sidecar=None) as first:
+    first.save(1, state).result(60)
+    first.save(2, state).result(60)
+kept = [read(url, run="a", step=1)]
+trainer = Checkpointer(url, run="a", sidecar=None)
+trainer.restore(state)
+store = open_store(url)
+leases = sorted(info.key for info in store.list("leases/"))
+pid = os.fork()
+if not pid:
+    kept[0].close()  # as the end of a `with` does
+    kept.append(read(url, run="a", step=2))  # its own, which it lets go of
+    kept.clear()
+    trainer.close()
+    del trainer
+    gc.collect()
+    sys.exit(0)  # finalizers and what was registered for the end run
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+left = sorted(info.key for info in store.list("leases/"))
+entries = kept[0]["m"].read().tolist()
+trainer.save(3, state).result(60)
+print(json.dumps({"status": status, "leases": len(leases), "kept": leases == left, "m": entries, "steps": trainer.steps()}))
+kept[0].close()
+trainer.close()
+"""
+
+
+def test_a_child_that_ends_in_full_deletes_no_lease_of_its_parent_and_ends_no_connection(store_url: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _LEAVES, store_url], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "status": 0,
+        "leases": 2,
+        "kept": True,
+        "m": [0.0, 1.0, 2.0, 3.0],
+        "steps": [1, 2, 3],
+    }
+
+
+def test_a_lease_that_a_child_lets_go_of_stays(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="a", sidecar=None) as checkpointer:
+        checkpointer.save(1, _STATE).result(60)
+    with read(str(tmp_path), run="a") as saved, open_store(tmp_path) as store:
+        assert child(lambda: [saved.close(), len(list(store.list(names.LEASES)))][1]) == 1
+
+
+def test_a_child_of_a_trainer_that_watches_for_preemption_ends_by_sigterm_and_not_by_other_signals(
+    tmp_path: Path,
+) -> None:
+    with Checkpointer(str(tmp_path), run="a", sidecar=None) as checkpointer, checkpointer.on_preemption(dict) as guard:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
+        process.start()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR1)
+        process.join(0.5)
+        assert process.is_alive(), "it is the parent that saves"
+        process.terminate()
+        process.join(_QUICK)
+        assert process.exitcode == -signal.SIGTERM
+        assert not guard.requested
+
+
+def test_an_optimizer_of_a_child_does_not_wait_for_a_copy_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from checkpoint.staging.copying import Copying
+
+    over = threading.Event()
+    monkeypatch.setattr(Copying, "gate", lambda self: over.wait(300))
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with Checkpointer(str(tmp_path), run="a", sidecar=None, staging="lazy") as checkpointer:
+        handle = checkpointer.save(1, {"model": model, "optimizer": optimizer})
+        assert child(lambda: optimizer.step() is None)
+        over.set()
+        handle.result(60)
