@@ -6,8 +6,8 @@ itself:
 
 1. A step that is newer than the newest step of the run goes on from that one. Nothing is hidden, whatever was restored before.
 2. A step that is not newer begins a branch, if the writer restored a step since its last save, or is new to the run. The branch
-   begins at the newest step before the saved one. It begins at the restored step if that lies in an abandoned timeline. A
-   writer that starts anew, without having restored anything, begins without a past.
+   begins at the newest step before the saved one; at the restored step if that is the saved one or newer, or lies in an
+   abandoned timeline. A writer that starts anew, without having restored anything, begins without a past.
 3. Any other save goes into the job's own timeline.
 
 Invariant: a timeline is opened only by a save, and only under rules 1 (a writer that is new to the run) and 2; of two writers
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from checkpoint.format import ulid
@@ -124,7 +124,7 @@ def place(
             return Place(found.following, found.base)
     if removed is not None:
         raise ConflictError(
-            f"run {run}: the step that step {step} goes on from was removed by retention meanwhile: {removed}",
+            f"run {run}: what step {step} goes on from was removed by retention meanwhile: {removed.message}",
             hint="restore the latest step, or start the trainer again",
         ) from removed
     raise ConflictError(
@@ -157,9 +157,9 @@ def _look(store: Store, run: str, step: int, standing: Standing) -> _Found:
         return _Found(head.timeline, following, None, latest, latest)
     if restored is None and standing.anew:
         return _Found(0, following, None, latest)
-    if restored is not None and restored.step < step and not _is_in(branch, restored):
+    if restored is not None and (restored.step >= step or not _is_in(branch, restored)):
         return _Found(0, following, restored, restored)
-    before = _before(step, latest, steps)
+    before = next((base for base in itertools.chain((latest,), steps) if base.step < step), restored)
     return _Found(0, following, before, before or latest)
 
 
@@ -180,7 +180,3 @@ def _is_in(branch: Iterable[timeline.Segment], base: Base) -> bool:
     return any(
         segment.timeline == base.timeline and (segment.upto is None or base.step <= segment.upto) for segment in branch
     )
-
-
-def _before(step: int, latest: Base, older: Iterator[Base]) -> Base | None:
-    return next((base for base in itertools.chain((latest,), older) if base.step < step), None)

@@ -23,13 +23,14 @@ from checkpoint.format.documents import Base
 from checkpoint.lifecycle import collect, tags
 from checkpoint.lifecycle import plan as plans
 from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import dedup
+from checkpoint.repository import dedup, timeline, writers
 from checkpoint.repository import steps as repository
 from checkpoint.repository.lease import LeaseKeeper
 from checkpoint.repository.parent import Parent
+from checkpoint.repository.writers import Standing
 from checkpoint.restoring import restore
 from dataio.core.errors import ConflictError, CorruptionError, MillraceError, NotFoundError
-from dataio.store.contract import ObjectInfo
+from dataio.store.contract import ObjectInfo, Store
 from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, StoreClock, drive_to_end, stepping
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 
@@ -75,8 +76,7 @@ class World:
         try:
             parent.hold(RUN, base)
             self.store.exists("training")
-            parent.require()
-            number = begin(self.store, base)
+            number = opened_by_saving(self.store, 3, base, parent)
             self._save(3, number, (base,), 7)
         finally:
             parent.let_go()
@@ -239,6 +239,12 @@ def moments(prepare: Callable[[MemoryStore], Actor], meanwhile: Callable[[Memory
         found.append(actor)
 
 
+def opened_by_saving(store: Store, step: int, restored: Base, parent: Parent) -> int:
+    """What a trainer that starts does before its first save; the number of its timeline."""
+    standing = Standing("heir-1", restored=restored, anew=True)
+    return writers.place(store, RUN, step, standing, lambda base: parent.hold(RUN, base)).timeline
+
+
 def three_steps(store: MemoryStore) -> list[Base]:
     number, found = begin(store), list[Base]()
     for step in (1, 2, 3):
@@ -285,8 +291,7 @@ def test_a_step_that_a_trainer_goes_back_to_stays_until_it_has_one_of_its_own(ki
         def start() -> int:
             parent.hold(RUN, base)
             store.exists("training")
-            parent.require()
-            return begin(store, base)
+            return opened_by_saving(store, 2, base, parent)
 
         stepping(store)
         return Actor(store, start)
@@ -391,8 +396,11 @@ def test_a_trainer_whose_restored_step_was_removed_is_told_before_it_opens_a_tim
     assert collect.retain(store, RUN, Keep(last=1), clock=clock).spared  # type: ignore[union-attr]
     store.now += 1000  # it sleeps
     assert [step.step for step in collect.retain(store, RUN, Keep(last=1), clock=clock).tombstones] == [1]  # type: ignore[union-attr]
-    with pytest.raises(ConflictError, match="step 1 of run exp, which this trainer goes on from, was removed"):
-        parent.require()
+    with pytest.raises(
+        ConflictError, match=r"what step 2 goes on from was removed .*: step 1 of run exp is being removed"
+    ):
+        opened_by_saving(store, 2, one, parent)
+    assert timeline.numbers(store, RUN) == [1]
     parent.let_go()
     assert not list(store.list("leases/"))
 

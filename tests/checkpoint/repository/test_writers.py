@@ -83,13 +83,36 @@ def test_a_step_that_is_there_already_begins_a_branch_after_a_restore(store: Sto
     assert [(step.timeline, step.step) for step in done.tombstones] == [(1, 30)], "what the branch has replaced"
 
 
-def test_the_branch_begins_at_the_newest_step_before_so_that_no_other_step_is_hidden(store: Store) -> None:
-    """The trainer evaluated step 1 and then saved step 3 a second time."""
+@pytest.mark.parametrize(
+    ("restored", "saved", "until_committed"),
+    [(1, 4, [1, 2, 3]), (2, 3, [1, 2]), (3, 3, [1, 2, 3]), (4, 3, [1, 2, 3, 4]), (1, 1, [1])],
+    ids=["only looked at", "gone back to", "saved again", "saved again, and the one before", "from the first"],
+)
+def test_what_is_restored_after_a_death_before_the_first_commit(
+    store: Store, restored: int, saved: int, until_committed: list[int]
+) -> None:
+    """No step is hidden before the saved one, and the restored one is there until it is replaced."""
     writer = Writer(store)
-    writer.save(1, 2, 3)
-    writer.restore(1)
-    assert writer.save(3).timeline == 2
-    assert steps(store) == [1, 2, 3]
+    writer.save(1, 2, 3, 4)
+    writer.restore(restored)
+    standing = Standing(writer.name, writer.timeline, writer.restored, anew=True)
+    assert writers.place(store, RUN, saved, standing).timeline == 2
+    assert steps(store) == until_committed
+    writer.restored = None
+    writer.save(saved)
+    latest = repository.find(store, RUN, "latest")
+    assert latest is not None
+    assert (latest.timeline, latest.step) == (2, saved)
+
+
+def test_a_branch_before_the_oldest_step_begins_at_the_restored_one(store: Store) -> None:
+    writer = Writer(store)
+    writer.save(10, 20)
+    writer.restore(10)
+    writer.save(5)
+    latest = repository.find(store, RUN, "latest")
+    assert latest is not None
+    assert (latest.step, steps(store)) == (5, [5, 10])
 
 
 def test_a_new_process_goes_back_as_far_as_its_first_step_says(store: Store) -> None:
