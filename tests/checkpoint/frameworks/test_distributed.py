@@ -132,7 +132,7 @@ def test_damage_in_a_file_of_torch_checkpointing_is_found(tmp_path: Path) -> Non
     from dataio.core.errors import CorruptionError
 
     manager = RepositoryManager(str(tmp_path), run="exp", config=CheckpointManager.Config.with_sync_save())
-    with pytest.raises(NotFoundError, match="no step yet"):
+    with pytest.raises(NotFoundError, match="run exp has no step: there is no checkpoint repository"):
         manager.load("latest", into={"model": {"w": torch.zeros(3)}})
     with pytest.raises(UsageError, match="names no step"):
         manager.save("newest", {"model": {"w": torch.zeros(3)}})
