@@ -33,6 +33,7 @@ from dataio.store.contract import Store
 from dataio.store.open import open_location, open_store
 from dataio.store.other import FsspecStore
 from dataio.testing.conformance import StoreConformance, some_bytes
+from dataio.testing.proxy import Fault, FaultProxy
 
 
 class TestMemory(StoreConformance):
@@ -203,6 +204,20 @@ def test_an_http_status_becomes_the_error_of_its_remedy(
     handler.fail = status
     with FsspecStore(http_url, {}) as store, pytest.raises(kind, match=r"empty\.json"):
         store.get("empty.json")
+
+
+def test_an_http_server_that_drips_is_passing_trouble(http_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, buffer = "shards/a b#1%.tar", memoryview(bytearray(1000))
+    with FaultProxy(http_url) as proxy:
+        for fault in (Fault.DRIP_BODY, Fault.DRIP_HEAD):
+            monkeypatch.setattr(other, "_REQUEST_SECONDS", 0.5)
+            with FsspecStore(proxy.endpoint, {}) as store:
+                store.get_into(key, 0, buffer[:10])
+                proxy.inject(fault, method="GET", times=100)
+                with pytest.raises(TransientError):
+                    store.get_into(key, 0, buffer)
+            assert proxy.fired[fault]
+            proxy.forget()
 
 
 def test_an_http_server_that_is_away_is_passing_trouble() -> None:
