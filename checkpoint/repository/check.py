@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from checkpoint.format import names, pack
@@ -209,11 +210,11 @@ def _state(store: Store, attempt: Attempt, base: Base | None, seen: StepSeen, cl
         return "removed" if base is None else "lost"
     if attempt.id in seen.fated:
         return "aborted"
-    try:
-        lease = read(store, names.lease(attempt.id), Lease)
-    except NotFoundError:
-        return "abandoned"
-    return "in progress" if lease.until > clock.time() else "abandoned"
+    for info in store.list(names.leases_of(attempt.id)):
+        with suppress(NotFoundError):
+            if read(store, info.key, Lease).until > clock.time():
+                return "in progress"
+    return "abandoned"
 
 
 def _check_table(store: Store, key: str, needs: _Needs, report: Report) -> bool:
