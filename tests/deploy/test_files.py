@@ -36,7 +36,8 @@ TIER: dict[str, Any] = {
     "guests": {"peers": 0, "received_bytes": 0, "refused": {"tls": 0}},
 }
 """What a daemon with a tier and buddies says."""
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+POLICY = DEPLOY / "kubernetes" / "networkpolicy.yaml"
+MANIFESTS = sorted({*(DEPLOY / "kubernetes").glob("*.yaml")} - {POLICY})
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +140,25 @@ def test_the_manifests_say_what_the_daemon_understands(path: Path) -> None:
         for value in given.values()
         if value[0] == "/"
     )
-    assert sidecar["securityContext"]["readOnlyRootFilesystem"]
     assert pod["securityContext"]["runAsNonRoot"]
+    for container in containers:
+        locked = container["securityContext"]
+        assert locked["readOnlyRootFilesystem"]
+        assert not locked["allowPrivilegeEscalation"]
+        assert locked["capabilities"]["drop"] == ["ALL"]
+        assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"]), "a tag can be moved"
+
+
+def test_the_network_policy_is_that_of_the_training_pods_and_leaves_the_metadata_service_out() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="the package kubernetes-validate is not here")
+    policy = yaml.safe_load(POLICY.read_text())
+    for version in ("1.30", "1.34"):
+        validate.validate(policy, version, strict=True)
+    job = yaml.safe_load((POLICY.parent / "native-sidecar.yaml").read_text())
+    assert job["spec"]["template"]["metadata"]["labels"] == policy["spec"]["podSelector"]["matchLabels"]
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    blocks = [to["ipBlock"] for rule in policy["spec"]["egress"] for to in rule["to"] if "ipBlock" in to]
+    assert [block["except"] for block in blocks] == [["169.254.0.0/16"]]
 
 
 def _unit() -> dict[str, list[str]]:
@@ -193,7 +211,9 @@ def test_systemd_accepts_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
 def test_the_image_installs_exact_versions_and_does_not_run_as_root() -> None:
     text = (DEPLOY / "docker" / "Dockerfile").read_text()
     assert "--constraint constraints.txt" in text
-    assert re.search(r"^USER 1000$", text, re.M)
+    assert re.search(r"^USER 1000:1000$", text, re.M)
+    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE}"}, "the base image is given with its digest"
+    assert re.search(r"^ARG BASE$", text, re.M)
     assert (DEPLOY.parent / "constraints.txt").exists()
 
 
