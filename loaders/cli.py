@@ -106,7 +106,9 @@ def _shared(url: str, *, as_json: bool) -> int:
         if as_json:
             print(json.dumps({"version": version, **msgspec.to_builtins(entry)}, ensure_ascii=False))
         else:
-            print(_plain(f"{version}  {entry.key}: {entry.reason}  [{entry.dataset}, {entry.shard} at {entry.offset}]"))
+            found = "suspected by one run: " if entry.suspected and not bad.is_lasting(entry.spot, version) else ""
+            where = f"{entry.dataset}, {entry.shard} at {entry.offset}"
+            print(_plain(f"{version}  {entry.key}: {found}{entry.reason}  [{where}]"))
     if not as_json:
         print(f"{counted(len(numbered), 'sample')}, version {max((version for version, _ in numbered), default=0)}")
     return 1 if numbered else 0

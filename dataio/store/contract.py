@@ -144,6 +144,9 @@ class Store(abc.ABC):
         """What was read of this object was wrong. True: the next read is of another copy. False: there is no other."""
         return False
 
+    def reconnect(self) -> None:  # noqa: B027 - most stores have no connections
+        """Reads that begin from now on use no connection that is idle now: what came over one of them was wrong."""
+
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Release what the store holds; it is not used afterwards."""
 

@@ -86,6 +86,10 @@ class Mounts(Store):
     def delete_many(self, keys: Iterable[str]) -> None:
         self.base.delete_many(self._writable(key) for key in keys)
 
+    def reconnect(self) -> None:
+        for store in (self.base, *self.mounted.values()):
+            store.reconnect()
+
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
             for store in self.mounted.values():

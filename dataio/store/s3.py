@@ -123,6 +123,9 @@ class S3Store(Store):
         while batch := [{"Key": self._config.full_key(key)} for key in itertools.islice(rest, _DELETE_BATCH)]:
             self._session.run(self._delete(batch))
 
+    def reconnect(self) -> None:
+        self._session.reconnect()
+
     def close(self) -> None:
         self._session.close()
 

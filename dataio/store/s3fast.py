@@ -81,6 +81,10 @@ class FastSession(S3Session):
         self._here.close()
         super().close()
 
+    def reconnect(self) -> None:
+        self._here.reconnect()
+        self._native = None
+
     def get_here(self, doing: str, key: str, most: int) -> bytes | None:
         return self._by_itself(doing, lambda keys: self._here.get(doing, key, keys, most))
 
@@ -140,10 +144,11 @@ class FastSession(S3Session):
         from dataio.store import s3native
 
         keys = await self._keys(doing)
-        if self._native is None or self._native[0] != keys:
+        known = self._native  # which `reconnect` forgets
+        if known is None or known[0] != keys:
             _Runtime.mark()
-            self._native = (keys, s3native.client(self.config, keys))
-        return self._native[1]
+            known = self._native = (keys, s3native.client(self.config, keys))
+        return known[1]
 
     async def _keys(self, doing: str) -> Keys | None:
         if not self.config.uses_chain:

@@ -96,6 +96,13 @@ class Here:
                     buffer = buffer[some:]
             return True
 
+    def reconnect(self) -> None:
+        """Keep none of the connections that wait for a request."""
+        with self._lock:
+            idle, self._kept = self._kept, []
+        for connection in idle:
+            connection.close()
+
     def close(self) -> None:
         """End all connections; who waits for an answer gets an error. A forked child leaves them: they are its parent's too."""
         if os.getpid() != self._pid:

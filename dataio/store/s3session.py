@@ -71,6 +71,9 @@ class S3Session:
         """Bytes [start, stop) of an object in one step, as many as there are; None where there is no such way."""
         return None
 
+    def reconnect(self) -> None:
+        """Keep no connection that is idle now, as far as the session knows them."""
+
     def get_here(self, doing: str, key: str, most: int) -> bytes | None:
         """An object of at most `most` bytes, read in this thread; None where there is no such way, or the answer has to be looked
         at closely."""

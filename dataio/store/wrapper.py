@@ -81,6 +81,9 @@ class Wrapper(Store):
     def distrust(self, key: str) -> bool:
         return self.inner.distrust(key)
 
+    def reconnect(self) -> None:
+        self.inner.reconnect()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -4,8 +4,8 @@ Purpose: decoders open it, seek and read; what they need was fetched before, as 
 they ask for it.
 Invariants: every byte that is given was compared with the digest of its piece, when it was first looked at; what is fetched and
 never looked at, nobody compares. Bytes that do not fit are read once more, straight from the store, since the cache may be
-wrong. Reading on doubles what is fetched at a time, up to `AHEAD_BYTES`; of what was not foreseen no more than about `KEPT_BYTES`
-is kept.
+wrong, and then later, since the network may be. Reading on doubles what is fetched at a time, up to `AHEAD_BYTES`; no more than
+about `KEPT_BYTES` is kept of what was not foreseen.
 Failure behaviour: `CorruptionError` naming the object, and where in it the piece lies, for wrong bytes and for such as are not
 there; other errors of the store pass through. Nothing failed is remembered. To be used by one thread at a time.
 """
@@ -50,12 +50,16 @@ class Marked(Media, Protocol):
 
 
 class PartialFile:
-    """`member` of the object `name`. `read` may go through a cache, `again` goes straight to the store; its head may be among
+    """`member` of the object `name`. `read` may go through a cache, `again` goes straight to the store, `later`
+    does so after a while and by another connection; its head may be among
     `heads`, and is put there."""
 
-    def __init__(self, name: str, member: Member, read: Read, again: Read, heads: Heads) -> None:
+    def __init__(
+        self, name: str, member: Member, read: Read, again: Read, heads: Heads, later: Read | None = None
+    ) -> None:
         assert member.pieces is not None
-        self._name, self._member, self._read, self._again, self._heads = name, member, read, again, heads
+        self._name, self._member, self._read, self._heads = name, member, read, heads
+        self._looks = (again, later) if later is not None else (again,)
         self._pieces: Pieces = member.pieces
         self._there = dict[int, memoryview]()  # not compared yet
         self._right = dict[int, memoryview]()
@@ -121,8 +125,9 @@ class PartialFile:
             if number not in self._there:
                 self._fetch_on(number)
             view = self._there.pop(number)
-            if not is_right(self._pieces, number, view):
-                view = self._again(needed.ranges(self._member, ((number, 1),)))[0]
+            for look in self._looks:
+                if not is_right(self._pieces, number, view):
+                    view = look(needed.ranges(self._member, ((number, 1),)))[0]
         except (NotFoundError, RangeError) as error:
             raise CorruptionError(f"{self._name}: {error.message}", hint=error.hint) from error
         if not is_right(self._pieces, number, view):

@@ -115,7 +115,9 @@ class Listed:
         if self.list.pinned is not None or self._sealed:
             return False
         try:
-            self.list.append([Entry(*spot, refusal.key, refusal.code, refusal.reason, self._run, epoch)])
+            self.list.append(
+                [Entry(*spot, refusal.key, refusal.code, refusal.reason, self._run, epoch, suspected=True)]
+            )
         except MillraceError as error:
             warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
             self._sealed = True  # the trainer waits here: once is enough

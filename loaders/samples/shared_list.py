@@ -10,8 +10,9 @@ goes by the same as before. What the run itself found in that epoch or before it
 then is not read again, and is substituted the same.
 
 Invariants: objects are never changed, so a version means the same samples for ever; its `digest` says so. Which samples a place
-is refused for is a function of the version, the run and the epoch. A sample is known by where its bytes lie (dataset, shard,
-offset), so an entry holds for all versions and views of a dataset, and for no copy of it.
+is refused for is a function of the version, the run and the epoch. What one run alone suspects is left out by that run only. A
+sample is known by where its bytes lie (dataset, shard, offset), so an entry holds for all versions and views of a dataset, and
+for no copy of it.
 Failure behaviour: the store's errors pass through. `CapacityError` for a full list, `CorruptionError` for an object that is no
 part of a list, or a version that is not there. Needs no torch.
 Bounded: `MAX_VERSIONS` versions of `MAX_ENTRIES` samples each.
@@ -43,7 +44,11 @@ Spot = tuple[str, str, int]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A sample, why it is bad, and which run found that in which of its epochs ("" and 0: nobody in particular)."""
+    """A sample, why it is bad, and which run found that in which of its epochs ("" and 0: nobody in particular).
+
+    A run adds what it finds as `suspected`: that counts for the run itself. It counts for every run once another one, which read
+    the sample by itself, has found the same.
+    """
 
     dataset: str
     shard: str
@@ -53,6 +58,7 @@ class Entry(msgspec.Struct, frozen=True):
     reason: str
     run: str = ""
     epoch: int = 0
+    suspected: bool = False
 
     @property
     def spot(self) -> Spot:
@@ -91,7 +97,7 @@ class QuarantineList:
         self.pinned = version
         self._lock = threading.RLock()
         self._digests: list[str] = [""]  # of versions 0, 1, …
-        self._entries: dict[Spot, tuple[int, Entry]] = {}
+        self._entries: dict[Spot, list[tuple[int, Entry]]] = {}
 
     @property
     def url(self) -> str:
@@ -113,22 +119,22 @@ class QuarantineList:
         """What is on the list, in the order in which it came there."""
         last = self.newest() if version is None else version
         self._need(last)
-        return [entry for number, entry in self._entries.values() if number <= last]
+        return [entry for number, entry in self._ordered() if number <= last]
 
     def numbered(self) -> list[tuple[int, Entry]]:
         """Everything that is on the list now, with the version that added it."""
         self.newest()
-        return list(self._entries.values())
+        return self._ordered()
 
     def append(self, entries: Iterable[Entry]) -> int:
         """Add what is not there yet, in versions of up to `MAX_ENTRIES`; the version that has it all."""
         if self.pinned is not None:
             raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
-        wanted, lost = {entry.spot: entry for entry in entries}, 0
+        wanted, lost = {(entry.spot, entry.run): entry for entry in entries}, 0
         with self._lock:
             while lost < _TRIES:
                 version = self.newest()
-                new = [entry for spot, entry in wanted.items() if spot not in self._entries]
+                new = [entry for entry in wanted.values() if self._is_news(entry, version)]
                 if not new:
                     return version
                 if version >= MAX_VERSIONS:
@@ -150,10 +156,30 @@ class QuarantineList:
 
     def refused(self, spot: Spot, version: int, run: str, epoch: int) -> Entry | None:
         """The entry of a sample that `epoch` of `run` leaves out when it goes by `version`."""
-        number, entry = self._entries.get(spot, (0, None))
-        if entry is None or number <= version or (entry.run == run and entry.epoch <= epoch):
-            return entry
+        own = (e for _, e in self._entries.get(spot, ()) if e.run == run and run and e.epoch <= epoch)
+        return self._lasting(spot, version) or next(own, None)
+
+    def is_lasting(self, spot: Spot, version: int) -> bool:
+        """Whether every run that goes by `version` leaves the sample out."""
+        return self._lasting(spot, version) is not None
+
+    def _lasting(self, spot: Spot, version: int) -> Entry | None:
+        """The entry by which every run goes: one that was not only suspected, or the second run's."""
+        known, runs = (e for n, e in self._entries.get(spot, ()) if n <= version), set[str]()
+        for entry in known:
+            runs.add(entry.run)
+            if not entry.suspected or len(runs) > 1:
+                return entry
         return None
+
+    def _is_news(self, entry: Entry, version: int) -> bool:
+        """Whether it adds something to this version."""
+        own = any(e.run == entry.run and e.suspected <= entry.suspected for _, e in self._entries.get(entry.spot, ()))
+        return not own and self._lasting(entry.spot, version) is None
+
+    def _ordered(self) -> list[tuple[int, Entry]]:
+        """All entries by version."""
+        return sorted((one for some in self._entries.values() for one in some), key=lambda one: one[0])
 
     def close(self) -> None:
         """Close the store if it was opened here."""
@@ -193,7 +219,7 @@ class QuarantineList:
             return False
         found = self._parse(data, key, Version)
         for entry in found.entries:
-            self._entries.setdefault(entry.spot, (number, entry))
+            self._entries.setdefault(entry.spot, []).append((number, entry))
         self._digests.append(blake3.blake3(self._digests[-1].encode() + data).hexdigest(4))
         return True
 

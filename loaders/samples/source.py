@@ -4,7 +4,8 @@ Purpose: read the members of a sample through a `ShardReader` and compare them w
 sees them.
 Invariant: `fetch` returns bytes whose XXH3-64 is the index's, or raises; of long files that are needed in part it returns
 something that compares each piece when it is looked at. A first mismatch may be the cache's fault (its disk may rot), so the
-bytes are read once more, straight from the store.
+bytes are read once more, straight from the store. A second one may be the network's, so they are read again `LATER` seconds
+later, by another connection: only a third mismatch is a verdict.
 Failure behaviour: `CorruptionError` naming shard, offset and length when the store's own bytes are wrong or missing; other
 errors of the store pass through.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
@@ -32,6 +34,8 @@ from loaders.partial.needed import Runs
 _log = get_logger(__name__)
 
 
+LATER = 0.25
+"""Seconds after which bytes that were wrong twice are looked at again."""
 AT_ONCE = 64
 """So many reads are prepared at once: objects enough that the garbage collector would look for some among thousands."""
 _WHOLE: Mapping[str, Runs] = {}
@@ -83,6 +87,13 @@ class StoreReader:
     def __init__(self, store: Store) -> None:
         self._store = store
 
+    def read_later(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The same after a while, by another connection."""
+        time.sleep(LATER)
+        check()  # whether anybody still wants it
+        self._store.reconnect()
+        return self.read(key, ranges)
+
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         buffers = [memoryview(bytearray(length)) for _, length in ranges]
         self._store.get_ranges_into(key, [(start, b) for (start, _), b in zip(ranges, buffers, strict=True)])
@@ -124,7 +135,8 @@ class Source:
             if member.ext in partial:
                 read = functools.partial(self._reader.read, sample.shard)
                 again = functools.partial(self._direct.read, sample.shard)
-                file = found[member.ext] = PartialFile(sample.shard, member, read, again, self._heads)
+                later = functools.partial(self._direct.read_later, sample.shard)
+                file = found[member.ext] = PartialFile(sample.shard, member, read, again, self._heads, later)
                 file.foresee(partial[member.ext])
         return found
 
@@ -189,6 +201,10 @@ class Source:
         again = self._direct.read(shard, [(offset, length)])[0]
         if _is_right(again, xxh3):
             warn_once(_log, f"the cache returned wrong bytes of {shard}; the store's are right and were used")
+            return again
+        again = self._direct.read_later(shard, [(offset, length)])[0]
+        if _is_right(again, xxh3):
+            warn_once(_log, f"bytes of {shard} were wrong twice, and right by another connection: check the network")
             return again
         raise CorruptionError(
             f"{shard}: the {length} bytes at {offset} are not those that were packed",

@@ -84,6 +84,27 @@ def test_what_a_run_goes_by_is_its_version_and_what_it_found_itself_by_then(tmp_
     assert refused(3, 0) == [1, 2, 3]
 
 
+def test_what_one_run_suspects_counts_for_others_once_another_run_found_it_too(tmp_path: Path) -> None:
+    bad = QuarantineList(tmp_path / "list")
+    assert bad.append([entry(1, run="mine", epoch=2, suspected=True)]) == 1
+    assert bad.append([entry(1, run="mine", epoch=4, suspected=True)]) == 1  # it said so before
+
+    def refusing(version: int, epoch: int = 2) -> list[str]:
+        return [run for run in ("mine", "other", "third") if bad.refused(entry(1).spot, version, run, epoch)]
+
+    assert refusing(0, 1) == refusing(1, 1) == []
+    assert refusing(1) == ["mine"]
+    assert not bad.is_lasting(entry(1).spot, 1)
+    assert bad.append([entry(1, run="other", epoch=2, suspected=True)]) == 2
+    assert refusing(1) == ["mine", "other"]  # an epoch goes by its version, and by what its run found
+    assert refusing(2) == refusing(2, 0) == ["mine", "other", "third"]
+    assert bad.append([entry(1, run="third", suspected=True)]) == 2  # that is known
+    assert QuarantineList(tmp_path / "list").numbered() == bad.numbered()
+    assert bad.append([entry(2, run="mine", suspected=True)]) == 3
+    assert bad.append([entry(2)]) == 4  # a person says so
+    assert bad.is_lasting(entry(2).spot, 4)
+
+
 def test_a_pinned_list_stays_as_it_is_and_writes_nothing(tmp_path: Path) -> None:
     QuarantineList(tmp_path / "list").append([entry(1)])
     files = sorted(tmp_path.rglob("*"))
@@ -269,6 +290,19 @@ def test_what_a_run_finds_itself_is_left_out_also_when_it_was_repaired_before_th
     assert take(resumed, 12) == whole
     assert [one.id for one in resumed.quarantine] == [3]
     assert 3 in ids(take(make(quarantine_list=None), 6))
+
+
+def test_what_one_run_finds_another_one_reads_again(make: Make, damaged: Path, tmp_path: Path) -> None:
+    hurt(damaged, 3)
+    assert 3 not in ids(take(make(), 6))
+    hurt(damaged, 3)  # as if the network had changed it
+    assert 3 in ids(take(make(seed=6), 6))
+    hurt(damaged, 3)
+    assert 3 not in ids(take(make(seed=7), 6))
+    hurt(damaged, 3)
+    assert 3 not in ids(take(make(seed=8), 6))  # two runs found it
+    entries = QuarantineList(tmp_path / "list").entries()
+    assert [one.suspected for one in entries] == [True, True]
 
 
 def test_newer_entries_are_taken_over_when_asked_for_and_the_state_says_so(

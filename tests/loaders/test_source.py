@@ -13,8 +13,11 @@ from dataio.cache.own import own_reader
 from dataio.core.errors import AccessDeniedError, CorruptionError
 from dataio.shards import members
 from dataio.shards.contract import Files, Member, Sample
+from dataio.shards.pieces import Hasher
 from dataio.store.contract import Store
 from dataio.store.open import open_store
+from dataio.store.wrapper import Wrapper
+from loaders.samples import source as source_module
 from loaders.samples.source import AT_ONCE, Source, StoreReader, spans
 from tests.denied import denied
 
@@ -62,6 +65,55 @@ def test_what_a_cache_got_wrong_is_read_from_the_store(store: Store) -> None:
     memory = memoryview(bytearray(len(FIRST) + len(SECOND)))
     Source(Rotten(store), store).fetch_into(files_of(), memory)
     assert bytes(memory) == FIRST + SECOND
+
+
+class Flipping(Wrapper):
+    """A store whose connections change a bit in the first `times` reads, and that counts new connections."""
+
+    def __init__(self, inner: Store, times: int) -> None:
+        super().__init__(inner)
+        self.times, self.fired, self.connected = times, 0, 0
+
+    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        super().get_ranges_into(key, ranges)
+        if self.fired < self.times:
+            self.fired += 1
+            ranges[0][1][3] ^= 1
+
+    def open_file(self, key: str) -> int | None:
+        return None
+
+    def reconnect(self) -> None:
+        self.connected += 1
+
+
+def member(size: int | None = None) -> Member:
+    """The first file, in pieces of `size`."""
+    hasher = Hasher(size)
+    hasher.update(FIRST)
+    return Member("bin", 512, len(FIRST), hasher.whole(), hasher.pieces())
+
+
+@pytest.mark.parametrize("size", [None, 4096])
+def test_bytes_that_were_wrong_twice_are_looked_at_later_by_another_connection(
+    store: Store, size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "LATER", 0.01)
+    sample = Sample(0, "a", "shard", (member(size),), 0.0)
+    partial = {} if size is None else {"bin": ((0, 1),)}
+    for times, right in ((1, True), (2, True), (3, False)):
+        flipping = Flipping(store, times)
+        made = Source(StoreReader(flipping), flipping)
+
+        def read(made: Source = made) -> bytes:
+            return bytes(made.fetch(sample, ["bin"], partial)["bin"][0:4096])
+
+        if right:
+            assert read() == FIRST[:4096]
+        else:
+            with pytest.raises(CorruptionError, match="not those that were packed"):
+                read()
+        assert (flipping.fired, flipping.connected) == (times, int(times > 1))
 
 
 @pytest.mark.parametrize("files", [files_of(first=b"other" * 1000), files_of(second=b"sec0nd" * 70)])

@@ -159,6 +159,25 @@ print([name for name in ("obstore", "s3fs", "botocore") if name in sys.modules])
 
 
 @pytest.mark.s3
+def test_after_reconnecting_reads_go_by_other_connections(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, real = list[str](), Here._connected
+
+    def connected(here: Here, doing: str) -> Any:
+        begun.append(doing)
+        return real(here, doing)
+
+    monkeypatch.setattr(Here, "_connected", connected)
+    buffer = memoryview(bytearray(100))
+    for expected in (0, 0, 1):
+        begun.clear()
+        if expected:
+            store.reconnect()
+        store.get_into("k", 0, buffer)
+        store.get_into("k", 5, buffer)
+        assert bytes(buffer) == BODY[5:105]
+    assert len(begun) == 1
+
+
 def test_who_only_reads_loads_no_library_for_it(store: Store, s3_url: str) -> None:
     said = subprocess.run(
         [sys.executable, "-c", READS, s3_url], capture_output=True, text=True, timeout=150, check=True
