@@ -329,17 +329,24 @@ def _decoded_times(request: Request) -> list[int]:
 def _from_key(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted) -> Packets:
     """Packets in decode order, beginning with the wanted key frame, wherever the container's own index leads."""
     if wanted.key.index:
-        container.seek(wanted.key.pts, stream=stream, backward=True)
+        _seek(container, wanted.key.pts, stream)
     packets = _skip_to(container, stream, wanted.key.pts)
     first = next(packets, None)
     if first is None:  # the seek led past it, or nowhere: look from the beginning
-        container.seek(container.start_time or 0, backward=True)
+        _seek(container, container.start_time or 0, None)
         packets = _skip_to(container, stream, wanted.key.pts)
         first = next(packets, None)
     if first is None:
         raise NoStartError(f"the key frame at time stamp {wanted.key.pts}, which the index lists, is not there")
     yield first
     yield from packets
+
+
+def _seek(container: av.container.InputContainer, pts: int, stream: VideoStream | None) -> None:
+    try:
+        container.seek(pts, stream=stream, backward=True)
+    except PermissionError as error:  # as libav calls it where there is no key frame
+        raise NoStartError(f"there is no key frame before time stamp {pts}") from error
 
 
 def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: int) -> Packets:
@@ -349,9 +356,10 @@ def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: i
         for packet in packets:
             if packet.size == 0:
                 return  # the end: what follows is only meant for flushing
-            if packet.is_keyframe and not found:
-                found = _stamp(packet) == pts
-                if _stamp(packet) > pts:
+            stamp = packet.pts if packet.pts is not None else packet.dts
+            if packet.is_keyframe and not found and stamp is not None:
+                found = stamp == pts
+                if stamp > pts:
                     return
             if found:
                 yield packet

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -14,48 +13,18 @@ import pytest
 from av.packet import Packet
 from msgspec.structs import replace
 
-from dataio.core.errors import MillraceError, UnsupportedError
-from dataio.shards.contract import KeyFrame, VideoInfo
+from dataio.core.errors import UnsupportedError
+from dataio.shards.contract import KeyFrame
 from dataio.shards.media import bitstream
-from dataio.shards.media.probe import probe
-from loaders.clip import Clip, Wanted, choose
+from loaders.clip import Clip, choose
 from loaders.decode import trim
 from loaders.decode.contract import Decoded, Request
-from loaders.decode.pyav import PyAVDecoder
-from tests.loaders import made, plain
+from tests.loaders import made
+from tests.loaders.film import Film
 
 INTRA_REFRESH = {"x264-params": "intra-refresh=1:keyint=12:bframes=0:scenecut=0"}
 OPEN_GROUPS = {"x264-params": "open-gop=1:keyint=12:bframes=3:b-pyramid=normal:scenecut=0"}
 X265 = "log-level=none:pools=1:keyint=20:min-keyint=20:bframes=3:temporal-layers=2:scenecut=0"
-
-
-class Film:
-    """A file, its frames by plain decoding, and what the index says of it."""
-
-    def __init__(self, data: bytes, ext: str) -> None:
-        self.data, probed = data, probe(data, ext=ext)
-        self.images, self.times = plain.frames(data)
-        assert probed.video is not None
-        self.info, self.notes = probed.video, probed.notes
-
-    def decode(self, wanted: Wanted, info: VideoInfo | None = None) -> Decoded | MillraceError:
-        return PyAVDecoder().decode([Request(memoryview(self.data), info or self.info, wanted)])[0]
-
-    def check(self, clips: Sequence[Clip], info: VideoInfo | None = None, count: int = 8) -> None:
-        """Clips by number and by time are those of plain decoding."""
-        info = info or self.info
-        assert info.frames == len(self.images)
-        for clip, number in itertools.product(clips, range(count)):
-            wanted = choose(info, clip, 5, 0, 0, number)
-            found = self.decode(wanted, info)
-            assert isinstance(found, Decoded), found
-            if wanted.by == "index":
-                numbers = wanted.values
-            else:
-                seconds = [value * info.time_base for value in wanted.values]
-                numbers = tuple(max(n for n, t in enumerate(self.times) if t <= at or not n) for at in seconds)
-            assert [pts * info.time_base for pts in found.pts] == [self.times[number] for number in numbers]
-            assert (found.frames.numpy() == np.stack([self.images[number] for number in numbers])).all()
 
 
 CLIPS = [Clip(3, 2), Clip(4, fps=13.0)]
