@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from checkpoint.carry import carry
+from checkpoint.format import pack
 from checkpoint.repository import check
 from checkpoint.saving.progress import Logged, ProgressFile
 from dataio.core.errors import CorruptionError
@@ -22,11 +23,12 @@ STATE = {f"t{n}": np.random.default_rng(n).integers(0, 8, MIB, np.uint8).tobytes
 
 
 class Tampering(Wrapped):
-    """The trainer changes one byte of the arena as the store asks for part number `part` of a pack, or has the last one."""
+    """The trainer changes one byte of the arena as the store is given chunk number `chunk` of a pack (6 is its footer), or, with
+    -1, when it has been given everything."""
 
-    def __init__(self, inner: Store, part: int, at: int) -> None:
+    def __init__(self, inner: Store, chunk: int, at: int) -> None:
         super().__init__(inner)
-        self._part, self._at = part, at
+        self._chunk, self._at = chunk, at
         self.made: Made | None = None
         self.fired = 0
 
@@ -34,11 +36,17 @@ class Tampering(Wrapped):
         return self.inner.put_multipart(key, self._changed(parts))
 
     def _changed(self, parts: Iterable[Buffer]) -> Iterator[Buffer]:
-        for number, part in enumerate(parts):
-            if number == self._part:
+        number = 0
+        for part in parts:
+            if len(part) < pack.ALIGN and bytes(part).count(0) == len(part):
+                yield part  # what is between two chunks
+                continue
+            if number == self._chunk:
                 self._change()
+            number += 1
             yield part
-        if self._part < 0:
+        assert number == len(STATE) + 1
+        if self._chunk < 0:
             self._change()
 
     def _change(self) -> None:
@@ -49,17 +57,17 @@ class Tampering(Wrapped):
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize(
-    ("part", "at"),
+    ("chunk", "at"),
     [(0, 0), (3, 2 * MIB + 5), (6, 5 * MIB + 7), (-1, 6 * MIB - 1)],
     ids=["hashed", "sent", "before the footer", "when all parts were given"],
 )
 def test_an_arena_that_is_changed_while_it_is_stored_commits_nothing(
-    tmp_path: Path, compression: str, part: int, at: int
+    tmp_path: Path, compression: str, chunk: int, at: int
 ) -> None:
     with open_store(tmp_path) as inner:
         number = begin(inner)
         first = save(inner, make(inner, tiny_state(1), step=1, number=number))
-        store = Tampering(inner, part, at)
+        store = Tampering(inner, chunk, at)
         store.made = make(inner, STATE, step=2, number=number, compression=compression)
         with pytest.raises(CorruptionError, match="step 2 is not saved: its staged copy was changed"):
             save(store, store.made)
