@@ -50,6 +50,9 @@ _FINE = Fraction(1, 4)
 """Samples: stamps that are rounded by less say which one is meant."""
 _WITHOUT_MEMORY = frozenset(["flac", "alac", "wavpack", "adpcm_ima_wav", "adpcm_ms"])
 """Codecs of which every packet says all by itself, as those of PCM."""
+_WITHOUT_GAPS = frozenset(["wav", "mp3", "flac"])
+_MORE_PACKETS = 1 << 12
+"""Packets that may be decoded for a window besides two for each of its samples."""
 _STAMPED_BY_SEEKING = frozenset(["ogg", "mp3", "flac"])
 """Containers in which libav works out what packets are stamped where it begins to read: sometimes wrongly."""
 
@@ -119,6 +122,7 @@ def _by_packets(
         head = _head(container, stream) if _settles(info.codec) else _read(data, info, _head)
     sound = heard(_frames(container, stream, info, first, early, late), seconds + before + _EDGE)
     if sound is None:
+        _check_silence(container, info, start - first, seconds)
         return None
     if early <= first:  # it begins with the file's first
         head = Head(sound.stamps[0], sound.lengths[0])
@@ -136,6 +140,13 @@ def _check(
     ends = [stamp + length for stamp, length in zip(sound.stamps, sound.lengths, strict=True)]
     if container.format.name == "flac" and sound.tick == 1 and ends[:-1] != sound.stamps[1:]:
         raise CorruptionError("frames of FLAC are missing, or damaged", hint="look at the file with flac --test")
+
+
+def _check_silence(container: InputContainer, info: AudioInfo, start: Fraction, seconds: Fraction) -> None:
+    """Raise `CorruptionError` where nothing decodes of a window that begins `start` after the sound, if it cannot be a gap."""
+    whole = Fraction(info.samples, info.sample_rate)
+    if container.format.name in _WITHOUT_GAPS and start + seconds > _EDGE and start < whole - _EDGE:
+        raise CorruptionError(f"no sound can be decoded {float(start):.2f} s after it begins, and the index lists some")
 
 
 def _is_coarse(stream: AudioStream) -> bool:
@@ -245,11 +256,16 @@ def _decoded(
     early = None if start is None else math.floor(start / base)  # whole numbers are quicker
     late = None if end is None else math.ceil(end / base)
     behind: int | None = 0
+    left = None if start is None or end is None else 2 * int((end - start) * stream.sample_rate) + _MORE_PACKETS
     with demuxed(container, stream) as packets:
         for packet in packets if mark is None else _from_mark(packets, mark):
             over = early is not None and packet.pts is not None and packet.pts + (packet.duration or 0) <= early
             if over and packet.duration and not all_packets:
                 continue
+            if left is not None and not over:
+                left -= 1
+                if left < 0:
+                    raise CorruptionError("it has far more packets of sound than its time stamps have room for")
             behind = behind if counted else None
             for frame in packet.decode():
                 if frame.pts is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+from collections.abc import Iterator
 from fractions import Fraction
 
 import av
@@ -12,6 +14,7 @@ from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
 
 from dataio.core.errors import CorruptionError
+from loaders.sound import layout as bounds
 from loaders.sound.layout import heard
 
 SECONDS = 3
@@ -41,6 +44,24 @@ def test_samples_of_every_kind_become_what_libav_makes_of_them(codec: str, layou
     found, covered = sound.placed(Fraction(0), Fraction(SECONDS), None)
     assert covered == SECONDS
     assert np.array_equal(found, expected)
+
+
+def test_far_more_sound_than_its_stamps_have_room_for_is_refused() -> None:
+    """All of it at one instant: a few bytes might be hours."""
+    with av.open(io.BytesIO(noise("pcm_s16le", 48_000, "mono"))) as file:
+        frames = list(file.decode(audio=0))
+    given = 0
+
+    def endless() -> Iterator[AudioFrame]:
+        nonlocal given
+        for frame in itertools.cycle(frames):
+            frame.pts = 0
+            given += frame.samples
+            yield frame
+
+    with pytest.raises(CorruptionError, match="far more sound"):
+        heard(endless(), Fraction(1))
+    assert given < 8 * 48_000 + bounds.MOST_OF_WINDOW * (1 << 19)
 
 
 def test_sound_that_changes_in_the_middle_is_refused() -> None:

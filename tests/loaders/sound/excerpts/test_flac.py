@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo
+from dataio.shards.contract import AudioInfo, SoundMark
 from dataio.shards.media.probe import probe
 from loaders import AudioSpec
 from loaders.sound import decode
@@ -182,3 +183,33 @@ def test_what_only_looks_like_a_frame_is_none() -> None:
     data[place : place + 16] = other
     looked = flac._Looked(memoryview(data), header)
     assert [at for at, _ in looked.frames(header.end - 1)] == frames
+
+
+def bomb(count: int) -> bytes:
+    """FLAC that says to last 400 hours, and is full of what looks like the first bytes of a frame."""
+    rate, block = 48_000, struct.pack(">H", 4096)
+    said = (rate << 44 | 15 << 36 | (1 << 36) - 1).to_bytes(8, "big")
+    info = (block * 2).ljust(10, b"\0") + said
+    frame = b"\xff\xf8\xc9\x08"
+    first = frame + b"\0" + bytes([flac._crc8(frame + b"\0")])
+    return b"fLaC\x80\0\0\x22" + info.ljust(34, b"\0") + first + frame * count
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_file_full_of_what_looks_like_frames_is_a_bad_sample_before_long(
+    marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, looked, real = bomb(1 << 20), 0, flac._number
+
+    def number(*args: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return real(*args)
+
+    monkeypatch.setattr(flac, "_number", number)
+    said = AudioInfo("flac", 0, "flac", 48_000, 1, (1 << 36) - 1)
+    if marked:
+        said = replace(said, time_base=Fraction(1, 48_000), marks=(SoundMark(42, 0),))
+    with pytest.raises(CorruptionError, match="look like a frame" if marked else "no sound can be decoded"):
+        decode.decode_audio(memoryview(data), said, Fraction(10**6), AudioSpec(seconds=1.0), 16_000, True)
+    assert looked == (flac.MOST_LOOKED + 1 if marked else 0)
