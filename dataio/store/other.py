@@ -325,7 +325,7 @@ def _from(error: BaseException, doing: str) -> MillraceError:
     status = getattr(error, "status", None)
     if isinstance(getattr(error, "os_error", None), PrivateAddressError):
         return AccessDeniedError(
-            f"{doing}: {error.os_error}",  # type: ignore[attr-defined]
+            f"{error.os_error} ({doing})",  # type: ignore[attr-defined]
             hint="a dataset names this server; trust_mounts=True (--trust-mounts) lets it name private ones",
         )
     if isinstance(error, FileNotFoundError) or status in (404, 410):

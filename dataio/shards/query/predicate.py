@@ -227,7 +227,7 @@ def _field(name: str, fields: Mapping[str, str], text: str) -> str:
 
 
 def _unknown(name: str, fields: Mapping[str, str], text: str) -> UsageError:
-    names = [*COLUMNS, *fields]
+    names = [*COLUMNS, *(field if field.lower() != ROW else f'fields."{field}"' for field in fields)]
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(COLUMNS))}"
     if not near and fields:

@@ -56,7 +56,7 @@ def with_mounts(
     document: VersionDocument,
     owned: bool,
     storage_options: Mapping[str, Any],
-    trust: bool,
+    trust: bool = False,
     named: Sequence[Mount] = (),
 ) -> tuple[Store, bool]:
     """`store` with what `document` mounts, and whether the caller is to close it; `store` itself where nothing is to be added.
