@@ -43,6 +43,7 @@ from checkpoint.restoring.overlaps import Target, require_one_content
 from checkpoint.restoring.restore import Saved, Want
 from checkpoint.state.build import Builder, Fit
 from checkpoint.state.kinds import TensorSink, TorchKinds, settle
+from checkpoint.state.tree import tensor_names
 from dataio.core.errors import CorruptionError, MismatchError, TransientError, UsageError
 from dataio.store.contract import Store
 from dataio.store.open import open_store
@@ -195,9 +196,9 @@ class RepositoryReader(StorageReader):
 
     def _value(self, name: str) -> object:
         """A value that is no tensor, with the tensors inside of it read."""
-        plan = Fit()
-        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in self._saved.items()}
-        value = Builder(shapes, _KINDS, plan).value(self._names.values[name], name)
+        plan, node = Fit(), self._names.values[name]
+        inside = {n: (self._saved[n].dtype, self._saved[n].shape) for n in tensor_names(node) if n in self._saved}
+        value = Builder(inside, _KINDS, plan).value(node, name)
         if plan.problems:
             raise MismatchError("; ".join(plan.problems))
         wants = [Want(self._saved[n], whole(self._saved[n].shape), TensorSink(tensor)) for n, tensor in plan.fresh]
