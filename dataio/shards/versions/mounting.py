@@ -144,7 +144,8 @@ class _Reader:
         """Whether `url` names a folder below the dataset's own, links followed."""
         if scheme_of(self._base.url) != "file":
             return False
-        root, folder = (os.path.realpath(folder_of(one)) for one in (self._base.url, url))
+        folder = os.path.realpath(folder_of(url) if "://" in url else url)
+        root = os.path.realpath(folder_of(self._base.url))
         return folder.startswith(root.rstrip("/") + "/")
 
 
