@@ -133,6 +133,7 @@ class ProgressFile:
             self._write(Aborted(key))
         else:
             self._unchecked = Packed(key, size, tuple(self._filling.pop(key, ())))
+            self.unfinished.pop(key, None)
 
     def checked(self) -> None:
         """The pack that was stored last holds what its entries say: a carrier that takes over may rest on it."""
