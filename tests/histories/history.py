@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint.format.documents import Base
+from checkpoint.lifecycle import collect
 from checkpoint.repository import check, tagged
 from checkpoint.repository import steps as repository
 from dataio.core.crashpoints import declared
@@ -238,6 +239,10 @@ class History:
         with open_store(self.url) as store:
             if repository.read_repo(store) is None:
                 return seen
+            if repository.condemned(
+                store
+            ):  # by a collector that was killed: readers are refused until another one has been
+                collect.collect(store, ())
             report = check.check(store)
             seen.problems = [f"{problem.object}: {problem.what}" for problem in report.problems]
             seen.stored = {(line.run, line.timeline, line.step, line.attempt) for line in report.steps}

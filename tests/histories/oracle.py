@@ -174,13 +174,26 @@ def _newest(told: Told, run: str, branch: list[Found]) -> Iterator[str]:
         yield f"{run} has no step; step {last.step} of timeline {last.timeline} was committed"
         return
     newest = branch[0]
-    if newest.timeline == last.timeline:
-        if newest.step < last.step:
-            yield f"{run} ends at step {newest.step}; step {last.step} of timeline {last.timeline} was committed"
-    elif newest.timeline < last.timeline:
-        yield f"{run} ends in timeline {newest.timeline}; timeline {last.timeline} has step {last.step}"
-    elif not _may_hide(told, newest, last):
-        yield f"{run} ends at step {newest.step} of timeline {newest.timeline}, which hides step {last.step} of {last.timeline}"
+    where = f"{run} ends at step {newest.step} of timeline {newest.timeline}"
+    if newest.timeline > last.timeline:
+        if not _may_hide(told, newest, last):
+            yield f"{where}, which hides step {last.step} of {last.timeline}"
+    elif (newest.timeline, newest.step) < (last.timeline, last.step) and not _went_back(told, newest, last):
+        yield f"{where}; step {last.step} of timeline {last.timeline} was committed"
+
+
+def _went_back(told: Told, newest: Found, last: Save) -> bool:
+    """A trainer went on from the step by choice, or before the last one was committed, and died before its own first commit."""
+    return any(
+        save.parent == newest.nonce and save.trainer != last.trainer and _unaware(told, save.trainer, last)
+        for save in told.saves.values()
+        if save.run == last.run
+    )
+
+
+def _unaware(told: Told, trainer: str, last: Save) -> bool:
+    """The trainer did not go on from the step because it chose another one, or could not know of it."""
+    return told.chose.get(trainer) != "latest" or told.began[trainer] < told.committed_at[last.nonce]
 
 
 def _may_hide(told: Told, newest: Found, last: Save) -> bool:
@@ -194,7 +207,7 @@ def _may_hide(told: Told, newest: Found, last: Save) -> bool:
         return True
     own = [each for each in line if each.nonce not in theirs and each.run == save.run]
     trainer = own[-1].trainer if own else save.trainer  # the one that left the other's line
-    return told.chose.get(trainer) != "latest" or told.began[trainer] < told.committed_at[last.nonce]
+    return _unaware(told, trainer, last)
 
 
 def _promised(told: Told, run: str, branch: list[Found]) -> Iterator[str]:

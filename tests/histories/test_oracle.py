@@ -57,7 +57,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a chunk is damaged": ({"problems": ["pack 0"]}, "pack 0"),
     "bytes of no save": ({"branch": branch(*ALL[:2], Found(1, 2, None), ALL[3])}, "no save wrote"),
     "bytes of another step": ({"branch": branch(ALL[0], Found(2, 3, 11))}, "holds what step 1"),
-    "the newest step is lost": ({"branch": branch(*ALL[2:])}, "ends in timeline 1"),
+    "the newest step is lost": ({"branch": branch(*ALL[2:])}, "ends at step 2 of timeline 1; step 3"),
     "the run went back": ({"branch": branch(Found(2, 2, 12), ALL[3])}, "ends at step 2"),
     "an old step is lost": ({"branch": branch(*ALL[:2], ALL[3])}, "step 2 of timeline 1 was committed and is gone"),
     "all is lost": ({"branch": {}}, "has no step"),
@@ -79,6 +79,13 @@ def test_a_newer_timeline_hides_a_step_only_when_its_trainer_could_not_know_it()
     assert any("hides step 3" in what for what in judge(late, seen(branch=hidden)))
     chosen = [*HISTORY, line("restored", trainer="c", run="r", asked=2), *saved(21, 3, 12, "c", 0)]
     assert judge(chosen, seen(branch=hidden)) == []
+
+
+def test_a_run_may_end_at_an_older_step_only_after_a_trainer_chose_it() -> None:
+    back = seen(branch=branch(*ALL[2:]))
+    begun = saved(31, 3, 12, "d", 0)
+    assert judge([*HISTORY, line("restored", trainer="d", run="r", asked="latest"), *begun], back) != []
+    assert judge([*HISTORY, line("restored", trainer="d", run="r", asked=2), *begun], back) == []
 
 
 def test_a_policy_may_remove_old_steps_and_not_the_newest_ones() -> None:
