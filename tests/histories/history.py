@@ -47,7 +47,10 @@ HANG_SECONDS = 90.0
 ROUNDS = 12
 """Of one repository; a later history begins with an empty one."""
 POINTS = sorted(name for name in declared() if name.startswith(("ckpt.", "gc.", "store.")))
-FAULTS = [Fault.REFUSE, Fault.SLOW_DOWN, Fault.LOSE_ANSWER, Fault.RESET_BODY, Fault.CUT_BODY]
+FAULTS = [
+    *(Fault.REFUSE, Fault.SLOW_DOWN, Fault.LOSE_ANSWER, Fault.RESET_BODY, Fault.CUT_BODY, Fault.ERROR_IN_200),
+    *(Fault.LATE, Fault.TWICE, Fault.APPLIED_409, Fault.APPLIED_412),
+]
 
 
 class Violation(AssertionError):
@@ -162,7 +165,7 @@ class History:
         for fault in faults:
             method = self._draw.choice(["", "GET", "PUT"])
             path = self._draw.choice(["", "/packs/", "/runs/", "/leases/", "fate", "COMMIT"])
-            proxy.inject(fault, times=1, method=method, path=path)
+            proxy.inject(fault, times=1, method=method, path=path, seconds=self._draw.choice([0.1, 1.0, 5.0]))
 
     def _disturb(self, running: list[Running]) -> None:
         """While they work: kill, hold, or take away a daemon or a node."""
