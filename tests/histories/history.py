@@ -163,7 +163,8 @@ class History:
         if self._draw.random() < 0.5:
             faults.append(Fault.FLIP_BIT)  # one a round: what is damaged twice in a row is taken for damage
         for fault in faults:
-            method = self._draw.choice(["", "GET", "PUT"])
+            writes = fault in (Fault.LATE, Fault.TWICE, Fault.APPLIED_409, Fault.APPLIED_412)
+            method = "PUT" if writes else self._draw.choice(["", "GET", "PUT"])
             path = self._draw.choice(["", "/packs/", "/runs/", "/leases/", "fate", "COMMIT"])
             proxy.inject(fault, times=1, method=method, path=path, seconds=self._draw.choice([0.1, 1.0, 5.0]))
 
@@ -326,8 +327,11 @@ def run(seed: int, server: S3Server | None, rounds: int = ROUNDS, until: float =
             if time.monotonic() > until:
                 break
         lines = read_journal(history._path)
-        for event in ("saving", "staged", "committed", "failed", "tagged", "read", "error"):
+        for event in ("saving", "staged", "committed", "tagged", "read"):
             history.count[event] += sum(line["event"] == event for line in lines)
+        for line in lines:
+            if line["event"] in ("error", "failed"):
+                history.count[f"{line['event']}: {line['code']}: {line['message'].partition(':')[0][:60]}"] += 1
         marks = history.folder / "marks"
         history.count["killed at a named point"] += len(marks.read_text().split()) if marks.exists() else 0
         if history.proxy is not None:
