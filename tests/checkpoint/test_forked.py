@@ -20,10 +20,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from checkpoint import Checkpointer, Handle, read
+from checkpoint import Checkpointer, Handle
 from checkpoint.dcp import session
-from checkpoint.format import names
+from checkpoint.format import names, ulid
 from checkpoint.repository import writers
+from checkpoint.repository.lease import LeaseKeeper
 from dataio.core.errors import UsageError
 from dataio.store.contract import Buffer
 from dataio.store.open import open_store
@@ -175,10 +176,11 @@ def test_a_child_that_ends_in_full_deletes_no_lease_of_its_parent_and_ends_no_co
 
 
 def test_a_lease_that_a_child_lets_go_of_stays(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), run="a", sidecar=None) as checkpointer:
-        checkpointer.save(1, _STATE).result(60)
-    with read(str(tmp_path), run="a") as saved, open_store(tmp_path) as store:
-        assert child(lambda: [saved.close(), len(list(store.list(names.LEASES)))][1]) == 1
+    with open_store(tmp_path) as store:
+        with LeaseKeeper(store, ulid.new(), "a", 1, 1, ()) as lease:
+            assert child(lambda: [lease.release(), len(list(store.list(names.LEASES)))][1]) == 1
+            lease.release()
+        assert not list(store.list(names.LEASES))
 
 
 def test_a_child_of_a_trainer_that_watches_for_preemption_ends_by_sigterm_and_not_by_other_signals(

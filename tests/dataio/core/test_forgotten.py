@@ -101,3 +101,28 @@ def test_the_end_of_the_process_waits_for_a_thread_that_is_at_it() -> None:
 def test_it_does_not_wait_for_ever_nor_for_the_threads_of_the_process_it_was_forked_from(how: tuple[str, ...]) -> None:
     done = subprocess.run([sys.executable, "-c", AT_WORK, *how], capture_output=True, text=True, timeout=150)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+IN_A_FORK = """
+import os, sys
+from dataio.core.forgotten import Ending
+class Thing: pass
+called, dropped, left = Thing(), Thing(), Thing()
+ending = Ending(called, lambda: os.write(1, b"called "))
+Ending(dropped, lambda: os.write(1, b"dropped "))
+Ending(left, lambda: os.write(1, b"left "))
+child = os.fork()
+if not child:
+    ending()
+    del dropped
+    sys.exit(0)
+os.waitpid(child, 0)
+os.write(1, b"parent: ")
+ending()
+"""
+
+
+def test_a_fork_does_nothing_of_it_and_the_parent_all() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_FORK], capture_output=True, text=True, timeout=150)
+    said, _, parents = done.stdout.partition("parent: ")
+    assert (said, sorted(parents.split()), done.stderr) == ("", ["called", "dropped", "left"], "")
