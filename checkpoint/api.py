@@ -145,15 +145,20 @@ class Checkpointer:
         (see `failed_saves`), `ConflictError` when this timeline has the step already, `UsageError` naming the path of a value
         that cannot be saved, `DeadlineError` when the previous save keeps the arena too long.
         """
-        return self.save_as(step, state, None, priority=priority)
+        return self._save(step, state, None, priority, overwrites=False)
 
-    def save_as(self, step: int, state: dict[str, Any], name: Name | None, *, priority: str = "normal") -> Handle:
-        """As `save`, for `checkpoint.frameworks`: `name` is what their users find the step by, on the ranks that have one."""
+    def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
+        """As `save`, for `checkpoint.frameworks`: `name` is what their users find the step by, on the ranks that have one. A step
+        that was saved already is saved again, as those users expect of their files: in a branch that begins before it."""
+        return self._save(step, state, name, "normal", overwrites=True)
+
+    def _save(self, step: int, state: dict[str, Any], name: Name | None, priority: str, overwrites: bool) -> Handle:
         urgent = _is_urgent(priority)
 
         def check() -> None:
             self._check_open()
             self._saves.hear_failures()
+            self._lineage.again = self._lineage.timeline == 0 or self._saves.again(step) if overwrites else False
             self._saves.require_new(names.check_step(step))
             if not urgent:
                 self._saves.wait_for_room(self._wait)

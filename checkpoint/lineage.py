@@ -48,7 +48,10 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lineage:
-    """Of one trainer. `timeline` is 0 until it has saved. For one thread at a time, but for `prepare` and `let_go`."""
+    """Of one trainer. `timeline` is 0 until it has saved; `again`: the next save may be of a step that its timeline has.
+
+    For one thread at a time, but for `prepare` and `let_go`.
+    """
 
     def __init__(self, store: Store, run: str, origin: Origin = None) -> None:
         if origin is not None:
@@ -60,6 +63,7 @@ class Lineage:
         self._leave = weakref.finalize(self, writers.leave, self._writer)
         self._preparing, self._prepared = threading.Lock(), False
         self._restored: Base | None = None
+        self.again = False
         self._held, self._fork_held = Parent(store), Parent(store)
         self._base: Base | None = None
         self._fork: Base | None = None
@@ -82,12 +86,12 @@ class Lineage:
             return Ticket("", 0, (), str(error).encode()[:_AWAY_BYTES].decode(errors="ignore"))
 
     def _drawn(self, step: int) -> Ticket:
-        if not self.timeline or self._restored is not None:
+        if not self.timeline or self._restored is not None or self.again:
             self.prepare()
             self._check_sure()
             if not self.timeline:
                 self._fork = self._fork or self._find_origin()  # a mistaken one is to stop no other trainer
-            standing = Standing(self._writer, self.timeline, self._restored, anew=True)
+            standing = Standing(self._writer, self.timeline, self._restored, anew=True, again=self.again)
             place = writers.place(self._store, self._run, step, standing, lambda base: self._held.hold(self._run, base))
             self._base = place.base or self._base
             self.drawn(place.timeline)
@@ -96,7 +100,7 @@ class Lineage:
 
     def drawn(self, number: int) -> None:
         """On every rank: this timeline is what the trainer saves in until it restores another step."""
-        self.timeline, self._restored = number, None
+        self.timeline, self._restored, self.again = number, None, False
 
     def find(self, run: str, step: int | str | Base, tier: NodeTier) -> Found | None:
         """On rank 0: the step, held until this trainer has committed one of its own; a newer one when the latest is removed just

@@ -53,6 +53,14 @@ class Saves:
             how = "is saved" if step in self._committed else "is being saved"
             raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
 
+    def again(self, step: int) -> bool:
+        """Whether the step was saved, once no save is in flight; it may then be saved again in another timeline."""
+        if step not in self._committed and step not in self._handles:
+            return False
+        self.wait_for_all(self._wait)
+        self.settle()
+        return self._committed.pop(step, None) is not None
+
     def of(self, step: int) -> Handle | None:
         """The save of this step, on its way or committed; failures are forgotten."""
         for handle in self._handles.values():

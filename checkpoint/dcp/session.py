@@ -39,13 +39,13 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
     base: Base | None
 
 
-def draw(store: Store, run: str, step: int) -> Ticket:
-    """On the coordinator, once for each save."""
+def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
+    """On the coordinator, once for each save. `again`: a step that this job has saved is saved once more, in a branch."""
     at = (store.location.url, run)
     with _lock:
         repository.ensure_repo(store)
         restored, since = _resumed.get(at, (None, 0))
-        standing = Standing(_own(), _timelines.get(at, 0), restored, since, handed_on=_handed_on)
+        standing = Standing(_own(), _timelines.get(at, 0), restored, since, handed_on=_handed_on, again=again)
         place = writers.place(store, run, step, standing)
         _timelines[at] = place.timeline
         _resumed.pop(at, None)

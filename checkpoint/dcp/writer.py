@@ -65,7 +65,8 @@ class RepositoryWriter(StorageWriter):
     """Saves one step of `run` in the repository at `url`; DCP's `checkpoint_id`, where given, is another step.
 
     `url`, `gds`, `storage_options`: as for `Checkpointer`. `compression` is "none" or "zstd"; `wait_seconds` bounds the wait for
-    other ranks. For `async_save` in a process, give the URL, not an open store.
+    other ranks. `again`: a step that this job has saved already is saved once more, in a branch that begins before it; else that
+    is a `ConflictError`. For `async_save` in a process, give the URL, not an open store.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class RepositoryWriter(StorageWriter):
         compression: str = "none",
         gds: bool | Direct = False,
         wait_seconds: float = 600.0,
+        again: bool = False,
         **storage_options: object,
     ) -> None:
         if compression not in COMPRESSIONS:
@@ -84,6 +86,7 @@ class RepositoryWriter(StorageWriter):
         self._url, self._options, self._run = url, storage_options, names.check_run(run)
         self._step = None if step is None else names.check_step(step)
         self._compression, self._wait, self._gds = compression, wait_seconds, gds
+        self._again = again
         self._own: list[WriteItem] = []
         self._paths: dict[str, document.Path] | None = None
 
@@ -120,7 +123,7 @@ class RepositoryWriter(StorageWriter):
         """On the coordinator: who writes what, as which attempt."""
         assert self._step is not None
         with self._store() as store:
-            ticket = msgspec.msgpack.encode(session.draw(store, self._run, self._step))
+            ticket = msgspec.msgpack.encode(session.draw(store, self._run, self._step, self._again))
         return [
             dataclasses.replace(plan, items=items, storage_data=_Orders(ticket, rank, len(plans)))
             for rank, (plan, items) in enumerate(zip(plans, _spread(plans), strict=True))

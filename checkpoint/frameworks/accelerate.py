@@ -10,7 +10,7 @@ taken away there. `save_state` and `load_state` of this accelerator give them ba
 their files into a hidden folder.
 Invariant: nothing of the step is written a second time by Accelerate; outside of `save_state` and `load_state` the
 accelerator is as it always is.
-Failure behaviour: as `Checkpointer`; `UsageError` for a folder whose name ends in no number; `MissingError`, a
+Failure behaviour: as `Checkpointer`; `UsageError` for a folder whose name ends in no number; `MissingStepError`, a
 `FileNotFoundError`, for a folder whose step is not there; `UnsupportedError` under FSDP, DeepSpeed and Megatron-LM, whose
 states Accelerate writes without asking its hooks.
 """

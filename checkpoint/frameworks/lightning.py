@@ -12,7 +12,7 @@ made.
 Invariant: nothing is pickled; the named file holds no tensor. Every call of `save_checkpoint` keeps what it was given.
 Failure behaviour: a checkpoint that holds a value that cannot be encoded is a `UsageError` naming its path (values of
 hyper-parameters and callbacks must be plain); a save that fails later is raised by the next one, or by `teardown`.
-`MissingError`, a `FileNotFoundError`, for a file that is not there or a step that is not.
+`MissingStepError`, a `FileNotFoundError`, for a file that is not there or a step that is not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from lightning.pytorch.core import saving as theirs
 
 from checkpoint.api import Checkpointer
 from checkpoint.frameworks.mapping import Where, mapped
-from checkpoint.frameworks.naming import MOST_BYTES, MissingError, Names, Record, read_name, write_file
+from checkpoint.frameworks.naming import MOST_BYTES, Names, Record, read_name, write_file
+from checkpoint.repository.steps import MissingStepError
 from checkpoint.state import tree
 from checkpoint.state.kinds import memory_of
 from checkpoint.state.tree import TensorRef
@@ -196,7 +197,7 @@ def _load_file(path: Any, map_location: Where = None, weights_only: bool | None 
     for io in [each for each in _made if run in ("", each._checkpointer.run)]:
         try:
             return io.load_checkpoint(path, map_location)
-        except MissingError as error:
+        except MissingStepError as error:
             errors.append(error)
     if errors:
         raise errors[-1]

@@ -9,7 +9,7 @@ Invariant: a name leads to a committed attempt. Files and folders are fsynced be
 around them afterwards. A name that is given anew is replaced, and an earlier save never replaces the name of a later
 one.
 Failure behaviour: a save whose name cannot be written fails with `UsageError`, although the step may be committed.
-`MissingError` is `NotFoundError` and `FileNotFoundError`; `CorruptionError` for what is not a name of ours.
+`MissingStepError` is `NotFoundError` and `FileNotFoundError`; `CorruptionError` for what is not a name of ours.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from checkpoint.format import names, ulid
 from checkpoint.format.documents import Base
 from checkpoint.handle import Handle
 from checkpoint.repository.commit import FinalError
+from checkpoint.repository.steps import MissingStepError
 from dataio.core.crashpoints import declare
 from dataio.core.errors import CorruptionError, NotFoundError, TransientError, UsageError
 from dataio.core.log import get_logger
@@ -55,10 +56,6 @@ _replaced = declare(
 )
 _named = declare("name.named", "the step has its name; older names are still there")
 _removed = declare("name.removed", "an older name is hidden from the framework and about to be deleted")
-
-
-class MissingError(NotFoundError, FileNotFoundError):
-    """What a framework's users catch when there is no such checkpoint."""
 
 
 class _Fields(msgspec.Struct, omit_defaults=True, rename={"step": "millrace-step"}):
@@ -96,7 +93,7 @@ def read_name(path: str | os.PathLike[str]) -> Record:
     except FileNotFoundError:
         if folder:
             return Record(step_of(place))
-        raise MissingError(f"there is no checkpoint named {place}", hint="check the path") from None
+        raise MissingStepError(f"there is no checkpoint named {place}", hint="check the path") from None
     except (msgspec.MsgspecError, UsageError, OSError, RecursionError):
         raise CorruptionError(f"{place} does not name a step of ours", hint="was it saved by other software?") from None
 
@@ -173,7 +170,7 @@ class Names:
         try:
             self._checkpointer.restore(state, record.attempt or record.step, run=run, **how)
         except NotFoundError as error:
-            raise MissingError(
+            raise MissingStepError(
                 f"{path} names step {record.step} of run {run}, which cannot be restored: {error.message}",
                 hint="resume from another name in that folder, or restore a step that `millrace ckpt ls` lists",
             ) from error
@@ -217,7 +214,7 @@ class Names:
             if kind == "replaced":
                 _delete(hidden)
                 continue
-            with contextlib.suppress(CorruptionError, MissingError):  # of which nothing is known stays
+            with contextlib.suppress(CorruptionError, MissingStepError):  # of which nothing is known stays
                 record = read_name(hidden)
                 if record.attempt is not None and not self._is_ours(hidden):
                     found.append((record.attempt.timeline, record.step, hidden, name, record))
@@ -231,7 +228,7 @@ class Names:
     def _settle_left(self, hidden: Path, path: Path, record: Record) -> None:
         assert record.attempt is not None
         if self._checkpointer.is_committed(record.run, record.attempt):
-            with contextlib.suppress(MissingError, CorruptionError):
+            with contextlib.suppress(MissingStepError, CorruptionError):
                 there = read_name(path).attempt
                 if there is not None and (there.timeline, there.step) > (record.attempt.timeline, record.step):
                     _delete(hidden)

@@ -4,8 +4,9 @@
 torchtitan's own manager gives DCP a folder's name and no storage; this one gives it ours. All of its settings mean what they
 mean there: `interval`, `async_mode`, `exclude_from_loading`, `last_save_model_only`, `initial_load_path` (a folder of DCP's
 or Hugging Face's, read as ever while the run has no step), `keep_latest_k` (the repository's retention, on rank 0).
+A step that was saved already is saved again, as torchtitan overwrites its files.
 Invariant: all ranks load the same step: rank 0 looks for the newest one and tells the others.
-Failure behaviour: as `checkpoint.dcp`; `MissingError`, a `FileNotFoundError`, for a step that is not there. A final
+Failure behaviour: as `checkpoint.dcp`; `MissingStepError`, a `FileNotFoundError`, for a step that is not there. A final
 export in Hugging Face's format is torchtitan's and goes to `folder`.
 """
 
@@ -22,11 +23,11 @@ from torchtitan.tools.utils import GarbageCollection
 
 from checkpoint.dcp import RepositoryReader, RepositoryWriter
 from checkpoint.dcp.writer import step_of
-from checkpoint.frameworks.naming import MissingError
 from checkpoint.lifecycle.automatic import Retention
 from checkpoint.lifecycle.keep import Keep
 from checkpoint.ranks import Ranks
 from checkpoint.repository import steps as repository
+from checkpoint.repository.steps import MissingStepError
 from dataio.core.errors import NotFoundError, UsageError
 from dataio.store.open import open_store
 
@@ -68,7 +69,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         """Called by torchtitan's `save` with what is to be saved."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        writer = RepositoryWriter(self._url, run=self._run, step=step_of(checkpoint_id), **self._options)
+        writer = RepositoryWriter(self._url, run=self._run, step=step_of(checkpoint_id), again=True, **self._options)
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
             done = None
@@ -113,7 +114,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         return int(ranks.agree(0, str(found).encode(), error))
 
     def _require(self, step: int) -> None:
-        """`MissingError` on all ranks when the run has no such step."""
+        """`MissingStepError` on all ranks when the run has no such step."""
         ranks, there, error = Ranks.here(None, None), b"yes", None
         try:
             if ranks.rank == 0:
@@ -123,7 +124,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         except Exception as caught:  # the other ranks must learn of it, whatever it is
             error = caught
         if not ranks.agree(step, there, error):
-            raise MissingError(
+            raise MissingStepError(
                 f"--checkpoint.load_step={step}: run {self._run} has no such step",
                 hint="`millrace ckpt ls` lists the steps",
             )

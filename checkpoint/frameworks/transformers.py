@@ -13,7 +13,7 @@ tell the Trainer to skip batches: the data begins anew, and a warning says so.
 Invariant: at every save, model, optimizer, scheduler and generators are staged before training goes on.
 Failure behaviour: as `Checkpointer`; a save that fails in the background is logged and raised when the checkpointer is
 closed. `UnsupportedError` under DeepSpeed, which keeps optimizer states of its own, and for a loader of ours in a
-`DataLoader` that reads ahead, before the first step. `MissingError`, a `FileNotFoundError`, for a folder whose step is
+`DataLoader` that reads ahead, before the first step. `MissingStepError`, a `FileNotFoundError`, for a folder whose step is
 not there.
 """
 
@@ -32,7 +32,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from checkpoint.api import Checkpointer
-from checkpoint.frameworks.naming import MissingError, Names, move_folder
+from checkpoint.frameworks.naming import Names, move_folder
+from checkpoint.repository.steps import MissingStepError
 from checkpoint.rng import RNG
 from dataio.core.crashpoints import declare
 from dataio.core.errors import UnsupportedError
@@ -145,7 +146,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         best = str(self.state.best_model_checkpoint)
         try:
             self._restore({"model": self.model}, best)
-        except MissingError as error:  # as the Trainer does
+        except MissingStepError as error:  # as the Trainer does
             _log.warning("the best model is not loaded, the newest one stays: %s", error)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

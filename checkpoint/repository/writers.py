@@ -8,7 +8,8 @@ itself:
 2. A step that is not newer begins a branch, if the writer restored a step since its last save, or is new to the run. The branch
    begins at the newest step before the saved one; at the restored step if that is the saved one or newer, or lies in an
    abandoned timeline. A writer that starts anew, without having restored anything, begins without a past.
-3. Any other save goes into the job's own timeline.
+3. Any other save goes into the job's own timeline. A step that this has already is refused; or, under frameworks that overwrite
+   their files, begins a branch at the newest step before it.
 
 Invariant: a timeline is opened only by a save, and only under rules 1 (a writer that is new to the run) and 2; of two writers
 of a job that come at once, one opens it and the other one finds it.
@@ -40,7 +41,8 @@ _process, _numbers = ulid.new(), itertools.count(1)
 class Standing:
     """A writer before a save. `timeline`: the one that it saved in last, 0 for none; `restored`: the step that it restored since,
     while timeline `since` was the newest (0: at any time); `anew`: whether it may begin the run without a past; `handed_on`:
-    whether other processes save for this one, so that the job's last timeline is to be looked for."""
+    whether other processes save for this one, so that the job's last timeline is to be looked for; `again`: whether it may save
+    a step that its timeline has."""
 
     writer: str
     timeline: int = 0
@@ -48,6 +50,7 @@ class Standing:
     since: int = 0
     anew: bool = False
     handed_on: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +156,11 @@ def _look(store: Store, run: str, step: int, standing: Standing) -> _Found:
     if step > latest.step:
         return _Found(head.timeline if ours else 0, following, latest, latest)
     if ours and restored is None:
-        _require_new(store, run, head.timeline, step)
-        return _Found(head.timeline, following, None, latest, latest)
-    if restored is None and standing.anew:
+        if repository.scan_one(store, run, head.timeline, step) is None:
+            return _Found(head.timeline, following, None, latest, latest)
+        if not standing.again:
+            raise _saved(run, head.timeline, step)
+    elif restored is None and standing.anew:
         return _Found(0, following, None, latest)
     if restored is not None and (restored.step >= step or not _is_in(branch, restored)):
         return _Found(0, following, restored, restored)
@@ -168,12 +173,11 @@ def _last_of_this_job(store: Store, run: str) -> int:
     return next((document.timeline for document in documents if document.writer in _of_this_job), 0)
 
 
-def _require_new(store: Store, run: str, number: int, step: int) -> None:
-    if repository.scan_one(store, run, number, step) is not None:
-        raise ConflictError(
-            f"step {step} of run {run} is saved already in timeline {number}, in which this process saves",
-            hint="save each step once; to go back to an earlier step, restore it first (`resume=True` of RepositoryReader)",
-        )
+def _saved(run: str, number: int, step: int) -> ConflictError:
+    return ConflictError(
+        f"step {step} of run {run} is saved already in timeline {number}, in which this process saves",
+        hint="save each step once; to go back to an earlier step, restore it first (`resume=True` of RepositoryReader)",
+    )
 
 
 def _is_in(branch: Iterable[timeline.Segment], base: Base) -> bool:

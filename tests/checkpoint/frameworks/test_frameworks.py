@@ -113,6 +113,36 @@ def test_each_call_of_lightnings_save_keeps_what_it_was_given(tmp_path: Path) ->
         assert checkpointer.steps() == [4, 5, 6]  # "last" and "same" share the tensors of another name's step
 
 
+def test_what_is_saved_again_under_a_framework_replaces_what_was_there(tmp_path: Path) -> None:
+    """As their files do: Accelerate's folder, and a second training by the same plugin of Lightning."""
+    ours = framework("accelerate")
+    from accelerate import Accelerator
+
+    accelerator, net = Accelerator(cpu=True), nn.Linear(2, 1)
+    accelerator.prepare(net)
+    with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=None) as checkpointer:
+        ours.attach(accelerator, checkpointer)
+        for value in (1.0, 2.0, 3.0):
+            net.weight.data.fill_(value)
+            for step in (1, 2):
+                accelerator.save_state(str(tmp_path / f"step_{step}"))
+        net.weight.data.fill_(0)
+        accelerator.load_state(str(tmp_path / "step_1"))
+        assert net.weight.unique().tolist() == [3]
+        assert checkpointer.steps() == [1, 2]
+        assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".step")]
+
+    lightning = framework("lightning")
+    plugin = lightning.RepositoryIO(str(tmp_path / "repo"), run="other", sidecar=None)
+    for value in (1, 2):
+        for step in (2, 4):
+            plugin.save_checkpoint({"global_step": step, "value": value}, tmp_path / f"{step}.ckpt")
+    plugin.teardown()
+    for step in (2, 4):
+        assert plugin.load_checkpoint(tmp_path / f"{step}.ckpt")["value"] == 2
+    plugin.close()
+
+
 def test_lightnings_load_from_checkpoint_reads_a_name(tmp_path: Path) -> None:
     ours = framework("lightning")
     import lightning as L

@@ -119,4 +119,14 @@ def main(folder: str, repo: str, mode: str) -> None:
     print(json.dumps({"loaded": second.seen()}), flush=True)
     second.train(8, last=False)
     print(json.dumps({"resumed": second.seen()}), flush=True)
+    for group in second.optimizer.param_groups:
+        for weight in group["params"]:
+            weight.data.fill_(2)
+    assert second.manager.save(8, last_step=True)  # once more
+    second.manager.maybe_wait_for_saving()
+    third = Run(3, folder, repo, mode)
+    assert third.manager.load()
+    assert all((weight.full_tensor() == 2).all() for weight in third.model.state_dict().values())
+    assert third.trainer.step == 8
+    third.manager.close()
     second.manager.close()
