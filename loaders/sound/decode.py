@@ -126,7 +126,7 @@ def _by_packets(
         return None
     if early <= first:  # it begins with the file's first
         head = Head(sound.stamps[0], sound.lengths[0])
-    source, covered = sound.placed(start - _EDGE, seconds + 2 * _EDGE, head if coarse else None)
+    source, covered = sound.placed(start - _EDGE, seconds + 2 * _EDGE, head)
     _check(data, container, info, early, late, sound)
     return resampled(source, sound.rate, sound.layout, spec), covered
 

@@ -61,7 +61,7 @@ class _Header(msgspec.Struct, frozen=True):
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """From `low` to `high`, seconds of the file's own time line."""
     header, marks = _header(data), around(info, low, high)
-    if header is None or not _agrees(data, header, info, marks):
+    if header is None or not marks or not _agrees(data, header, info, marks):
         return None
     looked = _Looked(data, header)
     near = _NEAR_IN_MEMORY if isinstance(data, memoryview) else NEAR

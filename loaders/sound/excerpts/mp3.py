@@ -40,7 +40,9 @@ _MORE = 2
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """From `low` to `high`, seconds of the file's own time line. Some frames are known, or the first one."""
     rate, begin, base = info.sample_rate, info.start, info.time_base
-    if begin is None or base is None or low <= begin + _AT_FIRST:  # some of the first frame is left out
+    if (
+        begin is None or base is None or not info.marks or low <= begin + _AT_FIRST
+    ):  # some of the first frame is left out
         return None
     known = [(mark.at, int(mark.pts * base * rate)) for mark in info.marks]
     marks = (data.marks if isinstance(data, Marked) else ()) or known

@@ -57,7 +57,7 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     lead = _lead(data, info)
     low, high = low - _BEFORE, high + _BEFORE
     marks = around(info, low, high)
-    if marks[0].pts > low * rate:
+    if not marks or marks[0].pts > low * rate:
         return None
     pages = list(_until(data, marks[0].at, head.serial, int(high * rate) + lead, marks[-1].at))
     if not pages or not _agree(pages, marks, lead):
