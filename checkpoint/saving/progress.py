@@ -77,7 +77,8 @@ class ProgressFile:
         """Uploads by key: their ids."""
         self._packed: dict[str, Packed] = {}
         self._filling: dict[str, list[Entry]] = {}
-        self._unchecked: Packed | None = None
+        self._stored: dict[str, Packed] = {}
+        self._checked: set[str] = set()
         self.manifest: bytes | None = None
         self._carrier = os.urandom(4).hex()
         try:
@@ -132,13 +133,19 @@ class ProgressFile:
         if size is None:
             self._write(Aborted(key))
         else:
-            self._unchecked = Packed(key, size, tuple(self._filling.pop(key, ())))
+            self._stored[key] = Packed(key, size, tuple(self._filling.pop(key, ())))
             self.unfinished.pop(key, None)
+            self._note_pack(key)
 
-    def checked(self) -> None:
-        """The pack that was stored last holds what its entries say: a carrier that takes over may rest on it."""
-        if (packed := self._unchecked) is not None:
-            self._unchecked = None
+    def checked(self, key: str) -> None:
+        """This pack holds what its entries say: once it is stored, a carrier that takes over may rest on it."""
+        self._checked.add(key)
+        self._note_pack(key)
+
+    def _note_pack(self, key: str) -> None:
+        """Write it down when it is checked and stored. With a tier another thread stores it, before or after."""
+        packed = self._stored.pop(key, None) if key in self._checked else None
+        if packed is not None:
             self._write(packed)
 
     def abandon(self, store: Store) -> None:

@@ -127,9 +127,9 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
         _THREADS, thread_name_prefix="millrace-hash"
     ) as pool:  # ends with this call, however it ends
         same = _Same(arena, pool, plan.step)
-        for _ in pack.write_all(store, key_of, new_chunks(), packed, taken.took):
+        for nth, _ in enumerate(pack.write_all(store, key_of, new_chunks(), packed, taken.took)):
             same.require()
-            book.checked()
+            book.checked(key_of(nth))
             _first_pack()
     return Stored(specs, spans, tables, digests, known)
 

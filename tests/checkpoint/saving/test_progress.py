@@ -189,7 +189,7 @@ def fill(book: ProgressFile) -> None:
     book.begun(PACK.key, "id")
     book.packing(PACK, Entry(b"d" * 32, 0, 5, 5))
     book.ended(PACK.key, 10)
-    book.checked()
+    book.checked(PACK.key)
     book.begun("packs/b", "id2")
     book.finished(b"manifest")
 
@@ -242,6 +242,20 @@ def test_a_file_of_version_0_1_gives_its_manifest_and_its_uploads_and_none_of_it
         made = make(store, STATE, step=1, attempt=PACK.attempt)
         store.put(PACK.key, b"ten bytes!")
         assert book.stored(store, made.plan) == {}
+
+
+@pytest.mark.parametrize("first", ["checked", "stored"])
+def test_a_pack_is_written_down_once_it_is_stored_and_checked(fd: int, first: str) -> None:
+    """With a tier another thread stores it."""
+    book, entry = ProgressFile(fd), Entry(b"d" * 32, 0, 5, 5)
+    book.packing(PACK, entry)
+    for what in (first, "stored" if first == "checked" else "checked"):
+        assert os.fstat(fd).st_size == 0
+        if what == "stored":
+            book.ended(PACK.key, 10)
+        else:
+            book.checked(PACK.key)
+    assert ProgressFile(fd)._packed[PACK.key].entries == (entry,)
 
 
 def test_each_carrier_of_one_job_names_its_packs_anew(tmp_path: Path, fd: int) -> None:
