@@ -190,12 +190,15 @@ def test_a_child_of_a_trainer_that_watches_for_preemption_ends_by_sigterm_and_no
         process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
         process.start()
         assert process.pid is not None
-        os.kill(process.pid, signal.SIGUSR1)
-        process.join(0.5)
-        assert process.is_alive(), "it is the parent that saves"
-        process.terminate()
-        process.join(_QUICK)
-        assert process.exitcode == -signal.SIGTERM
+        try:
+            os.kill(process.pid, signal.SIGUSR1)
+            process.join(0.5)
+            assert process.is_alive(), "it is the parent that saves"
+            process.terminate()
+            process.join(_QUICK)
+            assert process.exitcode == -signal.SIGTERM
+        finally:
+            process.kill()
         assert not guard.requested
 
 
