@@ -7,12 +7,14 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from checkpoint.repository.lease import LeaseKeeper
 from dataio.core.errors import UsageError
 from dataio.store.contract import Buffer
 from dataio.store.open import open_store
+from dataio.store.s3config import parse
+from dataio.store.s3here import Here
 from tests.checkpoint.making import Wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -133,6 +137,8 @@ import gc, json, os, sys, threading, time
 import torch
 from checkpoint import Checkpointer, read
 from dataio.store.open import open_store
+from dataio.store.s3config import parse
+from dataio.store.s3here import Here
 
 url = sys.argv[1]
 state = {"m": torch.arange(4.0)}
@@ -218,3 +224,17 @@ def test_an_optimizer_of_a_child_does_not_wait_for_a_copy_of_its_parent(
         assert child(lambda: optimizer.step() is None)
         over.set()
         handle.result(60)
+
+
+def test_a_child_does_not_end_a_request_of_its_parent_on_s3() -> None:
+    near, far = socket.socketpair()
+    connection = HTTPConnection("nowhere")
+    connection.sock = near
+    here = Here(parse("s3://bucket", {}), lambda _: None)
+    here._used.add(connection)
+    with near, far:
+        assert child(lambda: here.close() is None)
+        near.sendall(b"x")
+        assert far.recv(1) == b"x"
+        here.close()
+        assert far.recv(1) == b""

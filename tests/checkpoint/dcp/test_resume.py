@@ -146,6 +146,8 @@ def test_a_process_that_saves_for_another_one_goes_on_in_its_timeline_and_branch
     assert timeline.numbers(store, "a") == [1, 2]
     another_process()
     session.take_over(trainer)
+    with pytest.raises(CheckpointException):
+        save(store, 2)  # the other process has saved it in this branch
     save(store, 3)
     assert timeline.numbers(store, "a") == [1, 2], "it was the same branch"
     assert steps(store) == [1, 2, 3]
