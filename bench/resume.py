@@ -153,7 +153,7 @@ def _ended(loader: Loader) -> Iterator[Loader]:
 
 
 def _count(folder: Path) -> int:
-    with Dataset(str(folder / "ds")) as dataset:
+    with Dataset(str(folder / "ds"), trust_mounts=True) as dataset:
         return len(dataset)
 
 
@@ -211,7 +211,7 @@ def _millrace(folder: Path, finish: Finish) -> Loader:
 
     seen: list[Timed] = []
     vars(engine)["open_reader"] = lambda store, *_: Timed(store)
-    loader = VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, threads=2)
+    loader = VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, threads=2, trust_mounts=True)
     if finish is _nothing:
         vars(loader)["_start_work"] = _Bytes
     return loader
@@ -251,7 +251,7 @@ class _Bare:
     """Samples in a drawn order, read when they are wanted: no threads, nothing ahead."""
 
     def __init__(self, folder: Path, finish: Finish) -> None:
-        self._dataset, self._finish, self._at = Dataset.at_once(str(folder / "ds")), finish, 0
+        self._dataset, self._finish, self._at = Dataset.at_once(str(folder / "ds"), trust_mounts=True), finish, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"batch": self._at}
@@ -277,7 +277,7 @@ def _torchdata(folder: Path, finish: Finish) -> Loader:
 
     class Members(torch.utils.data.Dataset[dict[str, Any]]):
         def __init__(self) -> None:
-            self.dataset = Dataset(str(folder / "ds"))
+            self.dataset = Dataset(str(folder / "ds"), trust_mounts=True)
 
         def __len__(self) -> int:
             return len(self.dataset)
@@ -375,7 +375,7 @@ class _Read:
 
     @cached_property
     def _dataset(self) -> Dataset:
-        return Dataset(self._url)
+        return Dataset(self._url, trust_mounts=True)
 
     def __call__(self, number: int) -> dict[str, Any]:
         return {"id": number, "data": self._dataset.read(self._dataset.sample(number), "avi")}

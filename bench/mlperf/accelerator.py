@@ -81,6 +81,7 @@ def _video(seat: Seat) -> Iterator[Any]:
         world_size=seat.ranks,
         sidecar=seat.sidecar,
         drop_last=False,
+        trust_mounts=True,
     ) as loader:
         for batch in loader:
             yield batch["video"].flatten(1).numpy()

@@ -65,7 +65,7 @@ def _read(
     stop: threading.Event,
 ) -> None:
     try:
-        with Dataset(url) as dataset, closing(open_reader(dataset.store, sidecar)) as reader:
+        with Dataset(url, trust_mounts=True) as dataset, closing(open_reader(dataset.store, sidecar)) as reader:
             source = Source(reader, dataset.store)
             order = Order.of(
                 len(dataset), batch * ranks, sample_bytes=dataset.total_bytes / max(1, len(dataset)), seed=seed
