@@ -134,7 +134,7 @@ def _plain(
     buffers: int = 2,
 ) -> Epochs:
     """What there is to know is looked up before, and costs nothing."""
-    with Dataset(str(folder / "dataset")) as dataset:
+    with Dataset(str(folder / "dataset"), trust_mounts=True) as dataset:
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
     shards = {sample.shard for batch in epochs[0] for sample in batch}
     opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
@@ -170,7 +170,7 @@ def _path(folder: Path, key: str) -> Path:
 def _millrace(
     folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None, threads: int = 1
 ) -> Epochs:
-    dataset = stack.enter_context(Dataset(str(folder / "dataset")))
+    dataset = stack.enter_context(Dataset(str(folder / "dataset"), trust_mounts=True))
     reader = stack.enter_context(contextlib.closing(open_reader(dataset.store, sidecar)))
     samples = source.Source(reader, dataset.store)
 
@@ -236,7 +236,9 @@ def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, side
     from loaders import FileLoader
 
     options: dict[str, Any] = {"seed": 1, "sidecar": sidecar, "threads": 2, "drop_last": False}
-    loader = stack.enter_context(FileLoader(str(folder / "dataset"), BATCH, files=sorted(MEMBERS), **options))
+    loader = stack.enter_context(
+        FileLoader(str(folder / "dataset"), BATCH, files=sorted(MEMBERS), trust_mounts=True, **options)
+    )
     begun = dict[int, dict[str, Any]]()
 
     def batches(epoch: int) -> Batches:
