@@ -22,13 +22,14 @@ from checkpoint.lifecycle import collect, tags
 from checkpoint.lifecycle.automatic import Retention
 from checkpoint.lifecycle.keep import Keep
 from checkpoint.repository import steps as repository
+from checkpoint.repository import writers
 from checkpoint.repository.parent import Parent
 from dataio.core.errors import MillraceError, NotFoundError
 from dataio.core.limits import KIB
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from tests import nursery
-from tests.checkpoint.making import RUN, begin, load, make, save
+from tests.checkpoint.making import RUN, load, make, save
 from tests.nursery import Child
 
 assert dataio.store.posix, dataio.store.s3
@@ -86,8 +87,10 @@ def trainer(task: Task, store: Store, journal: Journal) -> None:
     if base is not None:
         parent.hold(RUN, base)
         assert load(store, base) == state_of(base.timeline, base.step), f"restored {base}, which is not what was saved"
-        parent.require()
-    number, retention = begin(store, base), Retention(store, RUN, Keep(last=task.last))
+    standing = writers.Standing(writers.enter(), restored=base, anew=True)
+    first = base.step + 1 if base else 1
+    number = writers.place(store, RUN, first, standing, lambda base: parent.hold(RUN, base)).timeline
+    retention = Retention(store, RUN, Keep(last=task.last))
     for _ in range(task.rounds):
         step = base.step + 1 if base else 1
         made = make(

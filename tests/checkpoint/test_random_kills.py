@@ -82,7 +82,7 @@ class Repository:
         self.kills += killed
         self.count[f"{task.kind} {'killed' if killed else 'ended' if not code else 'failed'}"] += 1
         broken = [line for line in read_journal(self._journal) if line[0] == "broken"]
-        assert not broken, broken
+        assert not broken, "\n".join(" ".join(line) for line in broken)
         assert code in (0, 3, -signal.SIGKILL), (task, code, read_journal(self._journal)[-3:])
 
     def check(self, store: Store) -> None:
