@@ -6,7 +6,8 @@ Invariants: pure; a few bytes of each unit are read. A packet is a clean start o
 from it on decodes to the same pixels as from the beginning of the file.
 
 * H.264: a picture of an instantaneous refresh (IDR), or one of I slices alone whose recovery point says "exact, after 0 frames"
-  (open groups of pictures). A recovery point that takes longer (intra refresh) is none: the picture is grey at first.
+  (open groups of pictures). Of a picture in two fields, the first is judged. A recovery point that takes longer (intra refresh)
+  is none: the picture is grey at first.
 * HEVC: a picture of the kinds IDR, CRA or BLA.
 * Of other codecs what the container says is taken; their decoders give errors, not pictures, where it is wrong.
 
@@ -137,7 +138,9 @@ def _h264_starts(data: memoryview, length_size: int) -> bool:
             recovers = recovers or _recovers_at_once(_unescaped(unit[1:]))
         elif kind in (_H264_SLICE, _H264_PARTITION):
             bits = _Bits(_unescaped(unit[1:32]))
-            bits.golomb()
+            first_block = bits.golomb() == 0
+            if only_i and first_block:  # the second field, which may refer to the first one
+                break
             if not recovers or bits.golomb() not in _I_SLICES:
                 return False
             only_i = True

@@ -105,6 +105,7 @@ def test_a_stream_without_any_clean_start_is_decoded_from_its_first_packet(conta
     [
         ("libx264", {"g": "12"}, True),
         ("libx264", OPEN_GROUPS, True),
+        ("libx264", {"x264-params": OPEN_GROUPS["x264-params"] + ":tff=1"}, True),
         ("libx264", INTRA_REFRESH, False),
         ("libx265", {"x265-params": "log-level=none:pools=1:keyint=12"}, True),
         ("libx265", {"x265-params": "log-level=none:pools=1:keyint=12:open-gop=1:bframes=3"}, True),
@@ -127,6 +128,20 @@ def test_what_a_packet_says_of_itself_does_not_depend_on_how_its_units_are_parte
     for wrong in (b"", b"\0", b"\0\0\0\1", b"\xff" * 9, bytes(40)):
         assert not bitstream.starts_clean(name, memoryview(wrong), units)
         assert not bitstream.starts_clean(name, memoryview(wrong), 0)
+
+
+def test_of_a_picture_in_two_fields_the_first_says_whether_decoding_may_begin() -> None:
+    data = made.make(made.Made("", "libx264", "mp4", frames=40, options=OPEN_GROUPS))
+    with av.open(io.BytesIO(data)) as container:
+        packets = [packet for packet in container.demux(video=0) if packet.size]
+    at = next(number for number, packet in enumerate(packets) if packet.is_keyframe and number)
+    key, predicted = bytes(packets[at]), bytes(packets[at + 1])
+    assert bitstream.starts_clean("h264", memoryview(key), 4)
+    assert bitstream.starts_clean("h264", memoryview(key + predicted), 4)
+    assert bitstream.starts_clean("h264", memoryview(_by_start_codes(key + predicted)), 0)
+    assert not bitstream.starts_clean("h264", memoryview(predicted + key), 4)
+    later_slice = bytes([0, 0, 0, 3, 0x41, 0b01000110, 0x80])  # of macroblock 1 on, predicted: of the same field
+    assert not bitstream.starts_clean("h264", memoryview(key + later_slice), 4)
 
 
 def _by_start_codes(packet: bytes) -> bytes:
