@@ -41,6 +41,8 @@ LIGHT = 1 << 20
 that share it out get into each other's way, since every call of a library gives the interpreter away."""
 _DECODING = 8
 """Pictures that a decoder and a converter hold of a clip that is cut one picture at a time."""
+_MOST_SEEN = 64
+"""Sets of extensions that are remembered to hold one video; samples of further sets are looked at each time."""
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -116,6 +118,7 @@ class ClipWork:
 
             hear = decode_audio
         self._hear, self._told = hear, False
+        self._seen = set[tuple[str, ...]]()
 
     @property
     def layout(self) -> Layout:
@@ -190,7 +193,12 @@ class ClipWork:
 
     def _tell_others(self, sample: Sample, video: VideoInfo) -> None:
         """Once: samples have more videos than the one that is decoded."""
-        if others := other_videos([member.ext for member in sample.members], video.ext):
+        names = (video.ext, *[member.ext for member in sample.members])
+        if names in self._seen:
+            return
+        if len(self._seen) < _MOST_SEEN:
+            self._seen.add(names)
+        if others := other_videos(names, video.ext):
             self._told = True
             named = ", ".join(f".{ext}" for ext in others)
             warn_once(

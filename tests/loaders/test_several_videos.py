@@ -11,6 +11,7 @@ import pytest
 from dataio import index, pack
 from dataio.core import log
 from loaders import Clip, VideoLoader
+from loaders.works import clips
 from tests.loaders import made
 
 
@@ -67,3 +68,23 @@ def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCapt
         told = [record.message for record in caplog.records if "more than one video" in record.message]
         assert len(told) == 1
         assert "'s1' .mp4, and not .cam1.mp4" in told[0]
+
+
+def test_samples_with_the_same_side_files_are_looked_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    film = made.make(made.Made("", "libx264", "mp4", frames=8))
+    (tmp_path / "files").mkdir()
+    for number in range(4):
+        (tmp_path / "files" / f"{number}.mp4").write_bytes(film)
+        (tmp_path / "files" / f"{number}.txt").write_text("words")
+    looked, real = list[str](), clips.other_videos
+    monkeypatch.setattr(clips, "other_videos", lambda names, used: looked.append(used) or real(names, used))
+    with pack([tmp_path / "files"], tmp_path / "packed", workers=1) as packed:
+        assert [len(sample.members) for sample in map(packed.sample, range(4))] == [2] * 4
+        for most in (clips._MOST_SEEN, 0):
+            monkeypatch.setattr(clips, "_MOST_SEEN", most)
+            looked.clear()
+            with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, threads=1, sidecar=None) as loader:
+                assert len(list(loader)) == 4
+            assert len(looked) == 1 if most else len(looked) >= 4
