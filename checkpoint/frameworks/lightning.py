@@ -188,7 +188,11 @@ _load = theirs.pl_load
 
 
 def _load_file(path: Any, map_location: Where = None, weights_only: bool | None = None) -> Any:
-    """What `load_from_checkpoint` calls: a file of ours comes from the repository, any other as before."""
+    """What `load_from_checkpoint` calls: a file of ours comes from the repository, any other as before. One that is not there yet
+    may be that of a save in flight."""
+    if isinstance(path, (str, os.PathLike)) and not os.path.exists(path):
+        for io in list(_made):
+            io._names.settle()
     record = _record_of(path)
     if record is None:
         return _load(path, map_location=map_location, weights_only=weights_only)
