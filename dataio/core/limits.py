@@ -43,8 +43,8 @@ CHECKED_BYTES = 256 * MIB
 WORKERS = 1024
 """The most processes that read media side by side on one machine."""
 CACHE_BLOCK_BYTES = 4 * MIB
-LEAST_RATE = 256 * KIB
-"""Bytes a second below which a transfer over the network is given up."""
+LEAST_RATE = 64 * KIB
+"""Bytes a second below which a request over the network is given up, also while many requests share a slow link."""
 MESSAGE_BYTES = 64 * KIB
 """The most that one message on the sidecar's socket may hold."""
 

@@ -65,6 +65,7 @@ class StatusServer:
         self._status, self._history, self._ready = status, history, ready
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._looking = asyncio.Lock()
 
     async def start(self, port: int) -> int:
         """Listen on `port` of 127.0.0.1, any free one for 0; returns it. OSError when it is taken."""
@@ -87,7 +88,7 @@ class StatusServer:
         try:
             async with asyncio.timeout(HEAD_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head, lambda: user_of(writer.get_extra_info("socket"))))
+                writer.write(await self._answer(head, writer.get_extra_info("socket")))
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
@@ -95,7 +96,7 @@ class StatusServer:
             self._open.pop(writer, None)
             writer.close()
 
-    def _answer(self, head: bytes, user: Callable[[], int | None]) -> bytes:
+    async def _answer(self, head: bytes, connection: socket.socket) -> bytes:
         line, _, fields = head.partition(b"\r\n")
         method, _, rest = line.partition(b" ")
         if not is_own(fields):
@@ -103,8 +104,11 @@ class StatusServer:
         if method not in (b"GET", b"HEAD"):
             return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
         path = rest.split(b" ")[0].split(b"?")[0]
-        if path in _PATHS.split() and path not in _ANYBODYS and user() not in (os.geteuid(), 0):
-            return _response(403, _TEXT, b"this is for the daemon's user and root\n")
+        if path in _PATHS.split() and path not in _ANYBODYS:
+            async with self._looking:  # the kernel's table is long where there are many connections: one look at a time
+                user = await asyncio.to_thread(user_of, connection)
+            if user not in (os.geteuid(), 0):
+                return _response(403, _TEXT, b"this is for the daemon's user and root\n")
         answer, length = self._page(path)
         return answer if method == b"GET" else answer[: len(answer) - length]
 

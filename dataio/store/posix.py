@@ -243,6 +243,8 @@ class PosixStore(Store):
                         return path, fd
                 except BaseException:
                     os.close(fd)
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
                     raise
                 os.close(fd)
         raise TransientError(

@@ -245,12 +245,14 @@ class _Answer(http.client.HTTPResponse):
 
 
 def _dial(host: str, port: int, until: float, context: ssl.SSLContext | None) -> socket.socket:
-    """A connection, with TLS where there is a context; all addresses of the host together have until then."""
+    """A connection, with TLS where there is a context; all addresses of the host together have until then. Each gets its part of
+    the time that is left: one that swallows everything leaves some to the others."""
     last = OSError("no address is known for this host")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for left, (family, kind, protocol, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(max(until - time.monotonic(), 0.001))
+            sock.settimeout(max((until - time.monotonic()) / left, 0.001))
             sock.connect(address)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(max(until - time.monotonic(), 0.001))

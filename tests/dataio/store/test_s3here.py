@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from dataio.core.errors import MillraceError, NotFoundError, SlowDownError, TransientError, UsageError
+from dataio.store import s3here
 from dataio.store.contract import Store
 from dataio.store.open import open_store
 from dataio.store.s3here import Here
@@ -250,3 +252,18 @@ def test_an_answer_that_is_not_as_it_should_be_is_one_clear_error(
     with _server(answer, b"") as (store, _), pytest.raises(kind, match=words) as caught:
         store.get("k")
     assert type(caught.value) is kind
+
+
+def test_an_address_that_swallows_everything_leaves_time_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        socket.create_server(("127.0.0.2", 0), backlog=0) as silent,
+        socket.create_connection(silent.getsockname()),  # its queue is full, and the kernel drops what else comes
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+        addresses = [(*kind, silent.getsockname()), (*kind, server.getsockname())]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+        until = time.monotonic() + 1.0
+        with s3here._dial("store.example", 443, until, None) as connected:
+            assert connected.getpeername() == server.getsockname()
+            assert 0.3 < until - time.monotonic() < 0.7  # the first address had its part, and no more
