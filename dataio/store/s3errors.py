@@ -43,7 +43,7 @@ CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the profile, 
 _SLOW_DOWN_HINT = "send less, or ask the operator of the store for more"
 CERTIFICATE_HINT = "check the endpoint's certificate, or set AWS_CA_BUNDLE"
 REACH_HINT = "check that the server runs, AWS_ENDPOINT_URL, and the network"
-NETWORK_HINT = "check the server and the network; a slow link needs more time: config_kwargs={\"read_timeout\": SECONDS}"
+NETWORK_HINT = 'check the server and the network; a slow link needs more time: config_kwargs={"read_timeout": SECONDS}'
 _BY_CODE: dict[str, tuple[type[MillraceError], str]] = {
     "NoSuchUpload": (NoSuchUploadError, "start the upload again"),
     "InvalidRange": (RangeError, "ask for a range inside the object"),
