@@ -1,8 +1,8 @@
 """Which timeline a save goes to, and which step that timeline branches off.
 
 A job may have several writers of one run: Checkpointers, DCP's writers, the process of an asynchronous DCP save. Each timeline
-names the writer that opened it, and the writers of one job save in each other's timelines. What is read decides nothing by
-itself:
+names the writer that opened it, and the writers of one job save in each other's timelines. A writer goes on in the timeline that
+it saved in last while that is the newest, also when its opener has left. What is read decides nothing by itself:
 
 1. A step that is newer than the newest step of the run goes on from that one. Nothing is hidden, whatever was restored before.
 2. A step that is not newer begins a branch, if the writer restored a step since its last save, or is new to the run. The branch
@@ -141,7 +141,8 @@ def _look(store: Store, run: str, step: int, standing: Standing) -> _Found:
     if not line:
         return _Found(0, 1, None, None)
     head = line[0]
-    ours = head.writer == standing.writer or head.writer in _of_this_job
+    # the opener may have left; a writer that has saved in the timeline goes on there until a newer one is opened
+    ours = head.timeline == standing.timeline or head.writer == standing.writer or head.writer in _of_this_job
     if not ours and (last := standing.timeline or (_last_of_this_job(store, run) if standing.handed_on else 0)):
         raise timeline.superseded(run, last, head, timeline.is_of_same_process(store, run, last, head))
     restored = standing.restored

@@ -174,7 +174,8 @@ def test_a_checkpointer_and_dcp_in_one_process_share_their_timeline(store: Store
         save(store, 2)
         checkpointer.save(3, state(3)).result(60)
         assert checkpointer.steps() == [1, 2, 3]
-    assert timeline.numbers(store, "a") == [1]
+    save(store, 4)
+    assert (steps(store), timeline.numbers(store, "a")) == ([1, 2, 3, 4], [1])
 
 
 def test_a_missing_step_is_a_file_that_is_not_found(store: Store) -> None:

@@ -175,6 +175,23 @@ def test_a_writer_that_has_left_is_another_start(store: Store) -> None:
     assert steps(store) == [1]
 
 
+def test_a_writer_goes_on_in_a_timeline_whose_opener_has_left(store: Store) -> None:
+    first, second = Writer(store), Writer(store)
+    first.save(1)
+    second.save(2)
+    writers.leave(first.name)
+    second.save(3)
+    second.restore(2)
+    second.save(4)
+    assert (steps(store), timeline.numbers(store, RUN)) == ([1, 2, 3, 4], [1])
+    joined = writers.of_this_job()
+    another_process(store).save(5)
+    writers.is_new_process()
+    writers.join(joined)
+    with pytest.raises(ConflictError, match="timeline 1 was taken over by timeline 2"):
+        second.save(6)
+
+
 def test_a_process_that_was_handed_the_writers_saves_in_their_timeline(store: Store) -> None:
     first = Writer(store)
     first.save(1)
