@@ -29,7 +29,9 @@ _MOUNTED: Mapping[str, Mapping[str, type]] = {
 _SENT = {"abfs", "abfss", "az", "ftp", "gcs", "gs", "hdfs", "hf", "local", "oss", "sftp", "ssh", "webhdfs"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL, _NAT64 = ipaddress.ip_network("2000::/3"), ipaddress.ip_network("64:ff9b::/96")
+_OF_PROVIDERS = [ipaddress.ip_network(name) for name in ("192.0.0.0/24", "168.63.129.16/32")]
+"""Services of a cloud for its machines, at addresses of a public form: 192.0.0.192 (Oracle), 168.63.129.16 (Azure)."""
 
 
 class PrivateAddressError(PermissionError):
@@ -74,14 +76,14 @@ def is_public(address: str) -> bool:
     """Whether an IP address is one of the public internet: not this machine's, its networks', or its cloud's metadata."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        inner = found.ipv4_mapped or found.sixtofour
         if found in _NAT64:
             inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
-        if found.is_site_local:
+        if found not in _GLOBAL:
             return False
-    return found.is_global and not found.is_multicast
+    return found.is_global and not found.is_multicast and not any(found in network for network in _OF_PROVIDERS)
 
 
 def public_socket(address: tuple[Any, ...]) -> socket.socket:
