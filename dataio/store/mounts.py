@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from dataio.core import limits
 from dataio.core.errors import NotFoundError, UnsupportedError, UsageError
@@ -29,14 +29,16 @@ _NAME = re.compile(r"[0-9a-z]{1,32}")
 
 
 class Mounts(Store):
-    """`base` with `mounted` stores by name. `close` closes all of them; the base only when `owns_base`."""
+    """`base` with `mounted` stores by name. `close` closes all but the `lent` ones; the base only when `owns_base`."""
 
-    def __init__(self, base: Store, mounted: Mapping[str, Store], *, owns_base: bool = True) -> None:
+    def __init__(
+        self, base: Store, mounted: Mapping[str, Store], *, owns_base: bool = True, lent: Collection[str] = ()
+    ) -> None:
         for name, store in mounted.items():
             check_mount(name, store.location.options)
         if len(mounted) > MAX_MOUNTS or isinstance(base, Mounts):
             raise UsageError(f"one level of at most {MAX_MOUNTS} stores can be mounted, not {len(mounted)}")
-        self.base, self.mounted, self._owns_base = base, dict(mounted), owns_base
+        self.base, self.mounted, self._owns_base, self._lent = base, dict(mounted), owns_base, frozenset(lent)
 
     @property
     def location(self) -> Location:
@@ -92,8 +94,8 @@ class Mounts(Store):
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
-            for store in self.mounted.values():
-                stack.callback(store.close)
+            for name in self.mounted.keys() - self._lent:
+                stack.callback(self.mounted[name].close)
             if self._owns_base:
                 stack.callback(self.base.close)
 

@@ -20,6 +20,7 @@ from dataio.shards.versions.documents import Mount
 from dataio.shards.versions.mounting import mount_of, with_mounts
 from dataio.store import allowed
 from dataio.store.contract import Location, Store
+from dataio.store.mounts import Mounts
 from dataio.store.open import open_location, open_store
 from tests.attacks import forge
 
@@ -285,6 +286,28 @@ def test_mounts_that_the_caller_opens_are_those_that_are_read(tmp_path: Path) ->
         assert dataset.read(dataset.sample(1), "bin") == b"22222"
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_mount_that_the_caller_opens_is_kept_when_the_document_has_others(tmp_path: Path, trust: bool) -> None:
+    folders = [tmp_path / name for name in ("ds", "ds/below", "old", "new")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "a").write_bytes(folder.name.encode())
+    place, below, old, new = folders
+    mounts = (Mount(name="m1", url=f"file://{old}"), Mount(name="m2", url=f"file://{below}"))
+    document = documents.new_document("x", (), (), version=1, parent=None, message="", mounts=mounts)
+    for owned in (True, False):
+        base = open_store(place, mounts={"m1": {"url": f"file://{new}"}})
+        assert isinstance(base, Mounts)
+        closed: list[str] = []
+        base.mounted["m1"].close = lambda closed=closed: closed.append("m1")  # type: ignore[method-assign, misc]
+        store, to_close = with_mounts(base, document, owned, {}, trust)
+        assert to_close
+        assert [store.get(f"mounts/{name}/a") for name in ("m1", "m2")] == [b"new", b"below"]
+        store.close()
+        assert closed == ["m1"] * owned
+        base.close()
+
+
 # --- hosts
 
 
@@ -345,6 +368,20 @@ def test_a_public_server_cannot_send_the_reader_on_to_a_private_one(
         ("::ffff:93.184.216.34", True),
         ("64:ff9b::a9fe:a9fe", False),
         ("2002:a9fe:a9fe::1", False),
+        ("2002:5db8:d822::1", True),
+        ("64:ff9b::5db8:d822", True),
+        ("64:ff9b::a83f:8110", False),
+        ("64:ff9b:1::5db8:d822", False),
+        ("192.0.0.8", False),
+        ("192.0.0.192", False),
+        ("168.63.129.16", False),
+        ("::ffff:168.63.129.16", False),
+        ("::a9fe:a9fe", False),
+        ("::5db8:d822", False),
+        ("::ffff:0:a9fe:a9fe", False),
+        ("::ffff:0:5db8:d822", False),
+        ("2001:0:5db8:d822::a247:27dd", False),
+        ("4000::1", False),
     ],
 )
 def test_which_addresses_are_public(address: str, public: bool) -> None:

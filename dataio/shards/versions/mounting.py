@@ -12,7 +12,8 @@ The author of a document may not be the reader. So without the reader's `trust`,
 * a web server with a public address, or the server that the dataset itself is read from
 
 With trust it may also be any folder, web server or S3 endpoint. Credentials never follow: another S3 endpoint is asked without a
-signature. Mounts that the caller opened or named (`Dataset(url, mounts=...)`, a merged dataset) need no trust. Credentials that
+signature. A store that the caller mounted (`Dataset(url, mounts=...)`) is kept, whatever the document says of its name; the other
+mounts are judged and opened. Places that the caller named (a merged dataset) need no trust. Credentials that
 the caller gave for the dataset go to a bucket behind the same endpoint only; other buckets are read with the process's own.
 
 Failure behaviour: `UsageError` for a mount that needs trust, `UnsupportedError` for a scheme that no document may name,
@@ -64,17 +65,18 @@ def with_mounts(
     `named` are mounts that the caller itself has named. Closing what is returned closes `store` as well when it was `owned`.
     """
     there = store.mounted if isinstance(store, Mounts) else {}
-    if all(mount.name in there for mount in document.mounts):
+    wanted = [mount for mount in document.mounts if mount.name not in there]
+    if not wanted:
         return store, owned
     base = store.base if isinstance(store, Mounts) else store
     known = [(mount.url, mount.options) for mount in (*named, *named_by(store))]
     reader = _Reader(base.location, storage_options, trust, known)
-    allowed = [(mount, reader.options(mount, document.version)) for mount in document.mounts]
+    allowed = [(mount, reader.options(mount, document.version)) for mount in wanted]
     opened = dict[str, Store]()
     try:
         for mount, options in allowed:
             opened[mount.name] = open_store(mount.url, **options)
-        return Mounts(base, opened, owns_base=owned), True
+        return Mounts(base, {**there, **opened}, owns_base=owned, lent=() if owned else there), True
     except MillraceError as error:
         for made in opened.values():
             made.close()
