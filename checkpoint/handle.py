@@ -56,8 +56,8 @@ class Copy(Protocol):
 class Name(Protocol):
     """What a framework finds a step by. The saver calls `prepare` before anything of the attempt can be committed.
 
-    Then it calls `publish`, before retention removes older steps, or `withdraw` with the reason. An error of the first
-    two fails the save.
+    It does so after all that the ranks do together, as it may fail on one of them alone. Then it calls `publish`, before
+    retention removes older steps, or `withdraw` with the reason. An error of the first two fails the save.
     """
 
     def prepare(self, attempt: Base) -> None: ...

@@ -113,8 +113,6 @@ class Saver:
         if not ticket.timeline:
             return self._not_begun(step, ticket)
         try:
-            if name is not None:
-                name.prepare(Base(ticket.timeline, step, ticket.attempt))
             handle, copying = self._start(step, ticket, state, taken, urgent, name)
         except BaseException as error:
             if name is not None:
@@ -227,6 +225,8 @@ class Saver:
         prepared = self._planner.prepare(taken, self._ranks)
         handle = Handle(step, ticket.attempt)
         handle.diverged = self._compare_replicas(step, prepared)
+        if name is not None:  # after all that the ranks do together: it may fail on this rank alone
+            name.prepare(Base(ticket.timeline, step, ticket.attempt))
         # an urgent save gets memory of its own rather than wait for an earlier save's
         staging = Staging(self.staging.limit) if urgent and self.staging.busy else self.staging
         specs, layout = prepared.specs, prepared.layout

@@ -9,6 +9,8 @@ Invariant: a name leads to a committed attempt. Files and folders are fsynced be
 around them afterwards. A name that is given anew is replaced, and an earlier save never replaces the name of a later
 one.
 Failure behaviour: a save whose name cannot be written fails with `UsageError`, although the step may be committed.
+What fails once it has its name (another name of it, removing old ones) is logged. So is what `recover` cannot publish,
+as the other ranks wait for it: that stays hidden.
 `MissingStepError` is `NotFoundError` and `FileNotFoundError`; `CorruptionError` for what is not a name of ours.
 """
 
@@ -37,7 +39,7 @@ from checkpoint.handle import Handle
 from checkpoint.repository.commit import FinalError
 from checkpoint.repository.steps import MissingStepError
 from dataio.core.crashpoints import declare
-from dataio.core.errors import CorruptionError, NotFoundError, TransientError, UsageError
+from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, TransientError, UsageError
 from dataio.core.log import get_logger
 
 RECORD = "millrace-step.json"
@@ -187,8 +189,9 @@ class Names:
         _remove(place)
 
     def remove_now(self, path: str | os.PathLike[str]) -> None:
-        """As `remove`, from what is called when a name has appeared."""
-        _remove(Path(path))
+        """As `remove`, from what is called when a name has appeared; a failure is logged."""
+        with _logging(f"the name {path} cannot be removed"):
+            _remove(Path(path))
 
     def wait(self) -> None:
         """Until no save is in flight; raises the error of one that failed and that nothing has raised yet."""
@@ -206,9 +209,17 @@ class Names:
 
     def recover(self, folder: str | os.PathLike[str], only: str | None = None) -> None:
         """Publish what a process that is dead left hidden in the folder and committed, oldest first. `only`: this
-        name alone."""
-        found = []
-        for hidden, name, kind in _hidden_names(Path(os.path.abspath(folder))):
+        name alone. What cannot be published now is logged and stays hidden."""
+        place = Path(os.path.abspath(folder))
+        found: list[tuple[int, int, Path, str, Record]] = []
+        with _logging(f"the hidden names in {place} cannot be read"):
+            found = sorted(self._left_in(place, only), key=lambda each: each[:3])
+        for *_, hidden, name, record in found:
+            with _logging(f"the name {hidden.parent / name} stays hidden"):
+                self._settle_left(hidden, hidden.parent / name, record)
+
+    def _left_in(self, folder: Path, only: str | None) -> Iterator[tuple[int, int, Path, str, Record]]:
+        for hidden, name, kind in _hidden_names(folder):
             if only is not None and name != only:
                 continue
             if kind == "replaced":
@@ -217,9 +228,7 @@ class Names:
             with contextlib.suppress(CorruptionError, MissingStepError):  # of which nothing is known stays
                 record = read_name(hidden)
                 if record.attempt is not None and not self._is_ours(hidden):
-                    found.append((record.attempt.timeline, record.step, hidden, name, record))
-        for *_, hidden, name, record in sorted(found, key=lambda each: each[:3]):
-            self._settle_left(hidden, hidden.parent / name, record)
+                    yield record.attempt.timeline, record.step, hidden, name, record
 
     def _is_ours(self, hidden: Path) -> bool:
         with self._lock:
@@ -251,30 +260,39 @@ class Names:
 
     def _publish(self, name: _Name) -> None:
         with self._lock:
-            self._published = max(self._published, name.number)
-            due = [path for number, path in self._to_remove if number <= self._published]
-            self._to_remove = [each for each in self._to_remove if each[0] > self._published]
             newest = self._newest.get(name.path, 0)
             if newest > name.number:
                 _delete(name.hidden)
             else:
                 self._newest[name.path] = name.number
                 _install(name.hidden, name.path)
+            self._published = max(self._published, name.number)
+            due = [path for number, path in self._to_remove if number <= self._published]
+            self._to_remove = [each for each in self._to_remove if each[0] > self._published]
             self._in_flight.pop(name.number)
             self._newest = {p: n for p, n in self._newest.items() if any(n > m for m in self._in_flight)}
             coming = {each.path: each for each in self._in_flight.values()}
             name.is_over = True
         _named()
+        for each in name.more:
+            self._publish_too(each)
         for path in due:
             if path in coming:  # it goes as soon as it has come
                 coming[path].after.append(path)
             else:
-                _remove(path)
+                self.remove_now(path)
         for path in name.after:
-            _remove(path)
-        name.then()
-        for each in name.more:
-            each.publish()
+            self.remove_now(path)
+        with _logging(f"what follows the name {name.path} failed"):
+            name.then()
+
+    def _publish_too(self, name: _Name) -> None:
+        with _logging(f"the name {name.path} is not there"):
+            try:
+                name.publish()
+            except BaseException as error:
+                name.withdraw(error)
+                raise
 
     def _withdraw(self, name: _Name, error: BaseException) -> None:
         with self._lock:
@@ -333,6 +351,15 @@ class _Name:
                 f"step {step} is {how_far}, and its name {self.path} cannot be made: {error}",
                 hint="look at that folder; the next save makes a name of its own",
             ) from error
+
+
+@contextlib.contextmanager
+def _logging(what: str) -> Iterator[None]:
+    """Log an error, as what is done in here fails nothing else."""
+    try:
+        yield
+    except Exception as error:
+        _log.error("%s: %s", what, error, exc_info=None if isinstance(error, MillraceError | OSError) else error)
 
 
 def write_file(hidden: Path, record: Record, values: str = "") -> None:

@@ -1,7 +1,8 @@
 """Three ranks of which one fails in the middle of a save: `failing_job.py HOW URL`.
 
 HOW is kill (from outside), apart (the same, with every rank as if on a node of its own) or anything else: then rank 0's store is
-away at first, and rank 1 fails while it copies, while it uploads, and then not at all. Each rank prints what its saves raised.
+away at first, and rank 1 fails while it makes the step's name, while it copies, while it uploads, and then not at all. Each rank
+prints what its saves raised.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import Checkpointer, peers
+from checkpoint.format.documents import Base
 from checkpoint.staging.arena import Staging
 from dataio.core.errors import MillraceError
 from dataio.store.contract import Buffer
@@ -36,10 +38,24 @@ class Breaking(Wrapped):
         return super().put_multipart(key, parts)
 
 
-def save(checkpointer: Checkpointer, step: int) -> str:
+class NoRoom:
+    """A name for which there is no room."""
+
+    def prepare(self, attempt: Base) -> None:
+        raise OSError("no room for the name")
+
+    def publish(self) -> None:
+        raise AssertionError("the step is not committed")
+
+    def withdraw(self, error: BaseException) -> None:
+        pass
+
+
+def save(checkpointer: Checkpointer, step: int, name: NoRoom | None) -> str:
     torch.manual_seed(step)
+    state = {"model": torch.nn.Linear(300, 300), "own": torch.randn(50_000)}
     try:
-        checkpointer.save(step, {"model": torch.nn.Linear(300, 300), "own": torch.randn(50_000)}).result(WAIT_SECONDS)
+        checkpointer.save_as(step, state, name).result(WAIT_SECONDS)
     except (MillraceError, OSError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return "committed"
@@ -55,12 +71,13 @@ def main(how: str, url: str) -> None:
         store = Breaking(faulty)
         with Checkpointer(store, run="exp", sidecar=None, wait_seconds=WAIT_SECONDS) as checkpointer:
             for step, broken in enumerate(
-                ["nothing"] if how in ("kill", "apart") else ["away", "copy", "upload", "nothing"], 1
+                ["nothing"] if how in ("kill", "apart") else ["away", "name", "copy", "upload", "nothing"], 1
             ):
                 faulty.rules = [Rule(Fault.TRANSIENT)] if broken == "away" and dist.get_rank() == 0 else []
                 store.broken = odd and broken == "upload"
                 Staging.take = _no_memory if odd and broken == "copy" else take  # type: ignore[assignment, method-assign]
-                print(json.dumps({broken: save(checkpointer, step)}), flush=True)
+                name = NoRoom() if odd and broken == "name" else None
+                print(json.dumps({broken: save(checkpointer, step, name)}), flush=True)
 
 
 def _no_memory(*_: object) -> object:

@@ -18,7 +18,11 @@ from dataio.store.open import open_store
 from tests import nursery
 from tests.ranks import launch, meeting
 
-OWN = {"copy": "MemoryError: no memory for the arena", "upload": "OSError: the cable is cut"}
+OWN = {
+    "name": "OSError: no room for the name",
+    "copy": "MemoryError: no memory for the arena",
+    "upload": "OSError: the cable is cut",
+}
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: Path) -> None:
@@ -31,7 +35,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_save_works(tmp_path: P
         assert f"was aborted: rank 1 failed: {own}" in said[how][2]
     assert [lines[-1] for lines in ranks] == [{"nothing": "committed"}] * 3
     with open_store(tmp_path) as store:
-        assert [base.step for base in repository.visible(store, "exp")] == [4]
+        assert [base.step for base in repository.visible(store, "exp")] == [5]
 
 
 @pytest.mark.parametrize("how", ["kill", "apart"])

@@ -118,6 +118,7 @@ class Later:
     def __init__(self) -> None:
         self.names: dict[int, Name] = {}
         self.committed: set[str] = set()
+        self.away: set[str] = set()
         self.over = False
 
     def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
@@ -128,6 +129,8 @@ class Later:
         return Handle(step, attempt.attempt)
 
     def is_committed(self, run: str, attempt: Base) -> bool:
+        if attempt.attempt in self.away:
+            raise TransientError("the store is away")
         return attempt.attempt in self.committed
 
     def is_over(self, run: str, attempt: Base) -> bool:
@@ -216,6 +219,74 @@ def test_what_a_dead_process_left_hidden_is_published_if_it_was_committed(tmp_pa
     later.over = True
     Names(later).recover(tmp_path)  # type: ignore[arg-type]
     assert hidden(tmp_path) == ["last"] * 2
+
+
+def test_a_name_that_cannot_be_asked_for_or_published_stays_hidden_and_the_others_are_published(
+    tmp_path: Path, later: Later, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = Names(later)  # type: ignore[arg-type]
+    for step in (1, 2, 3):
+        dead.save(step, {}, tmp_path / str(step), write_file)
+    attempts = {step: name.attempt.attempt for step, name in later.names.items()}  # type: ignore[attr-defined]
+    later.committed, later.away = set(attempts.values()), {attempts[1]}
+    (tmp_path / "2" / "in the way").mkdir(parents=True)
+    Names(later).recover(tmp_path)  # type: ignore[arg-type]
+    assert hidden(tmp_path) == ["1", "2"]
+    assert read_name(tmp_path / "3").step == 3
+    assert [
+        record.getMessage().partition(":")[0] for record in caplog.records if "stays hidden" in record.getMessage()
+    ] == [f"the name {tmp_path / name} stays hidden" for name in "12"]
+    later.away = set()
+    Names(later).recover(tmp_path, "1")  # type: ignore[arg-type]
+    assert read_name(tmp_path / "1").step == 1
+
+
+def test_what_fails_once_a_save_has_its_name_is_logged_and_the_rest_is_done(
+    tmp_path: Path, later: Later, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = Names(later)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    called = []
+
+    def then() -> None:
+        called.append(1)
+        names.remove_now(tmp_path / "file" / "second")
+        raise RuntimeError("the framework's own")
+
+    names.save(1, {}, tmp_path / "1", write_file)
+    later.names[1].publish()
+    names.save(2, {}, tmp_path / "2", write_file, then)
+    names.remove(tmp_path / "file" / "first")  # which is no folder: it cannot be looked into
+    names.remove(tmp_path / "1")
+    assert names.also(tmp_path / "lost", "")
+    assert names.also(tmp_path / "also", "")
+    next(tmp_path.glob(".lost.*")).unlink()
+    later.names[2].publish()
+    (tmp_path / "file").unlink()
+    assert seen(tmp_path) == {"2": 2, "also": 2}
+    assert called == [1]
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert all(what in said for what in ("file/first", "file/second", "the framework's own", "lost"))
+    names.save(3, {}, tmp_path / "3", write_file)  # nothing of it is left in flight
+    names.remove(tmp_path / "2")
+    later.names[3].publish()
+    assert seen(tmp_path) == {"3": 3, "also": 2}
+
+
+def test_an_old_name_stays_until_a_later_save_has_its_own(tmp_path: Path, later: Later) -> None:
+    names = Names(later)  # type: ignore[arg-type]
+    names.save(1, {}, tmp_path / "1", write_file)
+    later.names[1].publish()
+    names.save(2, {}, tmp_path / "2", write_file)
+    names.remove(tmp_path / "1")
+    next(tmp_path.glob(".2.*")).unlink()
+    with pytest.raises(UsageError, match=r"step 2 is committed, and its name .* cannot be made") as failed:
+        later.names[2].publish()
+    later.names[2].withdraw(failed.value)
+    assert seen(tmp_path) == {"1": 1}
+    names.save(3, {}, tmp_path / "3", write_file)
+    later.names[3].publish()
+    assert seen(tmp_path) == {"3": 3}
 
 
 def test_names_of_saves_that_may_still_be_committed_are_bounded(tmp_path: Path, later: Later) -> None:
