@@ -151,14 +151,29 @@ def test_the_manifests_say_what_the_daemon_understands(path: Path) -> None:
 
 def test_the_network_policy_is_that_of_the_training_pods_and_leaves_the_metadata_service_out() -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="the package kubernetes-validate is not here")
-    policy = yaml.safe_load(POLICY.read_text())
+    text = POLICY.read_text()
+    policy = yaml.safe_load(text)
+    every_cluster = yaml.safe_load(re.sub(r"(?m)^#(?=    )", "", text))
     for version in ("1.30", "1.34"):
         validate.validate(policy, version, strict=True)
+        validate.validate(every_cluster, version, strict=True)
     job = yaml.safe_load((POLICY.parent / "native-sidecar.yaml").read_text())
     assert job["spec"]["template"]["metadata"]["labels"] == policy["spec"]["podSelector"]["matchLabels"]
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
-    blocks = [to["ipBlock"] for rule in policy["spec"]["egress"] for to in rule["to"] if "ipBlock" in to]
-    assert [block["except"] for block in blocks] == [["169.254.0.0/16"]]
+    dns, metadata = {"169.254.20.10/32": {53}}, {"169.254.169.254/32": {80}, "169.254.170.23/32": {80}}
+    assert _ports(policy) == {**dns, "0.0.0.0/0": {443}}
+    assert _ports(every_cluster) == {**dns, **metadata, "0.0.0.0/0": {443}}
+    assert [to["ipBlock"]["except"] for to in policy["spec"]["egress"][-1]["to"]] == [["169.254.0.0/16"]]
+
+
+def _ports(policy: Any) -> dict[str, set[int]]:
+    """The ports that pods may reach, by block of addresses."""
+    return {
+        to["ipBlock"]["cidr"]: {port["port"] for port in rule["ports"]}
+        for rule in policy["spec"]["egress"]
+        for to in rule["to"]
+        if "ipBlock" in to
+    }
 
 
 def _unit() -> dict[str, list[str]]:
