@@ -10,23 +10,23 @@ cache=${MILLRACE_CACHE_DIR:-/var/cache}/millrace-$user
 [ "$(id -un)" = "$user" ] && as_user=() || as_user=(runuser -u "$user" --)
 fail() { logger -t millrace "job ${SLURM_JOB_ID:-?}: $1" 2>/dev/null; exit 0; }
 
-# whether no one but root can put anything into the directory $1, or another directory in its place
+# whether no one but root can put anything into the directory $1, or anything else in place of a link or directory on the way to it;
+# in a sticky directory entries are their owners' own
 only_roots() {
-  local at mode most=022
-  at=$(realpath -e -- "$1") || return 1
-  while mode=$(stat -c %a -- "$at") && [ "$(stat -c %u -- "$at")" = 0 ] && [ $((0$mode & most)) = 0 ]; do
-    [ "$at" = / ] && return 0
-    at=$(dirname -- "$at")
-    [ $((0$(stat -c %a -- "$at") & 01000)) != 0 ] && most=0 || most=022  # in a sticky directory entries are their owners' own
-  done
-  return 1
+  namei -l -- "$1" 2>/dev/null | awk '
+    NR == 1 { next }  # the path itself
+    $2 != "root" || !/^[dl]/ { others = 1 }
+    /^d/ { writable = substr($1, 6, 1) == "w" || substr($1, 9, 1) == "w" }
+    /^d/ && writable && substr($1, 10, 1) !~ /[tT]/ { others = 1 }
+    END { exit NR < 2 || others || writable }'
 }
 
 # the directory $1, private to the user; one that exists is left as it is
 private() {
-  local above
-  above=$(dirname -- "$1")
-  mkdir -p -- "$above" 2>/dev/null
+  local above there
+  above=$(dirname -- "$1") there=$above
+  until [ -e "$there" ] || [ -L "$there" ]; do there=$(dirname -- "$there"); done
+  only_roots "$there" && mkdir -p -- "$above" 2>/dev/null
   if ! only_roots "$above"; then
     "${as_user[@]}" mkdir -p -m 0700 -- "$1" 2>/dev/null
   elif mkdir -m 0700 -- "$1" 2>/dev/null; then

@@ -157,12 +157,12 @@ class Attacked:
     folder: Path
     user = pwd.getpwnam("nobody")
 
-    def script(self, name: str, job: int) -> None:
+    def script(self, name: str, job: int, cache: str = "cache") -> None:
         environment = {
             "PATH": os.environ["PATH"],
             "MILLRACE_BIN": f"{self.folder}/millrace",
             "MILLRACE_RUN_DIR": f"{self.folder}/run",
-            "MILLRACE_CACHE_DIR": f"{self.folder}/cache",
+            "MILLRACE_CACHE_DIR": f"{self.folder}/{cache}",
             "SLURM_JOB_USER": self.user.pw_name,
             "SLURM_JOB_ID": str(job),
         }
@@ -217,6 +217,25 @@ def test_root_opens_and_changes_nothing_in_a_directory_of_the_users(attacked: At
     assert attacked.of_root == before
     assert (attacked.folder / "ran").read_text().split() == [str(attacked.user.pw_uid)] * 2
     assert not (mine / "sidecar.log").is_symlink()
+
+
+@pytest.mark.parametrize("cache", ["scratch/deep/er", "scratch/deep", "admins"])
+def test_root_makes_no_directory_behind_a_link_of_the_users(attacked: Attacked, cache: str) -> None:
+    (attacked.folder / "scratch").mkdir()
+    (attacked.folder / "scratch").chmod(0o1777)
+    (attacked.folder / "admins").symlink_to("scratch/deep")
+    assert attacked.as_user("ln -s ../root/etc scratch/deep").wait(20) == 0
+    before = attacked.of_root
+    attacked.script("prolog.sh", 1, cache)
+    assert attacked.of_root == before
+    assert (attacked.folder / "run" / "millrace-nobody").is_dir(), "the prolog did not come to the cache"
+
+
+def test_directories_that_are_not_there_are_made_where_only_root_can_write(attacked: Attacked) -> None:
+    (attacked.folder / "link").symlink_to("cache")
+    attacked.script("prolog.sh", 1, "link/deep/er")
+    made = attacked.folder / "cache" / "deep" / "er" / "millrace-nobody"
+    assert (made.parent.stat().st_uid, made.stat().st_uid) == (0, attacked.user.pw_uid)
 
 
 def test_root_gives_away_no_directory_that_a_user_can_swap(attacked: Attacked) -> None:
