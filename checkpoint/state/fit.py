@@ -7,7 +7,7 @@ Failure behaviour: `MismatchError` names everything that is missing, not expecte
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +18,7 @@ from checkpoint.state.tree import MAX_DEPTH, MetaNode, PartsNode, StatefulNode, 
 from dataio.core.errors import MismatchError, UsageError
 
 _MOST_SAID = 8
+_SEQUENCES = ("namedtuple", "collections.deque")
 
 
 def fit(state: object, tree: object, saved: Saved, kinds: Kinds, selection: Selection | None = None) -> Fit:
@@ -75,10 +76,24 @@ class _Fitter:
             return self.items(here, there, path)
         if isinstance(here, (list, tuple)) and type(there) is (list if isinstance(here, list) else tuple):
             return self.sequence(here, there, path)
-        if isinstance(there, ValueNode) and isinstance(here, tuple) and self._selection.takes(path):
-            return self._build.value(there, path)  # a named tuple
+        if isinstance(there, ValueNode) and there.kind in _SEQUENCES and isinstance(here, (tuple, deque)):
+            return self._sequence_of(here, there, path)
         if self._selection.takes(path):
             self.say(path, f"a {type(here).__name__} here, {called(there)} in the checkpoint")
+        return here
+
+    def _sequence_of(self, here: Any, there: ValueNode, path: str) -> object:
+        """Of a named tuple or deque."""
+        try:
+            made = self._kinds.made(there)  # its items are yet those of the tree
+        except MismatchError as error:
+            if self._selection.takes(path):
+                self.say(path, str(error))
+            return here
+        if type(made) is type(here) and getattr(made, "maxlen", None) == getattr(here, "maxlen", None):
+            return self.sequence(here, made, path)
+        if self._selection.takes(path):
+            self.say(path, f"{_limited(here)} here, {_limited(made)} in the checkpoint")
         return here
 
     def tensor(self, here: Any, there: object, path: str) -> None:
@@ -206,7 +221,8 @@ class _Fitter:
             return here
         new = [self.value(a, b, join(path, i)) for i, (a, b) in enumerate(zip(here, there, strict=True))]
         if isinstance(here, tuple):
-            return tuple(new) if any(a is not b for a, b in zip(new, here, strict=True)) else here
+            kind = type(here) if hasattr(here, "_fields") else tuple
+            return tuple.__new__(kind, new) if any(a is not b for a, b in zip(new, here, strict=True)) else here
         for i, (value, old) in enumerate(zip(new, here, strict=True)):
             if value is not old:
                 self.plan.late.append(_setter(here, i, value))
@@ -229,7 +245,7 @@ class _Fitter:
         """Whether a tensor or an object with a state is inside, so that it must be restored in place."""
         if depth > MAX_DEPTH:
             return False
-        if isinstance(value, (dict, list, tuple)):
+        if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
             inside = value.values() if isinstance(value, dict) else value
             return any(self._kinds.is_tensor(v) or is_stateful(v) or self._holds(v, depth + 1) for v in inside)
         return False
@@ -237,6 +253,11 @@ class _Fitter:
 
 def _setter(holder: Any, key: object, value: object) -> Callable[[], object]:
     return lambda: holder.__setitem__(key, value)
+
+
+def _limited(value: Any) -> str:
+    limit = getattr(value, "maxlen", None)
+    return f"a {type(value).__name__}" + (f" of at most {limit}" if limit is not None else "")
 
 
 def _shape(values: object) -> object:

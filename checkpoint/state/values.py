@@ -27,9 +27,11 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from checkpoint.state.tree import ValueNode
+from checkpoint.state.tree import PLAIN, ValueNode
 from dataio.core.errors import CorruptionError, MismatchError, UnsupportedError
 
+_MAX_BITS = 14_284
+"""The most that an integer inside of such a value may have, as in Python's texts of numbers: larger ones take long to divide."""
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biufc][0-9]{1,2}|[SU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
 
@@ -45,7 +47,7 @@ def taken(value: Any) -> ValueNode | None:
         names = [member.name for member in value] if isinstance(value, Flag) else [value.name]
         node = ValueNode("enum", [_name(kind), names])
     elif isinstance(value, tuple) and hasattr(kind, "_fields"):
-        known = _find(_name(kind)) is kind
+        known = _find(_name(kind)) is kind and not getattr(value, "__dict__", None)
         return ValueNode("namedtuple", [_name(kind), list(kind._fields)], list(value)) if known else None
     elif isinstance(value, np.generic):
         text = isinstance(value, np.str_ | np.bytes_)
@@ -63,8 +65,8 @@ def made(node: ValueNode) -> Any:
         raise UnsupportedError(f"values of kind {node.kind!r:.60} are not known here", hint="install a newer Millrace")
     try:
         return _MAKING[node.kind](node.about, node.value)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CorruptionError(f"a saved value of kind {node.kind} cannot be made again: {error}") from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        raise CorruptionError(f"a saved value of kind {node.kind} cannot be made again: {error!s:.200}") from None
 
 
 def _comes_back(node: ValueNode, value: Any) -> bool:
@@ -77,6 +79,30 @@ def _comes_back(node: ValueNode, value: Any) -> bool:
     if isinstance(value, np.ndarray | np.generic):
         return bool(again.dtype == value.dtype and again.tobytes() == value.tobytes())
     return isinstance(value, io.BytesIO) or repr(again) == repr(value)
+
+
+def _exact(value: Any, *kinds: type) -> Any:
+    """The value, if it is of one of these types and none of their subclasses: nothing else is given to a constructor."""
+    if type(value) not in kinds:
+        raise TypeError(f"a {type(value).__name__} instead of {' or '.join(kind.__name__ for kind in kinds)}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if _exact(value, int).bit_length() > _MAX_BITS:
+        raise ValueError(f"an integer of more than {_MAX_BITS} bits")
+    return int(value)
+
+
+def _wholes(about: Any, count: int | None = None) -> list[int]:
+    return [_whole(value) for value in _several(about, count)]
+
+
+def _several(about: Any, count: int | None = None) -> list[Any]:
+    found: list[Any] = _exact(about, list)
+    if count is not None and len(found) != count:
+        raise ValueError(f"{len(found)} values instead of {count}")
+    return found
 
 
 def _name(kind: type) -> str:
@@ -93,7 +119,7 @@ def _find(name: str) -> type | None:
 
 
 def _loaded(name: Any, base: type) -> Any:
-    found = _find(str(name))
+    found = _find(_exact(name, str))
     if found is None or not issubclass(found, base):
         raise MismatchError(
             f"the checkpoint holds a value of the class {name!s:.200}, which is not loaded here",
@@ -110,17 +136,19 @@ def _changed(name: object) -> MismatchError:
 
 
 def _enum(about: Any, _: object) -> object:
-    kind, names = _loaded(about[0], Enum), about[1]
-    members = [kind.__members__.get(name) for name in names]
+    name, names = _several(about, 2)
+    kind = _loaded(name, Enum)
+    members = [kind.__members__.get(_exact(each, str)) for each in _several(names)]
     if None in members or (not issubclass(kind, Flag) and len(members) != 1):
-        raise _changed(about[0])
+        raise _changed(name)
     return functools.reduce(lambda a, b: a | b, members, kind(0)) if issubclass(kind, Flag) else members[0]
 
 
 def _namedtuple(about: Any, items: Any) -> object:
-    kind, fields = _loaded(about[0], tuple), tuple(about[1])
-    if getattr(kind, "_fields", None) != fields or len(items) != len(fields):
-        raise _changed(about[0])
+    name, fields = _several(about, 2)
+    kind = _loaded(name, tuple)
+    if getattr(kind, "_fields", None) != tuple(_several(fields)) or len(_several(items)) != len(fields):
+        raise _changed(name)
     return tuple.__new__(kind, items)
 
 
@@ -132,22 +160,23 @@ def _defaultdict(value: defaultdict[Any, Any]) -> ValueNode | None:
 
 
 def _of_torch(name: Any, kind: type) -> object:
-    found = vars(torch).get(name)
+    found = vars(torch).get(_exact(name, str))
     if not isinstance(found, kind):
         raise ValueError(f"torch has no {name!s:.60}")
     return found
 
 
 def _numpy(about: Any, _: object) -> Any:
-    text, shape, data = about
+    text, shape, data = _several(about, 3)
     if not _NUMPY_DTYPE.fullmatch(text):
         raise ValueError(f"{text!r:.60} is no type of numbers or text")
-    return np.frombuffer(data, np.dtype(text)).reshape(shape).copy()
+    return np.frombuffer(_exact(data, bytes), np.dtype(text)).reshape(_wholes(shape)).copy()
 
 
 def _stream(about: Any, _: object) -> object:
-    stream = io.BytesIO(about[0])
-    stream.seek(about[1])
+    data, position = _several(about, 2)
+    stream = io.BytesIO(_exact(data, bytes))
+    stream.seek(_whole(position))
     return stream
 
 
@@ -177,27 +206,29 @@ _HOLDERS: dict[type, Callable[[Any], ValueNode | None]] = {
 }
 _MAKING: dict[str, Callable[[Any, Any], object]] = {
     "torch.dtype": lambda about, _: _of_torch(about, torch.dtype),
-    "torch.device": lambda about, _: torch.device(about),
-    "torch.Size": lambda about, _: torch.Size(about),
-    "torch.TorchVersion": lambda about, _: TorchVersion(about),
+    "torch.device": lambda about, _: torch.device(_exact(about, str)),
+    "torch.Size": lambda about, _: torch.Size(_wholes(about)),
+    "torch.TorchVersion": lambda about, _: TorchVersion(_exact(about, str)),
     "numpy.array": _numpy,
     "numpy.scalar": lambda about, _: _numpy([about[0], [], about[1]], None)[()],
-    "numpy.text": lambda about, _: np.str_(about) if isinstance(about, str) else np.bytes_(about),
+    "numpy.text": lambda about, _: (np.str_ if type(about) is str else np.bytes_)(_exact(about, str, bytes)),
     "io.BytesIO": _stream,
-    "bytearray": lambda about, _: bytearray(memoryview(about)),
-    "range": lambda about, _: range(*about),
-    "slice": lambda about, _: slice(*about),
-    "fractions.Fraction": lambda about, _: fractions.Fraction(*about),
-    "decimal.Decimal": lambda about, _: decimal.Decimal(about),
-    "datetime.datetime": lambda about, _: datetime.datetime.fromisoformat(about),
-    "datetime.date": lambda about, _: datetime.date.fromisoformat(about),
-    "datetime.time": lambda about, _: datetime.time.fromisoformat(about),
-    "datetime.timedelta": lambda about, _: datetime.timedelta(*about),
-    "pathlib.Path": lambda about, _: pathlib.Path(about),
-    "set": lambda _, items: set(items),
-    "frozenset": lambda _, items: frozenset(items),
-    "collections.deque": lambda maxlen, items: deque(items, maxlen),
-    "collections.defaultdict": lambda name, items: defaultdict(None if name is None else _FACTORIES[name], items),
+    "bytearray": lambda about, _: bytearray(_exact(about, bytes)),
+    "range": lambda about, _: range(*_wholes(about, 3)),
+    "slice": lambda about, _: slice(*(_exact(each, *PLAIN) for each in _several(about, 3))),
+    "fractions.Fraction": lambda about, _: fractions.Fraction(*_wholes(about, 2)),
+    "decimal.Decimal": lambda about, _: decimal.Decimal(_exact(about, str)),
+    "datetime.datetime": lambda about, _: datetime.datetime.fromisoformat(_exact(about, str)),
+    "datetime.date": lambda about, _: datetime.date.fromisoformat(_exact(about, str)),
+    "datetime.time": lambda about, _: datetime.time.fromisoformat(_exact(about, str)),
+    "datetime.timedelta": lambda about, _: datetime.timedelta(*_wholes(about, 3)),
+    "pathlib.Path": lambda about, _: pathlib.Path(_exact(about, str)),
+    "set": lambda _, items: set(_several(items)),
+    "frozenset": lambda _, items: frozenset(_several(items)),
+    "collections.deque": lambda most, items: deque(_several(items), None if most is None else _whole(most)),
+    "collections.defaultdict": lambda name, items: defaultdict(
+        None if name is None else _FACTORIES[name], _exact(items, dict)
+    ),
     "enum": _enum,
     "namedtuple": _namedtuple,
 }

@@ -47,6 +47,10 @@ class Point(NamedTuple):
     y: Any = 2
 
 
+class Loose(Point):
+    """Without slots: its members may have attributes."""
+
+
 class MyText(str):
     __slots__ = ()
 
@@ -82,7 +86,7 @@ class MyPath(type(pathlib.Path())):  # type: ignore[misc]
 UTC = datetime.UTC
 KEPT: list[Any] = [
     *(Text.A, Number.THREE, Plain.PAIR, Flags.ONE | Flags.TWO, Flags.NONE),
-    *(Point(1, [2, Text.A]), torch.Size([1, 2]), (), [()], (1, (2,))),
+    *(Point(1, [2, Text.A]), Loose(1), torch.Size([1, 2]), (), [()], (1, (2,))),
     *(torch.float32, torch.float8_e4m3fn, torch.device("cuda:1"), torch.device("meta"), torch.__version__),
     *(np.float64(0.1), np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.str_("é"), np.bytes_(b"b")),
     *(np.float64(math.nan), np.datetime64("2026-11-24T06:00:00.000000001"), np.timedelta64(5, "s"), np.str_("")),
@@ -98,6 +102,12 @@ KEPT: list[Any] = [
     *(pathlib.Path("/x/é"), fractions.Fraction(1, 3), decimal.Decimal("1.10")),
     *({1.5: 2, (1, "a"): 3, None: 4, b"k": 5}, {True: 1, 0: 2}, 2**63, -(2**63) - 1, -0.0, math.inf, 1j, b""),
 ]
+
+
+def with_attribute() -> Loose:
+    found = Loose(1)
+    found.note = "lost"  # type: ignore[attr-defined]
+    return found
 
 
 def local_enum() -> Any:
@@ -116,7 +126,14 @@ REFUSED: list[Any] = [
         datetime.datetime(2026, 1, 1, fold=1),
         datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone(UTC.utcoffset(None), "Z")),
     ),
-    *("\ud800", Point(MyInt(1)), io.StringIO("x"), memoryview(b"x")),
+    *(
+        "\ud800",
+        Point(MyInt(1)),
+        with_attribute(),
+        fractions.Fraction(1 << 20_000, 3),
+        io.StringIO("x"),
+        memoryview(b"x"),
+    ),
 ]
 
 
@@ -182,7 +199,7 @@ def test_tensors_inside_of_named_tuples_deques_and_default_dicts_come_back(tmp_p
         }
 
     into = state(0.0)
-    there = into["by"]["w"]
+    there, point, last = into["by"]["w"], into["point"].x, into["last"][0]
     with Checkpointer(str(tmp_path), run="r", sidecar=None) as checkpointer:
         checkpointer.save(1, state(7.0)).result(60)
         checkpointer.restore(into)
@@ -191,9 +208,54 @@ def test_tensors_inside_of_named_tuples_deques_and_default_dicts_come_back(tmp_p
     assert torch.equal(into["last"][0], torch.full((2,), 7.0))
     assert into["last"].maxlen == 3
     assert into["by"]["w"] is there
+    assert into["point"].x is point
+    assert into["last"][0] is last
     assert torch.equal(there, torch.full((4,), 7.0))
     with read(str(tmp_path), run="r") as saved:
         assert torch.equal(saved["by/w"].read(), torch.full((4,), 7.0))
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        {"p": Point(torch.nn.Parameter(torch.zeros(7)), 5)},
+        {"p": Point(torch.zeros(3, dtype=torch.float64, device="meta"), 5)},
+        {"p": Loose(torch.zeros(3), 5)},
+        {"p": (torch.zeros(3), 5)},
+        {"d": deque([torch.zeros(7)], maxlen=2)},
+        {"d": deque([torch.zeros(2)] * 2, maxlen=2)},
+        {"d": deque([torch.zeros(2)], maxlen=3)},
+        {"d": [torch.zeros(2)]},
+        {"s": {torch.zeros(2)}},
+        {"n": [deque([Point(torch.zeros(3))])]},
+    ],
+    ids=str,
+)
+def test_tensors_in_a_container_of_another_shape_class_or_length_do_not_fit(
+    here: dict[str, Any], tmp_path: Path
+) -> None:
+    given = {"w": torch.ones(2), "p": Point(torch.ones(3), 5), "d": deque([torch.ones(2)], maxlen=2)}
+    given |= {"s": {torch.ones(2)}, "n": [deque([Point(torch.ones(2))])]}
+    into = {"w": torch.zeros(2), **dict.fromkeys("pdsn"), **here}
+    before = dict(into)
+    with Checkpointer(str(tmp_path), run="r", sidecar=None) as checkpointer:
+        checkpointer.save(1, given).result(60)
+        with pytest.raises(MismatchError, match=f"{next(iter(here))}.*: "):
+            checkpointer.restore(into)
+    assert torch.equal(into["w"], torch.zeros(2))
+    assert all(into[key] is value for key, value in before.items())
+
+
+def test_other_entries_of_a_named_tuple_with_tensors_are_replaced_and_its_class_stays(tmp_path: Path) -> None:
+    into: dict[str, Any] = {"p": Point(torch.zeros(3), 0)}
+    there = into["p"].x
+    with Checkpointer(str(tmp_path), run="r", sidecar=None) as checkpointer:
+        checkpointer.save(1, {"p": Point(torch.ones(3), 5)}).result(60)
+        checkpointer.restore(into)
+    assert type(into["p"]) is Point
+    assert into["p"].y == 5
+    assert into["p"].x is there
+    assert torch.equal(there, torch.ones(3))
 
 
 def test_a_class_that_is_not_loaded_or_has_changed_is_named_and_nothing_is_imported(tmp_path: Path) -> None:
@@ -250,12 +312,42 @@ def decode_again(node: ValueNode) -> ValueNode:
         ValueNode("enum", []),
         ValueNode("namedtuple", [1, 2]),
         ValueNode("pathlib.Path", 1),
+        ValueNode("fractions.Fraction", ["1e400000"]),
+        ValueNode("fractions.Fraction", [1 << 40_000, 3]),
+        ValueNode("fractions.Fraction", [1]),
+        ValueNode("range", [1 << 40_000, 1 << 50_000, 3]),
+        ValueNode("set", None, ValueNode("range", [0, 1000, 1])),
+        ValueNode("frozenset", None, ValueNode("range", [0, 1000, 1])),
+        ValueNode("collections.deque", None, ValueNode("range", [0, 1000, 1])),
+        ValueNode("collections.deque", 2.0, []),
+        ValueNode("collections.defaultdict", "int", [(1, 2)]),
+        ValueNode("numpy.text", 1000),
+        ValueNode("numpy.array", ["<f8", [1.0], b"12345678"]),
+        ValueNode("torch.device", 0),
+        ValueNode("torch.Size", {1: 2}),
+        ValueNode("decimal.Decimal", 0.5),
+        ValueNode("datetime.datetime", b"yesterday"),
+        ValueNode("datetime.timedelta", [0.5, 0, 0]),
+        ValueNode("slice", [1]),
+        ValueNode("enum", {0: f"{__name__}:Text", 1: ["A"]}),
     ],
     ids=lambda node: node.kind,
 )
 def test_a_node_that_no_save_has_written_is_reported(node: ValueNode) -> None:
+    again = decode_again(node)
+    inner = values.made(again.value) if isinstance(again.value, ValueNode) else again.value
     with pytest.raises((CorruptionError, MismatchError)):
-        values.made(decode_again(node))
+        values.made(ValueNode(again.kind, again.about, inner))
+
+
+@pytest.mark.parametrize("error", [MemoryError, OverflowError])
+def test_a_value_that_memory_does_not_hold_is_reported(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setitem(values._MAKING, "set", fails)
+    with pytest.raises(CorruptionError, match="kind set"):
+        values.made(ValueNode("set", None, []))
 
 
 def test_a_kind_of_a_later_version_asks_for_it() -> None:
