@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ from loaders.state import Difference, Position
 
 KEPT_EPOCHS = 1024
 """More than batches are looked up ahead of the trainer, who may be as many epochs behind where each has one batch."""
+PROCESS = secrets.token_hex(8)
+"""Loaders that share a process share its memory and its network, so two of them are no two witnesses; nor is a forked child."""
 _log = get_logger(__name__)
 
 
@@ -115,14 +118,15 @@ class Listed:
         if self.list.pinned is not None or self._sealed:
             return False
         try:
-            self.list.append(
-                [Entry(*spot, refusal.key, refusal.code, refusal.reason, self._run, epoch, suspected=True)]
-            )
+            why = refusal.key, refusal.code, refusal.reason
+            self.list.append([Entry(*spot, *why, self._run, epoch, suspected=True, process=PROCESS)])
         except MillraceError as error:
             warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
             self._sealed = True  # the trainer waits here: once is enough
             return False
-        return True
+        return (
+            self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None
+        )  # not if found in a later epoch
 
 
 def go_by_state(listed: Listed | None, position: Position) -> Difference | None:

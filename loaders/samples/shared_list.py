@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True):
     """A sample, why it is bad, and which run found that in which of its epochs ("" and 0: nobody in particular).
 
     A run adds what it finds as `suspected`: that counts for the run itself. It counts for every run once another one, which read
-    the sample by itself, has found the same.
+    the sample by itself in another `process`, has found the same. Entries that name no process count as of different ones.
     """
 
     dataset: str
@@ -59,10 +59,15 @@ class Entry(msgspec.Struct, frozen=True):
     run: str = ""
     epoch: int = 0
     suspected: bool = False
+    process: str = ""
 
     @property
     def spot(self) -> Spot:
         return self.dataset, self.shard, self.offset
+
+    def confirms(self, other: Entry) -> bool:
+        """Whether another run found the same in another process."""
+        return self.run != other.run and (self.process != other.process or not self.process)
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,18 +169,20 @@ class QuarantineList:
         return self._lasting(spot, version) is not None
 
     def _lasting(self, spot: Spot, version: int) -> Entry | None:
-        """The entry by which every run goes: one that was not only suspected, or the second run's."""
-        known, runs = (e for n, e in self._entries.get(spot, ()) if n <= version), set[str]()
-        for entry in known:
-            runs.add(entry.run)
-            if not entry.suspected or len(runs) > 1:
-                return entry
+        """The entry by which every run goes: one that was not only suspected, or the second run's, of another process."""
+        before = list[Entry]()
+        for number, entry in self._entries.get(spot, ()):
+            if number <= version:
+                if not entry.suspected or any(map(entry.confirms, before)):
+                    return entry
+                before.append(entry)
         return None
 
     def _is_news(self, entry: Entry, version: int) -> bool:
-        """Whether it adds something to this version."""
+        """Whether it adds something to this version. What a run suspects does, the first time: the run may go by an older
+        version, by which it would read the sample again."""
         own = any(e.run == entry.run and e.suspected <= entry.suspected for _, e in self._entries.get(entry.spot, ()))
-        return not own and self._lasting(entry.spot, version) is None
+        return not own and (entry.suspected or self._lasting(entry.spot, version) is None)
 
     def _ordered(self) -> list[tuple[int, Entry]]:
         """All entries by version."""

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from dataio.cli import main
 from dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
@@ -18,7 +20,7 @@ from dataio.store.contract import Buffer, Store
 from dataio.store.open import open_store
 from dataio.store.wrapper import Wrapper
 from loaders import Clip, QuarantineList, VideoLoader
-from loaders.samples import shared_list
+from loaders.samples import listed, shared_list
 from loaders.samples.shared_list import Entry, spot_of
 from tests.waiting import wait_for
 
@@ -98,11 +100,32 @@ def test_what_one_run_suspects_counts_for_others_once_another_run_found_it_too(t
     assert bad.append([entry(1, run="other", epoch=2, suspected=True)]) == 2
     assert refusing(1) == ["mine", "other"]  # an epoch goes by its version, and by what its run found
     assert refusing(2) == refusing(2, 0) == ["mine", "other", "third"]
-    assert bad.append([entry(1, run="third", suspected=True)]) == 2  # that is known
+    assert bad.append([entry(1)]) == 2  # that is known
+    assert bad.append([entry(1, run="third", suspected=True)]) == 3  # which may go by an older version
+    assert refusing(0) == ["mine", "other", "third"]
     assert QuarantineList(tmp_path / "list").numbered() == bad.numbered()
-    assert bad.append([entry(2, run="mine", suspected=True)]) == 3
-    assert bad.append([entry(2)]) == 4  # a person says so
-    assert bad.is_lasting(entry(2).spot, 4)
+    assert bad.append([entry(2, run="mine", suspected=True)]) == 4
+    assert bad.append([entry(2)]) == 5  # a person says so
+    assert bad.is_lasting(entry(2).spot, 5)
+
+
+def test_two_runs_of_one_process_are_one_witness(tmp_path: Path) -> None:
+    bad = QuarantineList(tmp_path / "list")
+    for run, process in (("a", "p"), ("b", "p"), ("c", "q")):
+        assert not bad.is_lasting(entry(1).spot, bad.newest())
+        bad.append([entry(1, run=run, process=process, suspected=True)])
+        assert bad.refused(entry(1).spot, 0, run, 0) is not None
+    assert [bad.is_lasting(entry(1).spot, version) for version in range(4)] == [False, False, False, True]
+
+
+def test_entries_of_an_older_release_name_no_process_and_count_as_before(store: Store) -> None:
+    made = [msgspec.to_builtins(entry(1, run=run, suspected=True)) for run in ("a", "b")]
+    for number, one in enumerate(made, 1):
+        del one["process"]
+        store.put(f"entries/{number:08}.json", json.dumps({"format": 1, "entries": [one], "nonce": "n"}).encode())
+    bad = QuarantineList(store)
+    assert bad.newest() == 2
+    assert [bad.is_lasting(entry(1).spot, version) for version in range(3)] == [False, False, True]
 
 
 def test_a_pinned_list_stays_as_it_is_and_writes_nothing(tmp_path: Path) -> None:
@@ -292,7 +315,9 @@ def test_what_a_run_finds_itself_is_left_out_also_when_it_was_repaired_before_th
     assert 3 in ids(take(make(quarantine_list=None), 6))
 
 
-def test_what_one_run_finds_another_one_reads_again(make: Make, damaged: Path, tmp_path: Path) -> None:
+def test_what_one_run_finds_a_run_of_another_process_reads_again(
+    make: Make, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hurt(damaged, 3)
     assert 3 not in ids(take(make(), 6))
     hurt(damaged, 3)  # as if the network had changed it
@@ -300,9 +325,46 @@ def test_what_one_run_finds_another_one_reads_again(make: Make, damaged: Path, t
     hurt(damaged, 3)
     assert 3 not in ids(take(make(seed=7), 6))
     hurt(damaged, 3)
-    assert 3 not in ids(take(make(seed=8), 6))  # two runs found it
+    assert 3 in ids(take(make(seed=8), 6))  # two runs found it, of one process
+    hurt(damaged, 3)
+    monkeypatch.setattr(listed, "PROCESS", "another")
+    assert 3 not in ids(take(make(seed=9), 6))
+    hurt(damaged, 3)
+    assert 3 not in ids(take(make(seed=10), 6))
     entries = QuarantineList(tmp_path / "list").entries()
-    assert [one.suspected for one in entries] == [True, True]
+    assert [one.suspected for one in entries] == [True] * 3
+    assert len({one.process for one in entries}) == 2
+
+
+def test_a_run_of_an_older_version_repeats_what_it_found_although_others_had_found_it_too(
+    make: Make, damaged: Path, tmp_path: Path
+) -> None:
+    first = make()
+    state = json.loads(json.dumps(first.state_dict()))  # by version 0
+    hurt(damaged, 3)
+    bad = QuarantineList(tmp_path / "list")
+    bad.append([by_hand(damaged, 3)])
+    whole = take(first, 6)
+    assert 3 not in ids(whole)
+    assert len(bad.entries()) == 2
+    assert first.state_dict()["quarantine"] == ["0:"]
+    hurt(damaged, 3)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert take(resumed, 6) == whole
+
+
+def test_what_the_run_found_in_a_later_epoch_alone_stays_in_the_state(
+    make: Make, damaged: Path, tmp_path: Path
+) -> None:
+    hurt(damaged, 3)
+    loader = make()
+    assert loader._listed is not None
+    later = replace(by_hand(damaged, 3), run=loader._listed._run, epoch=4, suspected=True)
+    QuarantineList(tmp_path / "list").append([later])
+    loader.update_quarantine(0)
+    take(loader, 6)
+    assert loader.state_dict()["quarantine"] == ["0:", 3]
 
 
 def test_newer_entries_are_taken_over_when_asked_for_and_the_state_says_so(
