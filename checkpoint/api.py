@@ -157,9 +157,10 @@ class Checkpointer:
 
         def check() -> None:
             self._check_open()
-            self._saves.hear_failures()
+            names.check_step(step)
             self._lineage.again = self._lineage.timeline == 0 or self._saves.again(step) if overwrites else False
-            self._saves.require_new(names.check_step(step))
+            self._saves.hear_failures()  # also those of the saves that `again` has waited for
+            self._saves.require_new(step)
             if not urgent:
                 self._saves.wait_for_room(self._wait)
 

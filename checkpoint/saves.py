@@ -36,11 +36,15 @@ class Saves:
         _before_exit(self.wait_at_exit)
         self._handles: dict[int, Handle] = {}
         self._committed: dict[int, Handle] = {}
+        self._tried = (0, 0)  # the newest timeline, and the highest step that was tried there
         self._unheard: Handle | None = None
 
     def add(self, handle: Handle) -> None:
         """A save has begun."""
         self._handles[handle.step] = handle
+        if self._lineage.timeline > self._tried[0]:
+            self._committed.clear()  # another timeline has begun: its steps are saved anew
+        self._tried = max(self._tried, (self._lineage.timeline, handle.step))
 
     @property
     def all_done(self) -> bool:
@@ -54,12 +58,16 @@ class Saves:
             raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
 
     def again(self, step: int) -> bool:
-        """Whether the step was saved, once no save is in flight; it may then be saved again in another timeline."""
-        if step not in self._committed and step not in self._handles:
-            return False
-        self.wait_for_all(self._wait)
-        self.settle()
-        return self._committed.pop(step, None) is not None
+        """Whether the timeline may have the step, once no save is in flight; it may then be saved again in another timeline.
+
+        A save that failed may have committed its step: the store is asked about steps up to the highest one that was tried.
+        """
+        tried = (self._lineage.timeline, step) <= self._tried
+        if tried:
+            self.wait_for_all(self._wait)
+            self.settle()
+        self._committed.pop(step, None)
+        return tried
 
     def of(self, step: int) -> Handle | None:
         """The save of this step, on its way or committed; failures are forgotten."""
@@ -78,7 +86,7 @@ class Saves:
                     self._lineage.committed(step, handle.attempt)
 
     def start_over(self) -> None:
-        """Another timeline begins: its steps are saved anew."""
+        """A step was restored: what is saved from now on is saved anew."""
         self._committed.clear()
 
     def wait_for_room(self, timeout: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from checkpoint import Checkpointer
+from checkpoint.format.documents import Base
 from checkpoint.handle import Handle, SaveResult
 from checkpoint.lineage import Lineage
 from checkpoint.saves import Saves, warn_of_python
@@ -79,3 +81,56 @@ def test_what_no_waiting_mends_is_raised_by_the_first_save(tmp_path: Path) -> No
     with Checkpointer(store, run="exp", sidecar=None) as checkpointer, pytest.raises(AccessDeniedError):
         checkpointer.save(1, {"w": torch.ones(4)})
     assert store.fired[Fault.DENIED]
+
+
+class Nameless:
+    """A name that cannot be published, once `may_fail` is set."""
+
+    def __init__(self) -> None:
+        self.may_fail, self.failed = threading.Event(), 0
+
+    def prepare(self, attempt: Base) -> None: ...
+    def withdraw(self, error: BaseException) -> None: ...
+    def publish(self) -> None:
+        assert self.may_fail.wait(60)
+        self.failed += 1
+        raise TransientError("the folder is away")
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_step_whose_name_was_not_published_is_saved_again(
+    tmp_path: Path, in_flight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step itself was committed. `in_flight`: the save fails while the next one waits for it."""
+    name, state = Nameless(), {"w": torch.ones(4)}
+    with Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer:
+        checkpointer.save_as(1, state, None).result(60)
+        failing = checkpointer.save_as(2, state, name)
+
+        def fail(timeout: float | None = None) -> bool:
+            name.may_fail.set()
+            return Handle.wait(failing, timeout)
+
+        if in_flight:
+            monkeypatch.setattr(failing, "wait", fail)
+        else:
+            fail(60)
+        assert checkpointer.save_as(2, state, None).result(60).timeline == 2
+        assert (name.failed, checkpointer.steps()) == (1, [1, 2])
+        with pytest.raises(TransientError, match="the folder is away"):
+            checkpointer.close()
+
+
+def test_a_step_that_could_not_be_saved_again_while_the_store_was_away_is_saved_again_later(tmp_path: Path) -> None:
+    store, state = Faulty(open_store(tmp_path), []), {"w": torch.ones(4)}
+    with Checkpointer(store, run="exp", sidecar=None) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_as(step, state, None).result(60)
+        store.rules.append(Rule(Fault.TRANSIENT))
+        with pytest.raises(TransientError, match="could not open the run's timeline"):
+            checkpointer.save_as(1, state, None).result(0)
+        assert store.fired[Fault.TRANSIENT]
+        store.rules.clear()
+        assert checkpointer.save_as(1, state, None).result(60).timeline == 2
+        assert (checkpointer.steps(), checkpointer.last_save_of(2)) == ([1], None)
+        assert checkpointer.save(2, state).result(60).timeline == 2
