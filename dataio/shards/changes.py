@@ -107,7 +107,14 @@ def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[Vers
         shards = {shard.key: shard for shard in base.shards}
         mounts = {mount.name: mount for mount in base.mounts}
         for guest in guests:
-            mounts |= {mount.name: mount for mount in guest.mounts}
+            for mount in guest.mounts:
+                known = mounts.setdefault(mount.name, mount)
+                if known != mount:  # a forged name would lead readers of the one's shards to the other place
+                    raise ConflictError(
+                        f"the datasets that are to be merged call two places {mount.name!r:.100}: {known.url!r:.200} and "
+                        f"{mount.url!r:.200}",
+                        hint="merge only datasets that Millrace wrote: it gives each place a name of its own",
+                    )
             for shard in guest.shards:
                 if shards.setdefault(shard.key, shard).size != shard.size:
                     raise CorruptionError(f"{shard.key} has two sizes in the datasets that are to be merged")

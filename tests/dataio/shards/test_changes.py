@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -192,6 +194,19 @@ def test_a_merge_reads_other_datasets_where_they_are(tmp_path: Path) -> None:
     three.check()
     with Dataset(tmp_path / "three", trust_mounts=True) as again:
         assert [s.key for s in again] == [s.key for s in three]
+
+
+def test_a_merged_dataset_gives_no_other_place_the_name_of_a_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = opened(tmp_path / "one", range(30)), opened(tmp_path / "two", range(30, 50), name="two")
+    made, three = one.merge(two), opened(tmp_path / "three", range(60, 70), name="three")
+    guest, forged = changes._guest, msgspec.structs.replace(made.document.mounts[0], url="s3://elsewhere")
+    monkeypatch.setattr(
+        changes, "_guest", lambda host, other: dataclasses.replace(guest(host, other), mounts=(forged,))
+    )
+    with pytest.raises(ConflictError, match="call two places"):
+        made.merge(three)
 
 
 def test_equal_keys_of_two_datasets_are_named(tmp_path: Path) -> None:
