@@ -12,19 +12,19 @@ JOBS   ?= 2
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "millrace needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headrace needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# The trainers that `checkpoint.frameworks` is tested with. torchtitan without what it requires: its datasets wants an older fsspec.
+# The trainers that `headrace.checkpoint.frameworks` is tested with. torchtitan without what it requires: its datasets wants an older fsspec.
 $(FRAMEWORKS): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[frameworks]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchtitan spmd_types
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/millrace demo
+	$(BIN)/headrace demo
 
 test: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(JOBS) -m 'not soak and not gpu' --durations 15 --durations-min 5
@@ -38,7 +38,7 @@ typecheck: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/millrace bench all --output bench-out
+	$(BIN)/headrace bench all --output bench-out
 
 soak: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' --hypothesis-profile explore -o faulthandler_timeout=3700

@@ -1,4 +1,4 @@
-"""`millrace bench all`, which is `make bench`: a short version of every benchmark, one after the other, and the report.
+"""`headrace bench all`, which is `make bench`: a short version of every benchmark, one after the other, and the report.
 
 Purpose: five minutes on two cores that show everything, and all that failed. Each benchmark is a process of its own, small
 enough for the seconds that it was seen to need on two cores; it may take longer as long as the later ones can have theirs. At the
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.core.command import exit_code
-from bench.core.environment import environment
-from bench.core.results import Part, Run, read, shown, write
-from bench.report.page import page
-from dataio.core.errors import MillraceError, UsageError
-from dataio.core.options import Parser, amount
-from dataio.store.oserrors import translated
+from headrace.bench.core.command import exit_code
+from headrace.bench.core.environment import environment
+from headrace.bench.core.results import Part, Run, read, shown, write
+from headrace.bench.report.page import page
+from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.core.options import Parser, amount
+from headrace.dataio.store.oserrors import translated
 
 BY_USER = "interrupted by the user"
 GRACE_SECONDS = 20.0
@@ -42,7 +42,7 @@ class Short:
 
 
 _STORE = ("--sizes", "256KiB,8MiB", "--threads", "1,8", "--seconds", "0.15", "--rounds", "2", "--bytes", "32MiB")
-_CLIENTS = ("--clients", "millrace;s3fs;obstore", "--operations", "get,range,small,put,list")
+_CLIENTS = ("--clients", "headrace;s3fs;obstore", "--operations", "get,range,small,put,list")
 PLAN = (
     Short("store", ("store", *_STORE, *_CLIENTS), 37),
     Short("directory", ("store", "{scratch}", *_STORE), 16),
@@ -62,7 +62,7 @@ PLAN = (
 def main(argv: Sequence[str]) -> int:
     """Run the plan, or some of it."""
     parser = Parser(
-        prog="millrace bench all",
+        prog="headrace bench all",
         description="A short version of every benchmark, and one report of all.",
         epilog="exit codes: 0 all done; 1 one is not, and is named; 130 interrupted",
     )
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with translated(f"making {args.output}"):
         args.output.mkdir(parents=True, exist_ok=True)
-    found = Run(shown(["millrace", "bench", "all", *argv]), started, environment(args.output))
+    found = Run(shown(["headrace", "bench", "all", *argv]), started, environment(args.output))
     found.parts = run(plan, args.output, 60 * args.minutes, found)
     for part in found.parts:
         print(
@@ -125,7 +125,7 @@ def _one(short: Short, folder: Path, seconds: float) -> tuple[Part, bool]:
     path.unlink(missing_ok=True)
     scratch.mkdir(exist_ok=True)
     options = [text.format(scratch=scratch) for text in short.command]
-    command = [sys.executable, "-m", "dataio.cli", "bench", *options, "-o", str(path)]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "bench", *options, "-o", str(path)]
     began, interrupted, cut = time.monotonic(), False, False
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -159,6 +159,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _result(short: Short, path: Path, log: Path, code: int) -> Part:
     try:
         return read(path).parts[0]
-    except (MillraceError, IndexError):
+    except (HeadraceError, IndexError):
         last = " / ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
         return Part(short.name, status="failed", why=f"exit status {code}: {last[:1500]}")

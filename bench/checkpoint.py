@@ -1,7 +1,8 @@
 """Checkpoints beside their peers: stall of the trainer, its slow-down, seconds until durable, bytes, seconds to restore.
 
-Purpose: `millrace bench checkpoint` runs every candidate in a process of its own (`python -m bench.checkpointing`), on a disk, on
-tmpfs or against an S3 server on loopback, with one rank or several; `bench.checkpointing` says what each of them does.
+Purpose: `headrace bench checkpoint` runs every candidate in a process of its own (`python -m
+headrace.bench.checkpointing`), on a disk, on
+tmpfs or against an S3 server on loopback, with one rank or several; `headrace.bench.checkpointing` says what each of them does.
 Invariant: every candidate saves the same bytes and counts as durable only what it has fsynced; a restored state that is not
 equal to the bit, also to what it was at the moment of the save, fails the candidate. Nothing heavy is imported here.
 Failure behaviour: a candidate that fails is named with its last words; the others go on.
@@ -16,16 +17,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.checkpointing.entries import ENTRIES, OURS, PLACES, SHORT, runs_here
-from bench.core import command
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part
-from bench.core.table import part_table
-from dataio.core.errors import UsageError
-from dataio.core.limits import MIB, parse_bytes
-from dataio.core.options import count
+from headrace.bench.checkpointing.entries import ENTRIES, OURS, PLACES, SHORT, runs_here
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.core.table import part_table
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import MIB, parse_bytes
+from headrace.dataio.core.options import count
 
-_SIZE = os.environ.get("MILLRACE_BENCH_CHECKPOINT_MIB", "256") + "MiB"
+_SIZE = os.environ.get("HEADRACE_BENCH_CHECKPOINT_MIB", "256") + "MiB"
 _SECONDS = 600.0
 METRICS = {
     "state_mib": Metric("state MiB", "MiB"),
@@ -52,7 +53,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench checkpoint`."""
+    """`headrace bench checkpoint`."""
     about = (
         "Saves and restores beside torch.save, safetensors, torch.distributed.checkpoint and what else is installed."
     )
@@ -68,7 +69,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--streaming-copies",
         action="store_true",
-        help="start every candidate with the setting of glibc that `millrace doctor --memory` advises",
+        help="start every candidate with the setting of glibc that `headrace doctor --memory` advises",
     )
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), help="these candidates", metavar="NAME")
     parser.add_argument("--all", action="store_true", help="every candidate that is installed, not the usual ones only")
@@ -101,7 +102,7 @@ def fill(job: command.Job, part: Part) -> None:
                     continue
                 arguments = (name, where, str(mib), str(job.args.ranks), str(job.args.steps), str(int(job.args.lora)))
                 label = name if len(places) == 1 else f"{place}: {name}"
-                wanted.append(Candidate(label, "bench.checkpointing", arguments))
+                wanted.append(Candidate(label, "headrace.bench.checkpointing", arguments))
         alternate(wanted, job.rounds, job.tell, part.candidates, seconds=_SECONDS)
     part.notes = [f"left out: {name} ({why})" for name, why in missing.items()] if job.args.all else []
 
@@ -109,7 +110,7 @@ def fill(job: command.Job, part: Part) -> None:
 @contextlib.contextmanager
 def copying(streaming: bool) -> Iterator[str]:
     """What the processes of all candidates find set for glibc."""
-    from checkpoint.staging import copies  # numpy, which --help does without
+    from headrace.checkpoint.staging import copies  # numpy, which --help does without
 
     before = os.environ.copy()
     if streaming:
@@ -139,7 +140,7 @@ def _place(name: str, scratch: Path) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm") as folder:
             yield f"{folder}/checkpoints"
     else:
-        from dataio.testing.s3server import start_seaweedfs
+        from headrace.dataio.testing.s3server import start_seaweedfs
 
         with start_seaweedfs() as server:
             os.environ.update(server.environment())

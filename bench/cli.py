@@ -1,6 +1,6 @@
-"""`millrace bench`: finds the benchmark and runs it.
+"""`headrace bench`: finds the benchmark and runs it.
 
-Invariant: nothing of a benchmark is imported before it is chosen, so `millrace bench --help` answers at once. Every
+Invariant: nothing of a benchmark is imported before it is chosen, so `headrace bench --help` answers at once. Every
 benchmark writes the same results document (`bench/core/results.py`), with raw samples, and prints no figure that was not
 measured in its run. Failure behaviour: an unknown name is wrong use, exit code 2.
 """
@@ -10,54 +10,69 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "all": ("bench.all:main", "a short version of everything in five minutes, with a report"),
-    "store": ("bench.store.cli:main", "a bucket or directory by operation, size and concurrency, beside other clients"),
-    "pack": ("bench.pack:main", "packing beside tar + ffprobe and webdataset's writer"),
-    "loader": ("bench.loader:main", "batches of clips beside other loaders"),
-    "raw": ("bench.raw:main", "samples as bytes, checked, beside a plain loop of pread"),
-    "resume": ("bench.resume:main", "resuming in the middle of an epoch beside other loaders"),
-    "checkpoint": ("bench.checkpoint:main", "saves and restores beside torch.save and torch.distributed.checkpoint"),
-    "sidecar": ("bench.sidecar:main", "the figures of the node's daemon"),
-    "tier": ("bench.tier:main", "restoring from the node's tier, the buddy and a store with limited bandwidth"),
-    "preemption": ("bench.preemption:main", "the last save before a machine is taken away, behind other saves"),
-    "encodings": ("bench.encodings:main", "bytes of a state in training, by the encodings of checkpoints"),
-    "pieces": ("bench.pieces:main", "what single steps cost: one clip, one probe, one digest"),
-    "index": ("bench.index:main", "a large index: opening, asking and reading, beside pyarrow and DuckDB"),
+    "all": ("headrace.bench.all:main", "a short version of everything in five minutes, with a report"),
+    "store": (
+        "headrace.bench.store.cli:main",
+        "a bucket or directory by operation, size and concurrency, beside other clients",
+    ),
+    "pack": ("headrace.bench.pack:main", "packing beside tar + ffprobe and webdataset's writer"),
+    "loader": ("headrace.bench.loader:main", "batches of clips beside other loaders"),
+    "raw": ("headrace.bench.raw:main", "samples as bytes, checked, beside a plain loop of pread"),
+    "resume": ("headrace.bench.resume:main", "resuming in the middle of an epoch beside other loaders"),
+    "checkpoint": (
+        "headrace.bench.checkpoint:main",
+        "saves and restores beside torch.save and torch.distributed.checkpoint",
+    ),
+    "sidecar": ("headrace.bench.sidecar:main", "the figures of the node's daemon"),
+    "tier": (
+        "headrace.bench.tier:main",
+        "restoring from the node's tier, the buddy and a store with limited bandwidth",
+    ),
+    "preemption": (
+        "headrace.bench.preemption:main",
+        "the last save before a machine is taken away, behind other saves",
+    ),
+    "encodings": ("headrace.bench.encodings:main", "bytes of a state in training, by the encodings of checkpoints"),
+    "pieces": ("headrace.bench.pieces:main", "what single steps cost: one clip, one probe, one digest"),
+    "index": ("headrace.bench.index:main", "a large index: opening, asking and reading, beside pyarrow and DuckDB"),
     "train": (
-        "bench.mlperf.train:main",
+        "headrace.bench.mlperf.train:main",
         "emulated accelerators: utilisation for unet3d, resnet50, cosmoflow and video (unofficial)",
     ),
-    "llm-checkpoint": ("bench.mlperf.states:main", "checkpoints of 8B, 70B, 405B and 1T models, scaled (unofficial)"),
-    "simulate": ("bench.simulate.cli:main", "8 to 16,384 GPUs on paper: reading, checkpoints, goodput"),
-    "report": ("bench.report.cli:report", "one page, or Markdown, of results files"),
-    "compare": ("bench.report.cli:compare_", "what changed between two results files beyond noise"),
+    "llm-checkpoint": (
+        "headrace.bench.mlperf.states:main",
+        "checkpoints of 8B, 70B, 405B and 1T models, scaled (unofficial)",
+    ),
+    "simulate": ("headrace.bench.simulate.cli:main", "8 to 16,384 GPUs on paper: reading, checkpoints, goodput"),
+    "report": ("headrace.bench.report.cli:report", "one page, or Markdown, of results files"),
+    "compare": ("headrace.bench.report.cli:compare_", "what changed between two results files beyond noise"),
 }
 """Benchmark → (module:function, one line of help). The function takes the remaining arguments and returns an exit code."""
 
 _EXIT_CODES = """\
 Each has --rounds, --directory, -o FILE (raw samples and environment as JSON), --json, and options of its own: see its --help.
 
-exit codes: 0 all candidates ran · 1 one failed and is named · 130 interrupted · others as in millrace --help"""
+exit codes: 0 all candidates ran · 1 one failed and is named · 130 interrupted · others as in headrace --help"""
 
 
 def bench(argv: list[str]) -> int:
-    """Run one benchmark; see `millrace bench --help`."""
+    """Run one benchmark; see `headrace bench --help`."""
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        raise UsageError(f"no benchmark {argv[0]!r}", hint="see millrace bench --help")
+        raise UsageError(f"no benchmark {argv[0]!r}", hint="see headrace bench --help")
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     chosen: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return chosen(argv[1:])
 
 
 def usage() -> str:
-    """The text of `millrace bench --help`."""
+    """The text of `headrace bench --help`."""
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items())
-    head = "usage: millrace bench WHAT [OPTION ...]\n\nmeasure Millrace beside its peers on this machine"
+    head = "usage: headrace bench WHAT [OPTION ...]\n\nmeasure Headrace beside its peers on this machine"
     return f"{head}\n\n{rows}\n\n{_EXIT_CODES}"

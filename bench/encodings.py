@@ -1,4 +1,4 @@
-"""`millrace bench encodings`: what checkpoints' encodings make of the bytes of a state in training.
+"""`headrace bench encodings`: what checkpoints' encodings make of the bytes of a state in training.
 
 How: a small transformer trains with bf16 weights, fp32 masters and AdamW's moments. Its tensors, joined by kind, are encoded by
 every codec that fits them, one chunk at a time, as a save does; its weights also as differences from those of some steps before.
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from bench.core import command
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part
-from checkpoint.format import codec, delta
-from checkpoint.format.manifest import DELTAS, PLANES, ZSTD
-from dataio.core.limits import MIB
-from dataio.core.options import count
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.checkpoint.format import codec, delta
+from headrace.checkpoint.format.manifest import DELTAS, PLANES, ZSTD
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.core.options import count
 
 CHUNK = 4 * MIB
 AFTER = (1, 10, 40)
@@ -38,7 +38,7 @@ KINDS = (WEIGHTS, MASTERS, "first moments, fp32", "second moments, fp32", "all o
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench encodings`."""
+    """`headrace bench encodings`."""
     about = "Bytes of a state in training, by encoding."
     return command.run(argv, "encodings", about, fill, _options, rounds=1)
 
@@ -53,7 +53,7 @@ def fill(job: command.Job, part: Part) -> None:
     steps, width = job.args.steps, job.args.width
     part.title = f"Encodings of a transformer's state after {steps} steps, width {width}"
     part.metrics, part.settings = METRICS, {"steps": steps, "width": width, "chunk_bytes": CHUNK}
-    wanted = [Candidate(kind, "bench.encodings", (kind, str(steps), str(width))) for kind in KINDS]
+    wanted = [Candidate(kind, "headrace.bench.encodings", (kind, str(steps), str(width))) for kind in KINDS]
     alternate(wanted, job.rounds, job.tell, part.candidates)
 
 

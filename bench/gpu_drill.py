@@ -1,4 +1,4 @@
-"""The GPU drill: all that only a GPU can show about Millrace, in one command, on a machine with a GPU and torch.
+"""The GPU drill: all that only a GPU can show about Headrace, in one command, on a machine with a GPU and torch.
 
     python bench/gpu_drill.py                    put the wheels together, install what is missing, run what can be run
     python bench/gpu_drill.py --dry-run          without a GPU: list all parts and run what of them needs none
@@ -73,7 +73,7 @@ HOME = ROOT / ".drill"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the drill; the exit code."""
-    from bench.drill.wheels import DrillError
+    from headrace.bench.drill.wheels import DrillError
 
     args = _parser().parse_args(argv)
     try:
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    from bench.drill import wheels
+    from headrace.bench.drill import wheels
 
     without = {name.strip().lower().replace("_", "-") for name in args.without.split(",")}
     fetched = wheels.fetch(HOME / f"wheels-{args.python}", ROOT / "constraints.txt", args.python)
@@ -198,7 +198,7 @@ def _line(name: str) -> str:
 
 def _environ(args: argparse.Namespace) -> dict[str, str]:
     """The variables for the parts: the wheels that were brought are installed and found, after the machine's own packages."""
-    from bench.drill import wheels
+    from headrace.bench.drill import wheels
 
     if (args.pieces / wheels.MANIFEST).exists() and not wheels.is_installed(args.pieces, args.site):
         installed = wheels.install(wheels.join(args.pieces, HOME / "wheels"), args.site)
@@ -277,8 +277,8 @@ def _one(name: str, out: Path, *, dry: bool) -> int:
     gpu = not dry and _gpu()
     if not gpu and not dry:
         raise SystemExit("torch sees no GPU here; --dry-run runs what needs none")
-    module: Any = importlib.import_module(f"bench.drill.{name}")
-    result: Any = importlib.import_module("bench.drill.result")
+    module: Any = importlib.import_module(f"headrace.bench.drill.{name}")
+    result: Any = importlib.import_module("headrace.bench.drill.result")
     result.PartResult.path = out / "parts" / f"{name}.json"
     module.run(gpu).finish()
     return 0
@@ -307,7 +307,7 @@ def _leave(out: Path, parts: list[dict[str, Any]], dry: bool) -> None:
         "started": started,
         "environment": machine,
         "parts": known,
-        "format": "millrace-bench",
+        "format": "headrace-bench",
         "version": 1,
     }
     (out / "drill.json").write_text(json.dumps(run, indent=1))

@@ -1,6 +1,7 @@
 """What a large index costs: opening, asking and reading, beside pyarrow and DuckDB on the same files.
 
-Purpose: `millrace bench index --samples 10000000` makes a synthetic index of that many rows (`bench.index_scale`) and runs every
+Purpose: `headrace bench index --samples 10000000` makes a synthetic index of that many rows
+(`headrace.bench.index_scale`) and runs every
 candidate in a process of its own. With `--directory` the index is kept there, and used again.
 Invariant: a candidate measures itself, and `peak_mib` is its whole process; all must find the same number of samples.
 Failure behaviour: a candidate that fails is named with its last words; the others go on.
@@ -11,12 +12,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from bench.core import command
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part
-from dataio.core.options import count
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.dataio.core.options import count
 
-CANDIDATES = ("millrace", "pyarrow.read_table", "pyarrow.dataset", "duckdb")
+CANDIDATES = ("headrace", "pyarrow.read_table", "pyarrow.dataset", "duckdb")
 METRICS = {
     "open_s": Metric("open, and count, s", "s"),
     "opened_peak_mib": Metric("peak memory once open, one sample read, MiB", "MiB"),
@@ -33,7 +34,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench index`."""
+    """`headrace bench index`."""
     return command.run(argv, "index", "What a large index costs, beside pyarrow and DuckDB.", fill, _options, rounds=1)
 
 
@@ -43,8 +44,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def fill(job: command.Job, part: Part) -> None:
     """One index for all candidates."""
-    from bench.index_scale import make
-    from dataio.shards.versions.documents import version_key
+    from headrace.bench.index_scale import make
+    from headrace.dataio.shards.versions.documents import version_key
 
     where = job.args.directory / f"index-{job.args.samples}" if job.args.directory else job.scratch
     if not (where / "versions").exists():
@@ -54,7 +55,7 @@ def fill(job: command.Job, part: Part) -> None:
     part.title = f"A large index: {job.args.samples:,} samples, {size / 2**20:.0f} MiB, page cache warm"
     part.settings = {"samples": job.args.samples, "index_bytes": size, "document_bytes": document}
     part.metrics, part.against = METRICS, "duckdb"
-    wanted = [Candidate(name, "bench.index_scale", (name, str(where))) for name in CANDIDATES]
+    wanted = [Candidate(name, "headrace.bench.index_scale", (name, str(where))) for name in CANDIDATES]
     alternate(wanted, job.rounds, job.tell, part.candidates, seconds=1800)
     _require_equal(part)
 

@@ -1,6 +1,6 @@
-"""A synthetic index of any size, and what opens, asks and reads it: the candidates of `millrace bench index`.
+"""A synthetic index of any size, and what opens, asks and reads it: the candidates of `headrace bench index`.
 
-`python -m bench.index_scale CANDIDATE DIRECTORY` runs one of them in this process and prints its figures as JSON.
+`python -m headrace.bench.index_scale CANDIDATE DIRECTORY` runs one of them in this process and prints its figures as JSON.
 Invariant: a candidate measures itself, and `peak_mib` is its whole process. Failure behaviour: exceptions end the process.
 """
 
@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataio import Dataset, open_store
-from dataio.shards.index import rows as index
-from dataio.shards.query import parts
-from dataio.shards.versions import documents as versions
+from headrace.dataio import Dataset, open_store
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.versions import documents as versions
 
 WHERE = "duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"
 _SQL = "duration between 2 and 20 and height >= 720 and text ilike '%dog%'"  # the same, in the index's own names
@@ -143,7 +143,7 @@ def _lists(name: str, offsets: Any, flat: dict[str, Any]) -> Any:
 # --- candidates; each is the only one of its process
 
 
-def _millrace(where: Path) -> dict[str, Any]:
+def _headrace(where: Path) -> dict[str, Any]:
     clock = time.perf_counter()
     dataset = Dataset(where)
     found: dict[str, Any] = {"open_s": time.perf_counter() - clock, "samples": len(dataset)}
@@ -230,7 +230,7 @@ def _duckdb(where: Path) -> dict[str, Any]:
 
 
 _CANDIDATES = {
-    "millrace": _millrace,
+    "headrace": _headrace,
     "pyarrow.read_table": _read_table,
     "pyarrow.dataset": _dataset,
     "duckdb": _duckdb,

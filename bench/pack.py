@@ -1,10 +1,11 @@
 """Packers beside their peers: MB/s, files/s, CPU seconds and peak memory of the same files going into tar shards.
 
-Purpose: `python -m bench.pack CANDIDATE DIRECTORY` packs `DIRECTORY/clips` into `DIRECTORY/packed`, which is emptied first.
+Purpose: `python -m headrace.bench.pack CANDIDATE DIRECTORY` packs `DIRECTORY/clips` into `DIRECTORY/packed`, which is
+emptied first.
 Imports of the measured process are left out, as they cost the same for 100 files as for 10^6; processes that it starts count.
 Invariant: every candidate makes tar shards of about `SHARD_BYTES` on local disk, all of it fsynced inside the measured time, and
 with the same members: their number and their contents are compared with the folder afterwards, by digest.
-Failure behaviour: other members than the folder has, or an exception, end the process; `bench.core.measure` reports it.
+Failure behaviour: other members than the folder has, or an exception, end the process; `headrace.bench.core.measure` reports it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.core import command
-from bench.core.measure import Candidate, Meter, Tell, alternate
-from bench.core.results import Metric, Part
-from dataio.core.options import count
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, Meter, Tell, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.dataio.core.options import count
 
 SHARD_BYTES = 16 << 20
 FFPROBE = "tar + ffprobe"
-CANDIDATES = ("millrace", FFPROBE, "ShardWriter, no index", "ShardWriter + PyAV")
+CANDIDATES = ("headrace", FFPROBE, "ShardWriter, no index", "ShardWriter + PyAV")
 _MADE = 8
 METRICS = {
     "mb_per_s": Metric("MB/s", "MB/s", "higher"),
@@ -44,7 +45,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench pack`."""
+    """`headrace bench pack`."""
     about = "Packing into tar shards beside tar + ffprobe and webdataset's ShardWriter, on local disk."
     return command.run(argv, "pack", about, fill, _options)
 
@@ -55,7 +56,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def fill(job: command.Job, part: Part) -> None:
     """Every candidate packs the same copies of made clips, and of the real ones where there are any."""
-    from bench.demo.media import REAL_CLIPS
+    from headrace.bench.demo.media import REAL_CLIPS
 
     size = make_files(job.scratch / "clips", job.args.files, job.tell, REAL_CLIPS)
     names = candidates()
@@ -64,7 +65,7 @@ def fill(job: command.Job, part: Part) -> None:
     part.notes = [] if FFPROBE in names else [f"{FFPROBE} is left out: there is no ffprobe on the PATH"]
     part.settings = {"files": job.args.files, "bytes": size, "shard_bytes": SHARD_BYTES}
     part.metrics, part.against = METRICS, CANDIDATES[-1]
-    wanted = [Candidate(name, "bench.pack", (name, str(job.scratch))) for name in names]
+    wanted = [Candidate(name, "headrace.bench.pack", (name, str(job.scratch))) for name in names]
     alternate(wanted, job.rounds, job.tell, part.candidates)
 
 
@@ -75,7 +76,7 @@ def candidates() -> tuple[str, ...]:
 
 def make_files(folder: Path, count: int, tell: Tell, media: Path | None = None) -> int:
     """Fill `folder` with `count` files: copies, in turn, of made clips and of those in `media` that can be probed; bytes."""
-    from bench.demo.media import make_clip
+    from headrace.bench.demo.media import make_clip
 
     originals = []
     for number in range(min(_MADE, count)):
@@ -90,15 +91,15 @@ def make_files(folder: Path, count: int, tell: Tell, media: Path | None = None) 
 
 
 def _usable(media: Path) -> list[Path]:
-    """Without the files that are damaged on purpose: Millrace would skip them, and `tar` would not."""
-    from dataio.core.errors import MillraceError
-    from dataio.shards.media.probe import probe
+    """Without the files that are damaged on purpose: Headrace would skip them, and `tar` would not."""
+    from headrace.dataio.core.errors import HeadraceError
+    from headrace.dataio.shards.media.probe import probe
 
     found = []
     for path in sorted(media.iterdir()):
         try:
             probe(path)
-        except MillraceError:
+        except HeadraceError:
             continue
         found.append(path)
     return found
@@ -115,7 +116,7 @@ def measure(candidate: str, directory: Path) -> dict[str, float]:
         importlib.import_module(module)
     meter = Meter()
     _BUILD[candidate](files, packed)
-    if candidate != "millrace":  # whose store has done so
+    if candidate != "headrace":  # whose store has done so
         _sync(packed)
     read = meter.read()
     check_members(files, packed)
@@ -156,8 +157,8 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _millrace(files: list[Path], packed: Path) -> None:
-    from dataio import pack
+def _headrace(files: list[Path], packed: Path) -> None:
+    from headrace.dataio import pack
 
     pack([str(files[0].parent)], str(packed / "dataset"), shard_bytes=SHARD_BYTES, strict=True).close()
 
@@ -227,12 +228,12 @@ def _facts(content: bytes) -> dict[str, Any]:
 
 
 _IMPORTS = {
-    "millrace": ("dataio.shards.ingest.pack",),
+    "headrace": ("headrace.dataio.shards.ingest.pack",),
     "ShardWriter, no index": ("webdataset",),
     "ShardWriter + PyAV": ("webdataset", "av"),
 }
 _BUILD: dict[str, Callable[[list[Path], Path], None]] = {
-    "millrace": _millrace,
+    "headrace": _headrace,
     FFPROBE: _tar_ffprobe,
     "ShardWriter, no index": lambda files, packed: _shard_writer(files, packed, probed=False),
     "ShardWriter + PyAV": lambda files, packed: _shard_writer(files, packed, probed=True),

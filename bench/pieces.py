@@ -1,4 +1,4 @@
-"""`millrace bench pieces`: what single steps cost, of which the pages speak: one clip, one probe, one digest.
+"""`headrace bench pieces`: what single steps cost, of which the pages speak: one clip, one probe, one digest.
 
 Purpose: a figure that belongs to no larger benchmark has a command nevertheless. Each candidate prepares its input, repeats one
 step on one thread for `SECONDS` after a warm-up, and gives processor and wall time for each piece.
@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.core import command
-from bench.core.measure import Candidate, alternate, cpu_seconds
-from bench.core.results import Metric, Part
-from dataio.core.errors import UsageError
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate, cpu_seconds
+from headrace.bench.core.results import Metric, Part
+from headrace.dataio.core.errors import UsageError
 
 SECONDS = 0.6
 METRICS = {
@@ -38,7 +38,7 @@ Step = tuple[Callable[[], float | None], int]
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench pieces`."""
+    """`headrace bench pieces`."""
     return command.run(argv, "pieces", "What single steps cost: one clip, one probe, one digest.", fill, _options)
 
 
@@ -55,7 +55,7 @@ def fill(job: command.Job, part: Part) -> None:
     part.title, part.metrics = "Single steps, one thread", METRICS
     part.settings = {"seconds": SECONDS}
     alternate(
-        [Candidate(name, "bench.pieces", (name, str(job.scratch))) for name in names],
+        [Candidate(name, "headrace.bench.pieces", (name, str(job.scratch))) for name in names],
         job.rounds,
         job.tell,
         part.candidates,
@@ -63,9 +63,10 @@ def fill(job: command.Job, part: Part) -> None:
 
 
 def make(folder: Path, tell: Callable[[str, float], None], seconds: int = 6) -> None:
-    """The videos: H.264 with rare and with frequent key frames, VP9, and a clip of each container that `bench.demo` makes."""
-    from bench.demo.media import make_clip
-    from bench.loader.data import Kind, encode
+    """The videos: H.264 with rare and with frequent key frames, VP9, and a clip of each container that
+    `headrace.bench.demo` makes."""
+    from headrace.bench.demo.media import make_clip
+    from headrace.bench.loader.data import Kind, encode
 
     tell("making videos", 0.0)
     encode(folder / "long.mp4", Kind("long", seconds, 640, 360, 60, 0), 1)
@@ -83,11 +84,11 @@ def _decoding(folder: Path, name: str, clip: Any, size: int, color: Any = "bt601
     """Requests for all clips of a video, and PyAV."""
     import torch
 
-    from dataio.shards.media.probe import probe
-    from loaders.clip import choose, counts
-    from loaders.decode.contract import Request
-    from loaders.decode.geometry import Fit
-    from loaders.decode.pyav import PyAVDecoder
+    from headrace.dataio.shards.media.probe import probe
+    from headrace.loaders.clip import choose, counts
+    from headrace.loaders.decode.contract import Request
+    from headrace.loaders.decode.geometry import Fit
+    from headrace.loaders.decode.pyav import PyAVDecoder
 
     torch.set_num_threads(1)
     info, data = probe(folder / name).video, memoryview((folder / name).read_bytes())
@@ -109,7 +110,7 @@ def _decode(decoder: Any, requests: Sequence[Any]) -> None:
 
 def _colour(color: str) -> Callable[[Path], Step]:
     def prepare(folder: Path) -> Step:
-        from loaders.clip import Clip
+        from headrace.loaders.clip import Clip
 
         requests, decoder = _decoding(folder, "small.mp4", Clip(16, start="center"), 112, color)
         return lambda: _decode(decoder, requests), 1
@@ -119,7 +120,7 @@ def _colour(color: str) -> Callable[[Path], Step]:
 
 def _of_one_video(start: Any, per_video: int, *, together: bool) -> Callable[[Path], Step]:
     def prepare(folder: Path) -> Step:
-        from loaders.clip import Clip
+        from headrace.loaders.clip import Clip
 
         requests, decoder = _decoding(folder, "long.mp4", Clip(16, start=start, per_video=per_video), 112)
         calls = [requests] if together else [[request] for request in requests]
@@ -135,11 +136,11 @@ def _of_one_video(start: Any, per_video: int, *, together: bool) -> Callable[[Pa
 
 def _by(decoder: str) -> Callable[[Path], Step]:
     def prepare(folder: Path) -> Step:
-        from loaders.clip import Clip
+        from headrace.loaders.clip import Clip
 
         requests, used = _decoding(folder, "large.webm", Clip(16, start="center"), 224)
         if decoder == "DALI":
-            used = importlib.import_module("loaders.decode.dali").DaliDecoder()
+            used = importlib.import_module("headrace.loaders.decode.dali").DaliDecoder()
         return lambda: _decode(used, requests), 1
 
     return prepare
@@ -147,7 +148,7 @@ def _by(decoder: str) -> Callable[[Path], Step]:
 
 def _probed(suffix: str) -> Callable[[Path], Step]:
     def prepare(folder: Path) -> Step:
-        from dataio.shards.media.probe import probe
+        from headrace.dataio.shards.media.probe import probe
 
         return lambda: _nothing(probe(folder / f"probed{suffix}")), 1
 
@@ -156,8 +157,8 @@ def _probed(suffix: str) -> Callable[[Path], Step]:
 
 def _packed(*, anew: bool) -> Callable[[Path], Step]:
     def prepare(folder: Path) -> Step:
-        from loaders.order.packing import Packing, pack, with_room
-        from loaders.order.permutation import key_of
+        from headrace.loaders.order.packing import Packing, pack, with_room
+        from headrace.loaders.order.permutation import key_of
 
         # log-normal, five seconds on average
         lengths = np.random.default_rng(0).lognormal(np.log(5) - 0.5, 1.0, 100_000)

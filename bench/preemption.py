@@ -1,6 +1,6 @@
 """A save before the machine is taken away, behind three others, at a server of a fixed bandwidth.
 
-Purpose: `millrace bench preemption` shows what `save(priority="preemption")` is for. The floor is the same save alone; the
+Purpose: `headrace bench preemption` shows what `save(priority="preemption")` is for. The floor is the same save alone; the
 contrast is the same save of normal priority behind the others.
 Method: a real S3 server behind a proxy that brings it `RATE` bytes a second in all; a real daemon; each way in every round.
 Failure behaviour: a save that does not commit ends the run with its error.
@@ -19,16 +19,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.core import command
-from bench.core.results import Metric, Part, Samples
-from dataio.core.limits import MIB
-from dataio.core.options import count
-from dataio.sidecar.client import Sidecar
-from dataio.testing.proxy import FaultProxy
-from dataio.testing.s3server import start_seaweedfs
+from headrace.bench.core import command
+from headrace.bench.core.results import Metric, Part, Samples
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.core.options import count
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.testing.proxy import FaultProxy
+from headrace.dataio.testing.s3server import start_seaweedfs
 
 if TYPE_CHECKING:
-    from checkpoint import Checkpointer, Handle
+    from headrace.checkpoint import Checkpointer, Handle
 
 RATE = 40e6
 OTHERS = 3
@@ -43,7 +43,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench preemption`."""
+    """`headrace bench preemption`."""
     about = "A save before the machine is taken away, behind three others, at a server of a fixed bandwidth."
     return command.run(argv, "preemption", about, fill, _options)
 
@@ -79,7 +79,7 @@ def _measure(url: str, socket: str, way: str, size: int) -> float:
     """Seconds from `save` to the commit of the last save."""
     import torch
 
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
     with contextlib.ExitStack() as stack:
 
@@ -106,7 +106,17 @@ def _measure(url: str, socket: str, way: str, size: int) -> float:
 def _daemon() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:  # a socket's path must be short
         socket = str(Path(folder) / "sidecar.sock")
-        command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", socket, "--http-port", "off"]
+        command = [
+            sys.executable,
+            "-m",
+            "headrace.dataio.cli",
+            "sidecar",
+            "run",
+            "--socket",
+            socket,
+            "--http-port",
+            "off",
+        ]
         process = subprocess.Popen([*command, "--cache-dir", f"{folder}/cache", "--cache-bytes", "1MiB"])
         try:
             while (found := Sidecar.find(socket)) is None:

@@ -1,6 +1,6 @@
 """As much of S3 as a reader needs, over a directory: it counts the bytes it sends, may be held to a bandwidth and seem far away.
 
-    python -m bench.rangeserver DIRECTORY [BYTES_PER_SECOND [SECONDS_OF_DELAY]]
+    python -m headrace.bench.rangeserver DIRECTORY [BYTES_PER_SECOND [SECONDS_OF_DELAY]]
 
 It prints its port. `GET /-/sent` answers with the bytes of all bodies so far. One process, one thread, loopback only.
 Invariant: the bandwidth is that of all connections together; the delay is that of a round trip, of which a new connection costs

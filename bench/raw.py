@@ -1,4 +1,4 @@
-"""`millrace bench raw`: samples as bytes, without decoding, beside a plain loop of `pread`.
+"""`headrace bench raw`: samples as bytes, without decoding, beside a plain loop of `pread`.
 
 How: every candidate reads the same shuffled samples, each of three files side by side in tars on local disk, in one thread, and
 delivers each batch in one staging buffer. The plain loop does the least that does so: it knows where everything lies, keeps the
@@ -10,7 +10,7 @@ the page cache holds everything.
 Invariant: every candidate delivers the same bytes (their digest is compared). The loops "with digests" are the least for whoever
 checks what `pread` brought; that with as many buffers as `FileLoader` has is the least for whoever also works ahead as it does:
 one buffer of some megabytes stays in the processor's cache, and four do not. "Without digests" explains what checking takes; it
-is no way of reading that Millrace offers. Failure behaviour: a candidate that fails is named; the others go on.
+is no way of reading that Headrace offers. Failure behaviour: a candidate that fails is named; the others go on.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from bench.core import command
-from bench.core.measure import Candidate, Meter, alternate
-from bench.core.results import Metric, Part
-from bench.mlperf.data import shard
-from bench.sidecar_node import daemon
-from bench.sidecar_rank import AHEAD
-from dataio import Dataset
-from dataio.core.options import count
-from dataio.shards.contract import Files
-from dataio.sidecar.client import open_reader
-from loaders.order import Order
-from loaders.samples import source
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, Meter, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.mlperf.data import shard
+from headrace.bench.sidecar_node import daemon
+from headrace.bench.sidecar_rank import AHEAD
+from headrace.dataio import Dataset
+from headrace.dataio.core.options import count
+from headrace.dataio.shards.contract import Files
+from headrace.dataio.sidecar.client import open_reader
+from headrace.loaders.order import Order
+from headrace.loaders.samples import source
 
 BATCH, EPOCHS, AT_ONCE = 16, 6, 32
 HELD = 4
 """Batches in memory where two are made ahead of the next one, and the trainer still has the last."""
 MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
-PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Millrace through the sidecar", "Millrace in one process"
+PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Headrace through the sidecar", "Headrace in one process"
 TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
 LOADER, LOADER_SIDECAR = "FileLoader in one process, 2 threads", "FileLoader through the sidecar, 2 threads"
 PLAIN_CHECKED, UNCHECKED = f"{PLAIN}, with digests", "{}, without digests"
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench raw`."""
+    """`headrace bench raw`."""
     about = "Samples as bytes, checked, beside a plain loop of pread."
     return command.run(argv, "raw", about, fill, _options, rounds=5)
 
@@ -87,7 +87,7 @@ def fill(job: command.Job, part: Part) -> None:
     )
     part.settings = {"samples": job.args.samples, "batch": BATCH, "epochs": EPOCHS, "threads": 1}
     part.metrics, part.against = METRICS, PLAIN
-    wanted = [Candidate(name, "bench.raw", (name, str(job.scratch))) for name in CANDIDATES]
+    wanted = [Candidate(name, "headrace.bench.raw", (name, str(job.scratch))) for name in CANDIDATES]
     alternate(wanted, job.rounds, job.tell, part.candidates)
     if found := {samples.metrics["digest"][0] for samples in part.candidates.values() if "digest" in samples.metrics}:
         if len(found) > 1:
@@ -167,7 +167,7 @@ def _path(folder: Path, key: str) -> Path:
     return next(path for path in (folder / "shards").iterdir() if key.endswith(path.name))
 
 
-def _millrace(
+def _headrace(
     folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None, threads: int = 1
 ) -> Epochs:
     dataset = stack.enter_context(Dataset(str(folder / "dataset"), trust_mounts=True))
@@ -233,7 +233,7 @@ def _reading(
 
 def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None = None) -> Epochs:
     """`FileLoader`, which puts batches into memory of its own."""
-    from loaders import FileLoader
+    from headrace.loaders import FileLoader
 
     options: dict[str, Any] = {"seed": 1, "sidecar": sidecar, "threads": 2, "drop_last": False}
     loader = stack.enter_context(
@@ -301,13 +301,13 @@ CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epoc
     PLAIN_CHECKED: lambda folder, staging, stack: _plain(folder, staging, stack, check=True),
     PLAIN_CHECKED_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True),
     PLAIN_CHECKED_HELD: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True, buffers=HELD),
-    SIDECAR: _through(_millrace),
-    ALONE: lambda folder, staging, stack: _millrace(folder, staging, stack, None),
-    TWO: lambda folder, staging, stack: _millrace(folder, staging, stack, None, 2),
+    SIDECAR: _through(_headrace),
+    ALONE: lambda folder, staging, stack: _headrace(folder, staging, stack, None),
+    TWO: lambda folder, staging, stack: _headrace(folder, staging, stack, None, 2),
     LOADER: _loader,
     LOADER_SIDECAR: _through(_loader),
-    UNCHECKED.format(SIDECAR): _through(_millrace),
-    UNCHECKED.format(ALONE): lambda folder, staging, stack: _millrace(folder, staging, stack, None),
+    UNCHECKED.format(SIDECAR): _through(_headrace),
+    UNCHECKED.format(ALONE): lambda folder, staging, stack: _headrace(folder, staging, stack, None),
 }
 
 

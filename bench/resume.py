@@ -1,12 +1,12 @@
 """Resuming a loader in the middle of an epoch, beside other loaders: how long, how exact, how large a state.
 
-Purpose: `millrace bench resume`. Every candidate reads the same small clips in shuffled batches of 8, once to deliver
+Purpose: `headrace bench resume`. Every candidate reads the same small clips in shuffled batches of 8, once to deliver
 their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do.
 The floor opens the same dataset, and looks up and reads the next samples one after the other in the thread that wants them.
 Invariant: a candidate walks an epoch once, keeping its state and the ids of the next batches at 50 % and at 99 %. Then, in
 the same process (imports do not count), a new loader over the data takes the state, as it comes back from JSON, and is timed
 from there to its first batch; it is exact if the next batches hold the same ids.
-Failure behaviour: an exception ends the candidate's process; `bench.core.measure` reports it.
+Failure behaviour: an exception ends the candidate's process; `headrace.bench.core.measure` reports it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.core import command
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part
-from dataio import Dataset, index
-from dataio.core.errors import UsageError
-from dataio.core.options import count
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.dataio import Dataset, index
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.options import count
 
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
-OURS, TORCHDATA, LITDATA, MOSAIC = "millrace", "torchdata StatefulDataLoader", "litdata", "mosaicml-streaming"
+OURS, TORCHDATA, LITDATA, MOSAIC = "headrace", "torchdata StatefulDataLoader", "litdata", "mosaicml-streaming"
 FLOOR = "floor"
 BYTES = ", bytes"
 """What is added to a candidate's name when it delivers bytes; else it decodes."""
@@ -59,7 +59,7 @@ class Loader(Protocol):
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench resume`."""
+    """`headrace bench resume`."""
     return command.run(argv, "resume", "Resuming in the middle of an epoch, beside other loaders.", fill, _options)
 
 
@@ -86,11 +86,12 @@ def fill(job: command.Job, part: Part) -> None:
     part.metrics, part.against = METRICS, TORCHDATA
     if LITDATA in names:
         _convert(LITDATA, job.scratch, sys.executable)
-    wanted = [Candidate(name, "bench.resume", (name, str(job.scratch))) for name in names]
+    wanted = [Candidate(name, "headrace.bench.resume", (name, str(job.scratch))) for name in names]
     if python := job.args.mosaic_python:
         _convert(MOSAIC, job.scratch, python)
         wanted += [
-            Candidate(MOSAIC + what, "bench.resume", (MOSAIC + what, str(job.scratch)), python) for what in ("", BYTES)
+            Candidate(MOSAIC + what, "headrace.bench.resume", (MOSAIC + what, str(job.scratch)), python)
+            for what in ("", BYTES)
         ]
     alternate(wanted, job.rounds, job.tell, part.candidates)
 
@@ -109,7 +110,7 @@ def prepare(folder: Path, count: int) -> None:
 
 def measure(candidate: str, folder: Path) -> dict[str, float]:
     """Figures of one candidate."""
-    makers = {OURS: _millrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic, FLOOR: _Bare}
+    makers = {OURS: _headrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic, FLOOR: _Bare}
     maker = makers[candidate.removesuffix(BYTES)]
 
     def make(folder: Path) -> Loader:
@@ -197,10 +198,10 @@ def _decoded(data: bytes) -> Any:
     return np.stack(frames)
 
 
-def _millrace(folder: Path, finish: Finish) -> Loader:
-    import loaders.engine as engine
-    from loaders import Clip, VideoLoader
-    from loaders.samples.source import StoreReader
+def _headrace(folder: Path, finish: Finish) -> Loader:
+    import headrace.loaders.engine as engine
+    from headrace.loaders import Clip, VideoLoader
+    from headrace.loaders.samples.source import StoreReader
 
     class Timed(StoreReader):
         def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -221,7 +222,7 @@ class _Bytes:
     """A work of ours that delivers bytes."""
 
     def __init__(self) -> None:
-        from loaders.contract import Layout
+        from headrace.loaders.contract import Layout
 
         self.layout = Layout(("there",), {"data": None})
 
@@ -237,7 +238,7 @@ class _Bytes:
     def do(self, loaded: Sequence[Any]) -> list[Any]:
         import torch
 
-        from loaders.contract import Finished
+        from headrace.loaders.contract import Finished
 
         return [
             Finished(one.place.sample, {"there": torch.ones(1)}, {"data": bytes(one.members["avi"])}) for one in loaded
@@ -347,12 +348,12 @@ def _convert(peer: str, folder: Path, python: str) -> None:
     import subprocess
 
     quiet = {**os.environ, "LITDATA_DISABLE_VERSION_CHECK": "1"}
-    command = [python, "-m", "bench.resume", "convert", peer, str(folder)]
+    command = [python, "-m", "headrace.bench.resume", "convert", peer, str(folder)]
     subprocess.run(command, env=quiet, check=True, capture_output=True)
 
 
 def _to_litdata(folder: Path) -> None:
-    from bench.core import litdata
+    from headrace.bench.core import litdata
 
     litdata.optimize(_Read(str(folder / "ds")), list(range(_count(folder))), folder / LITDATA, "1MB")
 

@@ -1,4 +1,4 @@
-"""`millrace bench sidecar`: the figures of the node's daemon, in one run, with medians and spread.
+"""`headrace bench sidecar`: the figures of the node's daemon, in one run, with medians and spread.
 
 How: every round runs every measurement once, so that drift of the machine hits all alike. The dataset is synthetic: random
 bytes in the shape of short clips (video, sound and text side by side), on local disk; ranks and daemon are real processes, and a
@@ -22,17 +22,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bench.core import command
-from bench.core.results import Metric, Part, Samples
-from bench.sidecar_floor import Memory, beside, passing
-from bench.sidecar_node import DaemonProcess, daemon, run_ranks, server, write_shards
-from bench.sidecar_rank import Job, Shape
-from dataio.core.medium import medium
-from dataio.core.options import count
-from dataio.sidecar import messages as m
-from dataio.sidecar import wire
-from dataio.sidecar.client import Sidecar, open_reader
-from dataio.store.open import open_store
+from headrace.bench.core import command
+from headrace.bench.core.results import Metric, Part, Samples
+from headrace.bench.sidecar_floor import Memory, beside, passing
+from headrace.bench.sidecar_node import DaemonProcess, daemon, run_ranks, server, write_shards
+from headrace.bench.sidecar_rank import Job, Shape
+from headrace.dataio.core.medium import medium
+from headrace.dataio.core.options import count
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.client import Sidecar, open_reader
+from headrace.dataio.store.open import open_store
 
 OPENS = 2000
 IDLE_SECONDS = 4.0
@@ -80,7 +80,7 @@ Found = dict[str, list[float]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench sidecar`: 0 when it ran, whatever the figures."""
+    """`headrace bench sidecar`: 0 when it ran, whatever the figures."""
     return command.run(argv, "sidecar", "The figures of the node's daemon.", fill, _options)
 
 
@@ -95,7 +95,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def fill(job: command.Job, part: Part) -> None:
     """All figures, each measured once a round."""
     part.title, part.metrics, part.settings = "Sidecar: one node", FIGURES, {"shards": job.args.shards}
-    found = part.candidates.setdefault("millrace", Samples({name: [] for name in FIGURES})).metrics
+    found = part.candidates.setdefault("headrace", Samples({name: [] for name in FIGURES})).metrics
     if job.args.cache_dir is not None:
         part.settings["cache on"] = medium(job.args.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mb-", dir=job.args.cache_dir or job.scratch) as caches:

@@ -1,6 +1,6 @@
 """What the bytes of a first epoch take by themselves: read, digested, written and copied once, without a plan or messages.
 
-    python -m bench.sidecar_floor JSON        (a `Copier`; one of the processes of `beside`)
+    python -m headrace.bench.sidecar_floor JSON        (a `Copier`; one of the processes of `beside`)
 
 Purpose: the floor that a first epoch of the sidecar is held beside, in one thread (`passing`) and with as many processes at it as
 there are ranks (`beside`), which share the cores' caches and the memory with whoever writes, as ranks do.
@@ -25,7 +25,7 @@ from typing import IO
 
 import xxhash
 
-from bench.sidecar_rank import Shape
+from headrace.bench.sidecar_rank import Shape
 
 BATCH = 16
 BLOCK_BYTES = 4 << 20
@@ -130,7 +130,7 @@ def _copier(files: Sequence[IO[bytes]], shape: Shape, rank: int, ranks: int) -> 
     numbers = [file.fileno() for file in files]
     about = json.dumps(asdict(Copier(numbers, 0, shape.members, shape.per_shard, rank, ranks)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.sidecar_floor", about],
+        [sys.executable, "-m", "headrace.bench.sidecar_floor", about],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,

@@ -17,8 +17,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.sidecar_rank import Job, Shape
-from dataio.sidecar.client import Sidecar
+from headrace.bench.sidecar_rank import Job, Shape
+from headrace.dataio.sidecar.client import Sidecar
 
 START_SECONDS = 60.0
 
@@ -69,7 +69,7 @@ def daemon(folder: Path, environ: Mapping[str, str] | None = None, **settings: s
     given = {"socket": str(socket), "cache_dir": str(folder / "cache"), "log_level": "WARNING", **settings}
     flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dataio.cli", "sidecar", "run", *flags], env={**os.environ, **(environ or {})}
+        [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags], env={**os.environ, **(environ or {})}
     )
     try:
         _until_it_answers(process, socket)
@@ -89,7 +89,7 @@ def _until_it_answers(process: subprocess.Popen[bytes], socket: Path) -> None:
 
 
 class Server:
-    """A running `bench.rangeserver`. `environ` makes S3 clients use it."""
+    """A running `headrace.bench.rangeserver`. `environ` makes S3 clients use it."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -112,7 +112,7 @@ class Server:
 @contextlib.contextmanager
 def server(root: Path, rate: float = 0.0, delay: float = 0.0) -> Iterator[Server]:
     """Serves `root`/<bucket>/<key>, all connections together at most at `rate` bytes a second; `delay` in seconds."""
-    command = [sys.executable, "-m", "bench.rangeserver", str(root), str(rate), str(delay)]
+    command = [sys.executable, "-m", "headrace.bench.rangeserver", str(root), str(rate), str(delay)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield Server(int(process.stdout.readline()) if process.stdout else 0)
@@ -129,7 +129,7 @@ def run_ranks(
     """Start all, call `before` and let them go together; (wall seconds until the last is done, figures of each)."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "bench.sidecar_rank", job.text()],
+            [sys.executable, "-m", "headrace.bench.sidecar_rank", job.text()],
             env={**os.environ, **(environ or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """One rank of the sidecar's benchmark: reads its share of the global order, raw, and copies each batch into one staging buffer.
 
-    python -m bench.sidecar_rank JSON        (a `Job`; waits for a line on standard input, prints one JSON object)
+    python -m headrace.bench.sidecar_rank JSON        (a `Job`; waits for a line on standard input, prints one JSON object)
 
 Invariant: what a loader does but for decoding and digests: announcements eight batches ahead, one read a sample. Every byte is
 touched by the copy. Failure behaviour: any error ends the process with a traceback.
@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-import dataio.sidecar.reader  # noqa: F401  # what is imported is the process's start, not the read's
-from dataio.core.trace import span
-from dataio.sidecar.client import open_reader
-from dataio.store.open import open_store
-from loaders.order import Order
+import headrace.dataio.sidecar.reader  # noqa: F401  # what is imported is the process's start, not the read's
+from headrace.dataio.core.trace import span
+from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.store.open import open_store
+from headrace.loaders.order import Order
 
 AHEAD = 8
 Read = tuple[str, list[tuple[int, int]]]

@@ -1,8 +1,8 @@
-"""`millrace bench tier`: restoring one step from the node's tier, in memory and on disk, from the buddy, and from a store.
+"""`headrace bench tier`: restoring one step from the node's tier, in memory and on disk, from the buddy, and from a store.
 
 Each candidate is a trainer in a process of its own that restores the same committed step; daemons, the S3 server and the
 relay that limits its bandwidth are real and on loopback. Invariant: a restore whose bytes are not those that were saved
-fails, and so does one from a tier of which the store had to give a part. Failure behaviour: as in `bench.core.command`;
+fails, and so does one from a tier of which the store had to give a part. Failure behaviour: as in `headrace.bench.core.command`;
 without openssl or the repository's script for certificates the buddy is left out, which is said.
 """
 
@@ -22,18 +22,18 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.core import command
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part
-from dataio.core.errors import UnsupportedError, UsageError
-from dataio.core.limits import MIB, parse_bytes
-from dataio.core.options import count
-from dataio.sidecar.client import Sidecar
-from dataio.sidecar.tier.protocol import Pace
-from dataio.testing.s3server import start_seaweedfs
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.core.limits import MIB, parse_bytes
+from headrace.dataio.core.options import count
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.sidecar.tier.protocol import Pace
+from headrace.dataio.testing.s3server import start_seaweedfs
 
-CERTIFICATES = Path(__file__).parents[1] / "deploy" / "buddies" / "certificates.sh"
-URL = "s3://millrace/bench"
+CERTIFICATES = Path(__file__).resolve().parents[1] / "deploy" / "buddies" / "certificates.sh"
+URL = "s3://headrace/bench"
 METRICS = {
     "restore": Metric("restore", "s"),
     "rate": Metric("rate", "MB/s", "higher"),
@@ -42,7 +42,7 @@ METRICS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench tier`."""
+    """`headrace bench tier`."""
     return command.run(argv, "tier", "Restoring from the tier, the buddy and the store.", fill, _options)
 
 
@@ -58,12 +58,13 @@ def fill(job: command.Job, part: Part) -> None:
     part.settings = {"state MiB": job.args.mib, "store MB/s": rate // 10**6}
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(start_seaweedfs())
-        server.create_bucket("millrace")
+        server.create_bucket("headrace")
         relay = stack.enter_context(Relay(server.endpoint, rate))
         os.environ.update(server.environment())
         places = _places(job, stack, relay)
         candidates = [
-            Candidate(name, "bench.tier", (URL, str(job.args.mib), *arguments)) for name, arguments in places.items()
+            Candidate(name, "headrace.bench.tier", (URL, str(job.args.mib), *arguments))
+            for name, arguments in places.items()
         ]
         alternate(candidates, job.rounds, job.tell, part.candidates)
 
@@ -99,21 +100,21 @@ def _daemon(stack: contextlib.ExitStack, folder: Path, more: dict[str, str]) -> 
     options |= {"tier_dir": str(folder / "tier"), "tier_bytes": "16GiB", **more}
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dataio.cli", "sidecar", "run", *flags], stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags], stderr=subprocess.DEVNULL
     )
     stack.callback(process.wait)
     stack.callback(process.kill)
     until = time.monotonic() + 60
     while (found := Sidecar.find(path)) is None:
         if process.poll() is not None or time.monotonic() > until:
-            raise UnsupportedError("the daemon did not start", hint="millrace sidecar run says why")
+            raise UnsupportedError("the daemon did not start", hint="headrace sidecar run says why")
         time.sleep(0.02)
     found.close()
     return str(path)
 
 
 def _save(socket_path: str, mib: int) -> None:
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
     with Checkpointer(URL, run="bench", sidecar=socket_path) as checkpointer:
         result = checkpointer.save(1, {"w": _tensor(mib)}).result(600)
@@ -186,8 +187,8 @@ def restore(url: str, mib: int, sidecar: str, where: str, tier: str = "") -> Ite
     """One restore, as a trainer that starts: figures by name."""
     import torch
 
-    from checkpoint import Checkpointer
-    from dataio.core.metrics import tier_read_bytes
+    from headrace.checkpoint import Checkpointer
+    from headrace.dataio.core.metrics import tier_read_bytes
 
     _prepare(Path(tier) if tier else None, where)
     state = {"w": torch.zeros(mib * MIB // 8, dtype=torch.int64)}

@@ -15,32 +15,32 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from checkpoint import preemption
-from checkpoint.format import names
-from checkpoint.format.codec import COMPRESSIONS
-from checkpoint.format.documents import Base
-from checkpoint.gds.file import Direct
-from checkpoint.gds.saving import RING_BYTES
-from checkpoint.gds.store import direct_for
-from checkpoint.handle import Handle, Name
-from checkpoint.lifecycle.automatic import Retention
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.lineage import Lineage
-from checkpoint.ranks import Ranks
-from checkpoint.repository import steps as repository
-from checkpoint.repository import timeline
-from checkpoint.restorer import Restorer
-from checkpoint.saver import Options, Saver
-from checkpoint.saves import Saves
-from checkpoint.saving.carriers import Carriers
-from checkpoint.staging.slices import check_limit
-from checkpoint.state.replicas import POLICIES
-from checkpoint.state.selection import Selection, matching
-from dataio.core.errors import UsageError
-from dataio.core.log import get_logger
-from dataio.sidecar.client import SaveMeter
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint import preemption
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.codec import COMPRESSIONS
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.saving import RING_BYTES
+from headrace.checkpoint.gds.store import direct_for
+from headrace.checkpoint.handle import Handle, Name
+from headrace.checkpoint.lifecycle.automatic import Retention
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.lineage import Lineage
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import timeline
+from headrace.checkpoint.restorer import Restorer
+from headrace.checkpoint.saver import Options, Saver
+from headrace.checkpoint.saves import Saves
+from headrace.checkpoint.saving.carriers import Carriers
+from headrace.checkpoint.staging.slices import check_limit
+from headrace.checkpoint.state.replicas import POLICIES
+from headrace.checkpoint.state.selection import Selection, matching
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.client import SaveMeter
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 _log = get_logger(__name__)
 PRIORITIES = ("normal", "preemption")
@@ -61,7 +61,8 @@ class Checkpointer:
     `close`; training goes on) or "raise" (the next `save` raises it as well). That another trainer took over is always raised.
     `staging` is "eager" (`save` returns when the state is copied) or "lazy" (parameters and optimizer state are copied behind
     what the trainer does next, and the next step of an optimizer in the state waits for what is not copied by then).
-    `replicas`: tensors that several ranks hold are compared at each save, by samples (`checkpoint.state.replicas`). Where some
+    `replicas`: tensors that several ranks hold are compared at each save, by samples
+    (`headrace.checkpoint.state.replicas`). Where some
     differ, all ranks refuse the save ("error"), or save the writing rank's and name them in a warning, a metric and
     `SaveResult.diverged` ("warn"). "trust" compares nothing.
     `replicated`: patterns on paths (as `include` of `restore`) of plain tensors that are the same on all ranks although no module
@@ -148,7 +149,8 @@ class Checkpointer:
         return self._save(step, state, None, priority, overwrites=False)
 
     def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
-        """As `save`, for `checkpoint.frameworks`: `name` is what their users find the step by, on the ranks that have one. A step
+        """As `save`, for `headrace.checkpoint.frameworks`: `name` is what their users find the step by, on the ranks
+        that have one. A step
         that was saved already is saved again, as those users expect of their files: in a branch that begins before it."""
         return self._save(step, state, name, "normal", overwrites=True)
 
@@ -186,7 +188,7 @@ class Checkpointer:
         """From now on these signals ask for a last save of `state()`, committed within `deadline` seconds of the signal.
 
         Ask the returned object between two steps: `if guard.reached(step): sys.exit(guard.exit_code)`. The exit code is 99
-        when the state is committed and 98 when not; `report` (or $MILLRACE_PREEMPTION_REPORT) with `.<rank>` added is a file
+        when the state is committed and 98 when not; `report` (or $HEADRACE_PREEMPTION_REPORT) with `.<rank>` added is a file
         that says it in JSON. With several ranks all call this, and `reached` at every step.
         """
         self._check_open()
@@ -216,7 +218,7 @@ class Checkpointer:
         later save of a step that the run has already, or has passed, begins a branch (docs/checkpoints.md).
         `required`: a run without a step is a `NotFoundError` that says what is there instead; else a warning names other runs.
         `run`: another run of this repository. `include` and `exclude`: patterns on paths such as "model/*", see
-        `checkpoint.state.selection`; the rest of `state` is left as it is. `strict=False`: so are entries that the
+        `headrace.checkpoint.state.selection`; the rest of `state` is left as it is. `strict=False`: so are entries that the
         checkpoint does not hold, and what it holds beyond `state` is not read. `cast`: tensors of another type are
         converted. Mesh, placement and number of ranks may be others than at the save. Raises `MismatchError`, before
         anything is changed, naming every entry that is missing, not expected, or of another shape or type; `NotFoundError`

@@ -4,8 +4,8 @@ Order, each step durable before the next: lease → (base read) → packs → ra
 Invariant: the arena is only read, and not at all after `Released`. Two carriers of one plan may run at once, and requests of a
 dead one may still be applied: packs have names that one process alone uses, and of the manifests the first one stands.
 Whatever happens, the step is afterwards absent, or complete, or committed; the previous steps are untouched.
-Failure behaviour: errors of `dataio.core.errors`; what was uploaded before one is garbage that no step refers to. As a
-program (`python -m checkpoint.carry --arena-fd N --plan-fd M`) it reports events as lines of JSON on standard output and
+Failure behaviour: errors of `headrace.dataio.core.errors`; what was uploaded before one is garbage that no step refers to. As a
+program (`python -m headrace.checkpoint.carry --arena-fd N --plan-fd M`) it reports events as lines of JSON on standard output and
 ends with the error's exit code; it goes on when nobody reads them any more.
 """
 
@@ -21,26 +21,26 @@ from functools import partial
 
 import msgspec
 
-from checkpoint.format import codec, names
-from checkpoint.format import manifest as manifests
-from checkpoint.format.documents import Commit
-from checkpoint.repository import commit
-from checkpoint.repository.commit import Attempt, FinalError
-from checkpoint.repository.lease import LeaseKeeper
-from checkpoint.saving import plan as plans
-from checkpoint.saving.events import Committing, Done, Event, Released, failed, to_json
-from checkpoint.saving.plan import PutPlan
-from checkpoint.saving.progress import Logged, ProgressFile
-from checkpoint.saving.upload import ArenaBytes, manifest_of, upload
-from checkpoint.tier import saving
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.crashpoints import declare
-from dataio.core.errors import MillraceError, NotFoundError, TransientError, UsageError
-from dataio.sidecar.transfer.gate import pass_by
-from dataio.store.contract import Store
-from dataio.store.gated import Gated
-from dataio.store.open import open_location
-from dataio.store.tier.shelf import Shelf
+from headrace.checkpoint.format import codec, names
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format.documents import Commit
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt, FinalError
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.saving import plan as plans
+from headrace.checkpoint.saving.events import Committing, Done, Event, Released, failed, to_json
+from headrace.checkpoint.saving.plan import PutPlan
+from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.upload import ArenaBytes, manifest_of, upload
+from headrace.checkpoint.tier import saving
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import HeadraceError, NotFoundError, TransientError, UsageError
+from headrace.dataio.sidecar.transfer.gate import pass_by
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.gated import Gated
+from headrace.dataio.store.open import open_location
+from headrace.dataio.store.tier.shelf import Shelf
 
 _ANY_BYTES = 1 << 62
 
@@ -96,7 +96,7 @@ def _carry(
             return _commit(arena, plan, emit, held, book, gone, clock) | {"kept": held.kept}
         except TransientError as error:
             if held.can_keep_alone and arena is not None:
-                with contextlib.suppress(MillraceError, OSError):  # then the store's error is all there is to say
+                with contextlib.suppress(HeadraceError, OSError):  # then the store's error is all there is to say
                     _keep(arena, plan, emit, held, book, clock)
             if held.kept is None:
                 raise
@@ -240,7 +240,9 @@ def _told(attempt: Attempt, found: Commit, manifest: manifests.Manifest) -> dict
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program: see the module's text."""
-    parser = argparse.ArgumentParser(prog="python -m checkpoint.carry", description="Commit one staged checkpoint.")
+    parser = argparse.ArgumentParser(
+        prog="python -m headrace.checkpoint.carry", description="Commit one staged checkpoint."
+    )
     parser.add_argument("--arena-fd", type=int, required=True, help="descriptor of the staging arena")
     parser.add_argument("--plan-fd", type=int, required=True, help="descriptor that the put plan is read from")
     saving.add_flags(parser)
@@ -252,14 +254,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shelf, plan = saving.shelf_of(options), _read_plan(options.plan_fd)
         result = carry(_mapped(options.arena_fd), plan, _print, shelf=shelf, progress=progress, gate=gate)
-    except MillraceError as error:
+    except HeadraceError as error:
         _print(failed(error, again=_may_succeed_later(error)))
         return error.exit_code
     _print(Done(result))
     return 0
 
 
-def _may_succeed_later(error: MillraceError) -> bool:
+def _may_succeed_later(error: HeadraceError) -> bool:
     """Whether the same job may be tried again: the store was away, or the lease ran out meanwhile."""
     return isinstance(error, TransientError) and not isinstance(error, FinalError)
 

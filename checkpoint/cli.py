@@ -1,4 +1,4 @@
-"""`millrace ckpt`: list, check, name and remove the steps of a checkpoint repository.
+"""`headrace ckpt`: list, check, name and remove the steps of a checkpoint repository.
 
 Invariant: runs without torch. Listing and checking change nothing, but that complete attempts are finished, as by any reader.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error.
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from checkpoint import cli_lifecycle
-from checkpoint.repository import check
-from dataio.core.errors import CorruptionError
-from dataio.core.limits import format_bytes
-from dataio.core.options import Parser
-from dataio.store.open import open_store
+from headrace.checkpoint import cli_lifecycle
+from headrace.checkpoint.repository import check
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.options import Parser
+from headrace.dataio.store.open import open_store
 
 _MOST_HITS = 5
 
 
 def ckpt(argv: Sequence[str]) -> int:
-    """Run `millrace ckpt ARGV` and return its exit code."""
+    """Run `headrace ckpt ARGV` and return its exit code."""
     options = _parser().parse_args(argv)
     with open_store(options.url) as store:
         if options.action in cli_lifecycle.COMMANDS:
@@ -43,7 +43,7 @@ def ckpt(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
-        prog="millrace ckpt", description="List, check, name and remove the steps of a checkpoint repository."
+        prog="headrace ckpt", description="List, check, name and remove the steps of a checkpoint repository."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("ls", help="list the steps")

@@ -1,4 +1,4 @@
-"""`millrace ckpt show | retain | gc | tag | untag | tags`: one step, and what becomes of old ones.
+"""`headrace ckpt show | retain | gc | tag | untag | tags`: one step, and what becomes of old ones.
 
 Invariant: `retain` and `gc` print what they would do and change nothing unless `--apply` is given.
 Failure behaviour: the error's exit code; a collection that dies is finished by the next one.
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from checkpoint.lifecycle import collect, tags
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.lifecycle.plan import Plan
-from checkpoint.repository import show
-from dataio.core.errors import UsageError
-from dataio.core.limits import format_bytes
-from dataio.store.contract import Store
+from headrace.checkpoint.lifecycle import collect, tags
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.lifecycle.plan import Plan
+from headrace.checkpoint.repository import show
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.store.contract import Store
 
 if TYPE_CHECKING:
     Actions = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -62,7 +62,7 @@ def run(store: Store, options: argparse.Namespace) -> int:
 
 def _show(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
-        raise UsageError("show needs --run", hint="for example --run exp42; `millrace ckpt ls URL` lists the runs")
+        raise UsageError("show needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
     found = show.look(store, options.run, options.step, tensors=options.tensors)
     print(json.dumps(msgspec.to_builtins(found), indent=1) if options.json else show.text(found))
     return 0
@@ -115,7 +115,7 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
 
 def _tag(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
-        raise UsageError("tag needs --run", hint="for example --run exp42; `millrace ckpt ls URL` lists the runs")
+        raise UsageError("tag needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
     return _say(options, tags.tag(store, options.name, options.run, show.step_of(options.step), move=options.move))
 
 

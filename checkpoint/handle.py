@@ -13,8 +13,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from checkpoint.format.documents import Base
-from dataio.core.errors import DeadlineError, UsageError
+from headrace.checkpoint.format.documents import Base
+from headrace.dataio.core.errors import DeadlineError, UsageError
 
 
 @dataclass(frozen=True, slots=True)

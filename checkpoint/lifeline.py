@@ -18,7 +18,7 @@ import socket
 import threading
 import weakref
 
-from dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 
 LIVES, ENDED, SILENT = "lives", "ended", "silent"
 ADDRESS_BYTES = 18

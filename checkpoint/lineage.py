@@ -1,7 +1,7 @@
 """What the steps of one trainer descend from, and what they lean on.
 
 A trainer that starts has no timeline yet. Its first save opens one, or joins that of another writer of its process; so does the
-first save after a restore, if that has to begin a branch: `checkpoint.repository.writers` has the rules. A restore alone
+first save after a restore, if that has to begin a branch: `headrace.checkpoint.repository.writers` has the rules. A restore alone
 changes nothing. The first save leans on the step before it, or on a step of another run that the trainer started from. From its
 first commit on the trainer leans on its own last step. The first writer sees that the store holds a repository.
 Invariant: what was restored is held by a lease until a step of this trainer's own is committed, and so is the step that a
@@ -18,16 +18,16 @@ import weakref
 
 import msgspec
 
-from checkpoint.format import names, ulid
-from checkpoint.format.documents import Base
-from checkpoint.repository import steps as repository
-from checkpoint.repository import writers
-from checkpoint.repository.parent import Parent
-from checkpoint.repository.writers import Standing
-from checkpoint.tier import reading
-from checkpoint.tier.reading import Found, NodeTier
-from dataio.core.errors import NotFoundError, TransientError
-from dataio.store.contract import Store
+from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import writers
+from headrace.checkpoint.repository.parent import Parent
+from headrace.checkpoint.repository.writers import Standing
+from headrace.checkpoint.tier import reading
+from headrace.checkpoint.tier.reading import Found, NodeTier
+from headrace.dataio.core.errors import NotFoundError, TransientError
+from headrace.dataio.store.contract import Store
 
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""

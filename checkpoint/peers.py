@@ -17,8 +17,8 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint.format.chunk import digest
-from checkpoint.lifeline import ADDRESS_BYTES, ENDED, SILENT, Door, Lifeline
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.lifeline import ADDRESS_BYTES, ENDED, SILENT, Door, Lifeline
 
 _CARD = struct.Struct(f">8sQQ{ADDRESS_BYTES}s")
 """Where process numbers mean the same, the process, when it was started, and its door."""

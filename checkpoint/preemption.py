@@ -27,14 +27,14 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 
-from checkpoint.handle import Handle
-from dataio.core.errors import UsageError
-from dataio.core.log import get_logger
+from headrace.checkpoint.handle import Handle
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.log import get_logger
 
 SAVED, NOT_SAVED = 99, 98
 """Exit codes for a trainer that stops because it was asked to: the state is committed, or it is not and an older step will do."""
 DEADLINE_SECONDS = 100.0
-REPORT_VARIABLE = "MILLRACE_PREEMPTION_REPORT"
+REPORT_VARIABLE = "HEADRACE_PREEMPTION_REPORT"
 _VOTE_SECONDS = 10.0
 """How much later than this one another rank may have come to wait for its save."""
 _log = get_logger(__name__)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from dataio.core.errors import TransientError, UsageError
+from headrace.dataio.core.errors import TransientError, UsageError
 
 _MESSAGE_BYTES = 512
 _REASON_BYTES = 512

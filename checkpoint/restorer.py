@@ -3,7 +3,7 @@
 Invariant: all ranks restore the same step, or all raise: every rank takes part in every exchange, also one that has failed. There
 are five when only tensors are filled in place: that all may begin; which step; that it is open and fits everywhere; who needs
 what; that all is done.
-Failure behaviour: as in `checkpoint.restoring`, and errors of the store on any rank.
+Failure behaviour: as in `headrace.checkpoint.restoring`, and errors of the store on any rank.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.collector import held_off
-from checkpoint.format import names
-from checkpoint.format.documents import Base
-from checkpoint.gds.file import Direct
-from checkpoint.gds.store import GdsStore
-from checkpoint.lineage import Lineage
-from checkpoint.ranks import Ranks
-from checkpoint.repository import steps as repository
-from checkpoint.restoring import restore
-from checkpoint.restoring.apply import Fitted, apply, fitted, require_one_content
-from checkpoint.state.selection import Selection
-from checkpoint.tier import reading
-from checkpoint.tier.reading import Found, NodeTier, node_tier
-from dataio.core.errors import UsageError
-from dataio.core.log import get_logger
-from dataio.sidecar.connection import SidecarName
-from dataio.store.contract import Store
+from headrace.checkpoint.collector import held_off
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.store import GdsStore
+from headrace.checkpoint.lineage import Lineage
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring.apply import Fitted, apply, fitted, require_one_content
+from headrace.checkpoint.state.selection import Selection
+from headrace.checkpoint.tier import reading
+from headrace.checkpoint.tier.reading import Found, NodeTier, node_tier
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.connection import SidecarName
+from headrace.dataio.store.contract import Store
 
 _log = get_logger(__name__)
 
@@ -105,7 +105,7 @@ class Restorer:
         said = f"include has patterns that nothing matches: {', '.join(map(repr, selection.unmatched[:8]))}"
         if self._ranks.world_size == 1:
             raise UsageError(
-                said, hint="`millrace ckpt show` lists the entries of a step; strict=False goes on without"
+                said, hint="`headrace ckpt show` lists the entries of a step; strict=False goes on without"
             )
         _log.warning("%s on this rank", said)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataio.core.log import get_logger
+from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
 

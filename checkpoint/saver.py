@@ -17,38 +17,38 @@ from typing import Any
 import msgspec
 import torch
 
-from checkpoint.collector import held_off
-from checkpoint.format import names
-from checkpoint.format.documents import Base
-from checkpoint.format.layout import Layout, TensorSpec
-from checkpoint.gds.file import Direct
-from checkpoint.gds.saving import DeviceSlices
-from checkpoint.handle import Handle, Name, SaveResult
-from checkpoint.lifecycle.automatic import Retention
-from checkpoint.lifeline import Door
-from checkpoint.lineage import Lineage, Ticket
-from checkpoint.peers import Peers, card
-from checkpoint.ranks import Ranks
-from checkpoint.repository import commit
-from checkpoint.repository.commit import Attempt, FinalError
-from checkpoint.repository.lease import DEFAULT_LIFE
-from checkpoint.saves import Saves
-from checkpoint.saving import plan
-from checkpoint.saving.carriers import Cargo, Carriers
-from checkpoint.staging import governed
-from checkpoint.staging.arena import Arena, Staging
-from checkpoint.staging.copying import Copying
-from checkpoint.staging.slices import SlicedState
-from checkpoint.state import replicas as comparing
-from checkpoint.state.kinds import TorchKinds
-from checkpoint.state.prepare import Planner, Prepared, Taken, expected, take_apart
-from checkpoint.tier.saving import KeptAloneError
-from dataio.core import metrics
-from dataio.core.errors import ConflictError, MillraceError, MismatchError, TransientError
-from dataio.core.log import get_logger, warn_once
-from dataio.core.trace import span
-from dataio.sidecar.client import SaveMeter
-from dataio.store.contract import Store
+from headrace.checkpoint.collector import held_off
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.layout import Layout, TensorSpec
+from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.saving import DeviceSlices
+from headrace.checkpoint.handle import Handle, Name, SaveResult
+from headrace.checkpoint.lifecycle.automatic import Retention
+from headrace.checkpoint.lifeline import Door
+from headrace.checkpoint.lineage import Lineage, Ticket
+from headrace.checkpoint.peers import Peers, card
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt, FinalError
+from headrace.checkpoint.repository.lease import DEFAULT_LIFE
+from headrace.checkpoint.saves import Saves
+from headrace.checkpoint.saving import plan
+from headrace.checkpoint.saving.carriers import Cargo, Carriers
+from headrace.checkpoint.staging import governed
+from headrace.checkpoint.staging.arena import Arena, Staging
+from headrace.checkpoint.staging.copying import Copying
+from headrace.checkpoint.staging.slices import SlicedState
+from headrace.checkpoint.state import replicas as comparing
+from headrace.checkpoint.state.kinds import TorchKinds
+from headrace.checkpoint.state.prepare import Planner, Prepared, Taken, expected, take_apart
+from headrace.checkpoint.tier.saving import KeptAloneError
+from headrace.dataio.core import metrics
+from headrace.dataio.core.errors import ConflictError, HeadraceError, MismatchError, TransientError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.trace import span
+from headrace.dataio.sidecar.client import SaveMeter
+from headrace.dataio.store.contract import Store
 
 _log = get_logger(__name__)
 _KINDS = TorchKinds()
@@ -145,7 +145,7 @@ class Saver:
         """Allocate the memory that saves of `state` need, and look at the store, in threads; talks to no other rank."""
         self.staging.warm_up(expected(self._taken(state), self._ranks.rank, self._ranks.world_size))
         if self._ranks.rank == 0 and self._preparing is None:
-            self._preparing = threading.Thread(target=self._prepare, name="millrace-prepare")
+            self._preparing = threading.Thread(target=self._prepare, name="headrace-prepare")
             self._preparing.start()
 
     def join(self) -> None:
@@ -165,7 +165,7 @@ class Saver:
     def _prepare(self) -> None:
         try:
             self._lineage.prepare()
-        except MillraceError as error:  # the first save will say the same to somebody who listens
+        except HeadraceError as error:  # the first save will say the same to somebody who listens
             _log.warning("the store could not be looked at ahead of time: %s", error)
 
     def _taken(self, state: dict[str, Any]) -> Taken:
@@ -242,7 +242,7 @@ class Saver:
             put = self._plan(step, ticket, prepared)
             cargo = self._cargo(put, staging, arena, copying, handle, urgent)
             threading.Thread(
-                target=self._carry, args=(cargo, handle, copying, name), name=f"millrace-save-{step}"
+                target=self._carry, args=(cargo, handle, copying, name), name=f"headrace-save-{step}"
             ).start()
             undo.pop_all()  # from now on all of it is the thread's
         return handle, copying
@@ -361,7 +361,7 @@ class Saver:
     @staticmethod
     def _log_failure(step: int, error: BaseException) -> None:
         metrics.checkpoint_saves.labels("failed").inc()
-        detail = None if isinstance(error, MillraceError) else error
+        detail = None if isinstance(error, HeadraceError) else error
         _log.error("step %d was not saved; training goes on without it: %s", step, error, exc_info=detail)
 
     def _attempt(self, step: int, ticket: Ticket) -> Attempt:
@@ -369,7 +369,7 @@ class Saver:
 
     def _abort_behind(self, attempt: Attempt, error: BaseException) -> None:
         if self._ranks.world_size > 1:
-            name = f"millrace-abort-{attempt.step}"
+            name = f"headrace-abort-{attempt.step}"
             self._aborting = threading.Thread(target=self._abort, args=(attempt, error), name=name)
             self._aborting.start()
 

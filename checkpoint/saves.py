@@ -14,10 +14,10 @@ import time
 import weakref
 from collections.abc import Callable
 
-from checkpoint.handle import Handle
-from checkpoint.lineage import Lineage
-from dataio.core.errors import ConflictError, DeadlineError
-from dataio.core.log import get_logger, warn_once
+from headrace.checkpoint.handle import Handle
+from headrace.checkpoint.lineage import Lineage
+from headrace.dataio.core.errors import ConflictError, DeadlineError
+from headrace.dataio.core.log import get_logger, warn_once
 
 _log = get_logger(__name__)
 _IN_FLIGHT = 2

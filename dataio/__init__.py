@@ -1,23 +1,23 @@
-"""Millrace's floors 0 to 2: storage, dataset shards, the node cache and the sidecar. Never imports torch.
+"""Headrace's floors 0 to 2: storage, dataset shards, the node cache and the sidecar. Never imports torch.
 
-The public names load their modules on first use, so that `import dataio` and `millrace --help` cost nothing.
+The public names load their modules on first use, so that `from headrace import dataio` and `headrace --help` cost nothing.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dataio.core.lazy import exports
+from headrace.dataio.core.lazy import exports
 
 if TYPE_CHECKING:
-    from dataio.shards.dataset import Dataset
-    from dataio.shards.in_place.indexing import index
-    from dataio.shards.ingest.manifests import Columns
-    from dataio.shards.ingest.pack import PackReport, append, pack
-    from dataio.shards.look.preview import preview
-    from dataio.shards.media.facts import Recipe
-    from dataio.shards.verify.run import VerifyReport, verify
-    from dataio.store.open import open_store
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.in_place.indexing import index
+    from headrace.dataio.shards.ingest.manifests import Columns
+    from headrace.dataio.shards.ingest.pack import PackReport, append, pack
+    from headrace.dataio.shards.look.preview import preview
+    from headrace.dataio.shards.media.facts import Recipe
+    from headrace.dataio.shards.verify.run import VerifyReport, verify
+    from headrace.dataio.store.open import open_store
 
 __all__ = [
     "Columns",
@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "Columns": "dataio.shards.ingest.manifests",
-    "Dataset": "dataio.shards.dataset",
-    "PackReport": "dataio.shards.ingest.pack",
-    "VerifyReport": "dataio.shards.verify.findings",
-    "Recipe": "dataio.shards.media.facts",
-    "append": "dataio.shards.ingest.pack",
-    "index": "dataio.shards.in_place.indexing",
-    "open_store": "dataio.store.open",
-    "pack": "dataio.shards.ingest.pack",
-    "preview": "dataio.shards.look.preview",
-    "verify": "dataio.shards.verify.run",
+    "Columns": "headrace.dataio.shards.ingest.manifests",
+    "Dataset": "headrace.dataio.shards.dataset",
+    "PackReport": "headrace.dataio.shards.ingest.pack",
+    "VerifyReport": "headrace.dataio.shards.verify.findings",
+    "Recipe": "headrace.dataio.shards.media.facts",
+    "append": "headrace.dataio.shards.ingest.pack",
+    "index": "headrace.dataio.shards.in_place.indexing",
+    "open_store": "headrace.dataio.store.open",
+    "pack": "headrace.dataio.shards.ingest.pack",
+    "preview": "headrace.dataio.shards.look.preview",
+    "verify": "headrace.dataio.shards.verify.run",
 }
 
 __getattr__, __dir__ = exports(__name__, _HOME)

@@ -1,6 +1,6 @@
 """Streaming loaders for training: exact order, decoded clips, a state of a few bytes.
 
-The public names load their modules on first use, so that `import loaders` starts nothing and imports no decoder.
+The public names load their modules on first use, so that `from headrace import loaders` starts nothing and imports no decoder.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from dataio.core.lazy import exports
+from headrace.dataio.core.lazy import exports
 
 if TYPE_CHECKING:
-    from loaders.audio import AudioLoader
-    from loaders.clip import Clip
-    from loaders.files import FileLoader
-    from loaders.mixture import Mixture
-    from loaders.order import Bucket, Buckets, Durations, Order, Packing
-    from loaders.samples.shared_list import QuarantineList
-    from loaders.sound.features import LogMel
-    from loaders.sound.spec import AudioSpec
-    from loaders.sound.window import Window
-    from loaders.video import VideoLoader
+    from headrace.loaders.audio import AudioLoader
+    from headrace.loaders.clip import Clip
+    from headrace.loaders.files import FileLoader
+    from headrace.loaders.mixture import Mixture
+    from headrace.loaders.order import Bucket, Buckets, Durations, Order, Packing
+    from headrace.loaders.samples.shared_list import QuarantineList
+    from headrace.loaders.sound.features import LogMel
+    from headrace.loaders.sound.spec import AudioSpec
+    from headrace.loaders.sound.window import Window
+    from headrace.loaders.video import VideoLoader
 
 __all__ = [
     "AudioLoader",
@@ -45,20 +45,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "AudioLoader": "loaders.audio",
-    "AudioSpec": "loaders.sound.spec",
-    "Bucket": "loaders.order",
-    "Buckets": "loaders.order",
-    "Clip": "loaders.clip",
-    "Durations": "loaders.order",
-    "FileLoader": "loaders.files",
-    "LogMel": "loaders.sound.features",
-    "Mixture": "loaders.mixture",
-    "Order": "loaders.order",
-    "Packing": "loaders.order",
-    "QuarantineList": "loaders.samples.shared_list",
-    "VideoLoader": "loaders.video",
-    "Window": "loaders.sound.window",
+    "AudioLoader": "headrace.loaders.audio",
+    "AudioSpec": "headrace.loaders.sound.spec",
+    "Bucket": "headrace.loaders.order",
+    "Buckets": "headrace.loaders.order",
+    "Clip": "headrace.loaders.clip",
+    "Durations": "headrace.loaders.order",
+    "FileLoader": "headrace.loaders.files",
+    "LogMel": "headrace.loaders.sound.features",
+    "Mixture": "headrace.loaders.mixture",
+    "Order": "headrace.loaders.order",
+    "Packing": "headrace.loaders.order",
+    "QuarantineList": "headrace.loaders.samples.shared_list",
+    "VideoLoader": "headrace.loaders.video",
+    "Window": "headrace.loaders.sound.window",
 }
 
 

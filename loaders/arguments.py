@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from dataio.core.errors import UsageError
-from dataio.core.log import get_logger, warn_once
-from dataio.shards.dataset import Dataset
-from loaders.delivery.batch import AXES, Output
-from loaders.kinds import plain
-from loaders.works.added import check_columns, known_columns
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders.delivery.batch import AXES, Output
+from headrace.loaders.kinds import plain
+from headrace.loaders.works.added import check_columns, known_columns
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it
-    from loaders.decode.isolated import IsolatedDecoder
+    from headrace.loaders.decode.isolated import IsolatedDecoder
 
 MAX_SIDE = 16_384
 MAX_THREADS = 256
@@ -151,7 +151,7 @@ def added(dataset: Dataset, columns: Sequence[str]) -> tuple[str, ...]:
     """`columns`, if this dataset has them."""
     if not columns:
         return ()
-    from dataio.shards.query.conditions import field_types  # with DuckDB, which most loaders need not wait for
+    from headrace.dataio.shards.query.conditions import field_types  # with DuckDB, which most loaders need not wait for
 
     return check_columns(columns, known_columns(field_types(dataset.document)), dataset.url)
 
@@ -167,6 +167,6 @@ def isolated(isolate: bool | float, threads: int) -> IsolatedDecoder | None:
     """A process for each thread where they are wanted; `isolate` is their time limit in seconds, or True for the usual one."""
     if isolate is False:
         return None
-    from loaders.decode.isolated import SECONDS, IsolatedDecoder
+    from headrace.loaders.decode.isolated import SECONDS, IsolatedDecoder
 
     return IsolatedDecoder(threads, SECONDS if isolate is True else float(isolate))

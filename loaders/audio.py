@@ -1,6 +1,6 @@
 """`AudioLoader`: batches of sound, as samples or as log-mel spectrograms.
 
-Purpose: check what is asked for and put plan and work together; `loaders.engine` does the rest.
+Purpose: check what is asked for and put plan and work together; `headrace.loaders.engine` does the rest.
 Invariants: those of the engine.
 Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
 engine's.
@@ -13,24 +13,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Unpack, cast
 
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import arguments, shapes
-from loaders.common import Asked, Common, explicit
-from loaders.contract import Work
-from loaders.decode.dali import GPU_BATCH
-from loaders.engine import Loader
-from loaders.mixture import Mixture
-from loaders.order.buckets import Durations
-from loaders.order.packing import Packed, Packing
-from loaders.order.permutation import I64
-from loaders.packed import Pack, PackedStream
-from loaders.plan import column, having
-from loaders.sound.spec import AudioSpec, Features
-from loaders.sound.window import Window, counts
-from loaders.works.pieces import PieceWork, lengths
-from loaders.works.sources import by_stream
-from loaders.works.windows import WindowWork
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import arguments, shapes
+from headrace.loaders.common import Asked, Common, explicit
+from headrace.loaders.contract import Work
+from headrace.loaders.decode.dali import GPU_BATCH
+from headrace.loaders.engine import Loader
+from headrace.loaders.mixture import Mixture
+from headrace.loaders.order.buckets import Durations
+from headrace.loaders.order.packing import Packed, Packing
+from headrace.loaders.order.permutation import I64
+from headrace.loaders.packed import Pack, PackedStream
+from headrace.loaders.plan import column, having
+from headrace.loaders.sound.spec import AudioSpec, Features
+from headrace.loaders.sound.window import Window, counts
+from headrace.loaders.works.pieces import PieceWork, lengths
+from headrace.loaders.works.sources import by_stream
+from headrace.loaders.works.windows import WindowWork
 
 
 @explicit
@@ -53,7 +53,7 @@ class AudioLoader(Loader):
     int64 (B,); "key" and "text" lists; "start" float64 (B,), seconds from the sound's first sample to the window's;
     "audio_samples" int64 (B,), how many of S are real sound and not zeros after it; and the columns.
 
-    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `loaders.samples.maker` says.
+    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `headrace.loaders.samples.maker` says.
     """
 
     def __init__(

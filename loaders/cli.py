@@ -1,7 +1,7 @@
-"""`millrace quarantine`: which samples loaders on this machine left out, and why.
+"""`headrace quarantine`: which samples loaders on this machine left out, and why.
 
 Invariant: standard output holds results only, with `--json` JSON only. It starts without torch.
-Failure behaviour: errors are raised for `dataio.cli` to report.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from pathlib import Path
 
 import msgspec
 
-from dataio.core.errors import MillraceError, NotFoundError, UsageError
-from dataio.core.limits import counted
-from dataio.core.options import Parser
-from loaders import refusals
+from headrace.dataio.core.errors import HeadraceError, NotFoundError, UsageError
+from headrace.dataio.core.limits import counted
+from headrace.dataio.core.options import Parser
+from headrace.loaders import refusals
 
 _ABOUT = "List the samples that loaders on this machine refused, with the reason, or forget them."
 _MORE = """\
-The list lies in $MILLRACE_QUARANTINE (`off`: none is kept), or in ~/.local/state/millrace/quarantine.
+The list lies in $HEADRACE_QUARANTINE (`off`: none is kept), or in ~/.local/state/headrace/quarantine.
 Nothing reads it back into a run. To leave samples out for good, make a version without them:
-`millrace remove DATASET KEY ...`.
+`headrace remove DATASET KEY ...`.
 
 exit codes: 0 none listed, or forgotten · 1 some are listed · 2 wrong use"""
 
 
 def quarantine(argv: list[str]) -> int:
-    """`millrace quarantine [DATASET]`"""
-    parser = Parser("millrace quarantine", description=_ABOUT, epilog=_MORE)
+    """`headrace quarantine [DATASET]`"""
+    parser = Parser("headrace quarantine", description=_ABOUT, epilog=_MORE)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("dataset", nargs="?", help="a dataset's URL or directory (default: all)")
     parser.add_argument("--clear", action="store_true", help="forget what is listed")
@@ -45,8 +45,8 @@ def quarantine(argv: list[str]) -> int:
     folder = refusals.directory()
     if folder is None:
         raise UsageError(
-            "no list is kept: MILLRACE_QUARANTINE=off, or nobody's home is known",
-            hint="name a directory in MILLRACE_QUARANTINE",
+            "no list is kept: HEADRACE_QUARANTINE=off, or nobody's home is known",
+            hint="name a directory in HEADRACE_QUARANTINE",
         )
     url = None if args.dataset is None else _url(args.dataset)
     if args.clear:
@@ -58,7 +58,7 @@ def _url(named: str) -> str:
     """As stores call themselves, which is how refusals are filed."""
     if "://" in named and not named.startswith("file://"):
         return named.rstrip("/")
-    from dataio.store.open import open_store
+    from headrace.dataio.store.open import open_store
 
     with open_store(named) as store:
         return store.location.url
@@ -66,14 +66,14 @@ def _url(named: str) -> str:
 
 def _is_missing(url: str) -> bool:
     """Whether nothing is there; False when that cannot be told."""
-    from dataio.store.open import open_store
+    from headrace.dataio.store.open import open_store
 
     try:
         with open_store(url) as store:
             return not store.exists("dataset.json")
     except NotFoundError:
         return True
-    except MillraceError:
+    except HeadraceError:
         return False
 
 
@@ -98,7 +98,7 @@ def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
 
 
 def _shared(url: str, *, as_json: bool) -> int:
-    from loaders.samples.shared_list import QuarantineList
+    from headrace.loaders.samples.shared_list import QuarantineList
 
     with contextlib.closing(QuarantineList(url)) as bad:
         numbered = bad.numbered()

@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core.errors import CorruptionError, UsageError
-from dataio.shards.contract import KeyFrame, VideoInfo
-from loaders.kinds import settle
-from loaders.order.permutation import key_of
+from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.loaders.kinds import settle
+from headrace.loaders.order.permutation import key_of
 
 _START, _JITTER = 5, 21  # keep the keys of clip starts apart from those of the order
 Values = npt.NDArray[np.float64]

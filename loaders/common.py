@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, get_args
 
 import torch
 
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import arguments
-from loaders.contract import Work
-from loaders.delivery.batch import Output
-from loaders.engine import DEFAULT_MEMORY, Delivery, Refusing
-from loaders.kinds import plain
-from loaders.mixture import Mixture, Place, opened
-from loaders.order.permutation import I64
-from loaders.plan import OrderPlan
-from loaders.samples.maker import OnBad
-from loaders.sampling import Find, Sampling, Sorting, plan
-from loaders.works.added import Transform, wrapped
-from loaders.works.sources import sourced
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import arguments
+from headrace.loaders.contract import Work
+from headrace.loaders.delivery.batch import Output
+from headrace.loaders.engine import DEFAULT_MEMORY, Delivery, Refusing
+from headrace.loaders.kinds import plain
+from headrace.loaders.mixture import Mixture, Place, opened
+from headrace.loaders.order.permutation import I64
+from headrace.loaders.plan import OrderPlan
+from headrace.loaders.samples.maker import OnBad
+from headrace.loaders.sampling import Find, Sampling, Sorting, plan
+from headrace.loaders.works.added import Transform, wrapped
+from headrace.loaders.works.sources import sourced
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it
-    from loaders.decode.isolated import IsolatedDecoder
-    from loaders.packed import Pack
-    from loaders.samples.shared_list import QuarantineList
-    from loaders.sound.spec import AudioSpec
+    from headrace.loaders.decode.isolated import IsolatedDecoder
+    from headrace.loaders.packed import Pack
+    from headrace.loaders.samples.shared_list import QuarantineList
+    from headrace.loaders.sound.spec import AudioSpec
 
 Kind = TypeVar("Kind", bound=type)
 _ELSEWHERE = {
@@ -207,7 +207,7 @@ class Asked:
     def finished(self, work: Work, spec: AudioSpec | None, device: torch.device, names: Sequence[str]) -> Work:
         """`work` with the features, columns, transform and names of sources that are wanted around it."""
         if spec is not None:
-            from loaders.works.mels import mels
+            from headrace.loaders.works.mels import mels
 
             work = mels(work, spec, device)
         return sourced(wrapped(work, self.columns, self.transform), names)

@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dataio.core.errors import MillraceError
-from dataio.shards.contract import Files, Sample
-from dataio.shards.dataset import Dataset
-from loaders.order.permutation import U64, key_of
-from loaders.partial.file import Media
-from loaders.partial.needed import Runs
-from loaders.refusals import Refusal
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.shards.contract import Files, Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders.order.permutation import U64, key_of
+from headrace.loaders.partial.file import Media
+from headrace.loaders.partial.needed import Runs
+from headrace.loaders.refusals import Refusal
 
 
 class Fit(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +42,7 @@ class Fit(msgspec.Struct, frozen=True, gc=False):
 class Known(Protocol):
     """What was known of bad samples when a place was planned."""
 
-    def refuses(self, place: Place) -> MillraceError | None:
+    def refuses(self, place: Place) -> HeadraceError | None:
         """Why the sample of this place is not read, or None."""
         ...
 
@@ -172,7 +172,7 @@ class Work(Protocol):
         """Bytes that a part of it takes while it is made, beside its compressed members."""
         ...
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
         """The finished sample of each, or what is wrong with it, in the same order."""
         ...
 

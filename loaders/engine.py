@@ -23,37 +23,37 @@ import msgspec
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from dataio.cache.sized import Sized
-from dataio.core import metrics
-from dataio.core.errors import UsageError
-from dataio.core.forgotten import Ending
-from dataio.core.limits import GIB
-from dataio.core.log import get_logger
-from dataio.core.trace import span
-from dataio.shards.dataset import Dataset
-from dataio.sidecar.client import LoaderMeter, open_reader
-from loaders import refusals
-from loaders import state as states
-from loaders.contract import Work
-from loaders.delivery.ahead import Ahead, batches_from
-from loaders.delivery.batch import Batch, Output
-from loaders.delivery.buffers import Buffers
-from loaders.delivery.memory import Memory
-from loaders.delivery.prefetch import Grouped, Prefetcher
-from loaders.kinds import plain
-from loaders.order.lanes import Order
-from loaders.partial.heads import HELD_BYTES
-from loaders.plan import OrderPlan
-from loaders.refusals import Refusal
-from loaders.samples.maker import Maker, OnBad
-from loaders.samples.quarantine import Quarantine, refusals_allowed
-from loaders.samples.source import Source
-from loaders.works.foreseen import Foreseen
+from headrace.dataio.cache.sized import Sized
+from headrace.dataio.core import metrics
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.core.limits import GIB
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.trace import span
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.sidecar.client import LoaderMeter, open_reader
+from headrace.loaders import refusals
+from headrace.loaders import state as states
+from headrace.loaders.contract import Work
+from headrace.loaders.delivery.ahead import Ahead, batches_from
+from headrace.loaders.delivery.batch import Batch, Output
+from headrace.loaders.delivery.buffers import Buffers
+from headrace.loaders.delivery.memory import Memory
+from headrace.loaders.delivery.prefetch import Grouped, Prefetcher
+from headrace.loaders.kinds import plain
+from headrace.loaders.order.lanes import Order
+from headrace.loaders.partial.heads import HELD_BYTES
+from headrace.loaders.plan import OrderPlan
+from headrace.loaders.refusals import Refusal
+from headrace.loaders.samples.maker import Maker, OnBad
+from headrace.loaders.samples.quarantine import Quarantine, refusals_allowed
+from headrace.loaders.samples.source import Source
+from headrace.loaders.works.foreseen import Foreseen
 
 if TYPE_CHECKING:  # what few loaders need, and the first batch does without, is imported where it is used
-    from loaders.force import Loss
-    from loaders.samples.listed import Listed
-    from loaders.samples.shared_list import QuarantineList
+    from headrace.loaders.force import Loss
+    from headrace.loaders.samples.listed import Listed
+    from headrace.loaders.samples.shared_list import QuarantineList
 
 DEFAULT_MEMORY = 4 * GIB
 
@@ -122,7 +122,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         try:
             allowed = refusals_allowed(refusing.limit, plan.samples)
             if refusing.shared is not None:
-                from loaders.samples.listed import Listed
+                from headrace.loaders.samples.listed import Listed
 
                 self._listed = Listed.of(refusing.shared, plan)
         except BaseException:
@@ -215,7 +215,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         """
         loss = None
         if force:
-            from loaders.force import forced
+            from headrace.loaders.force import forced
 
             position, loss = forced(self._plan, *states.read(state))
         else:
@@ -225,7 +225,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             raise UsageError(f"the loader's state is at batch {position.batch} of {batches}")
         other = None
         if self._listed is not None or position.listed is not None:
-            from loaders.samples.listed import go_by_state
+            from headrace.loaders.samples.listed import go_by_state
 
             other = go_by_state(self._listed, position)
         if other is not None:

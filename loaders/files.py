@@ -1,6 +1,6 @@
 """`FileLoader`: batches of files as they are stored, for whoever decodes them: latents, features, tokens, other formats.
 
-Purpose: check what is asked for and put plan and work together; `loaders.engine` does the rest.
+Purpose: check what is asked for and put plan and work together; `headrace.loaders.engine` does the rest.
 Invariants: those of the engine.
 Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the engine's.
 """
@@ -14,15 +14,15 @@ from typing import Any, Unpack
 import numpy as np
 from msgspec.structs import replace
 
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import arguments
-from loaders.common import Asked, Common, explicit
-from loaders.contract import Work
-from loaders.engine import Loader
-from loaders.mixture import Mixture
-from loaders.order.permutation import I64
-from loaders.works.files import BYTES, SIZES, FileWork
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import arguments
+from headrace.loaders.common import Asked, Common, explicit
+from headrace.loaders.contract import Work
+from headrace.loaders.engine import Loader
+from headrace.loaders.mixture import Mixture
+from headrace.loaders.order.permutation import I64
+from headrace.loaders.works.files import BYTES, SIZES, FileWork
 
 MAX_FILES = 64
 
@@ -38,7 +38,7 @@ class FileLoader(Loader):
     "sizes" int64 (B, F), the bytes of each, so `batch["bytes"].split(batch["sizes"].flatten().tolist())` are the files; "id"
     int64 (B,); "key" and "text" lists; and the columns.
 
-    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `loaders.samples.maker` says.
+    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `headrace.loaders.samples.maker` says.
     """
 
     def __init__(
@@ -79,8 +79,10 @@ def holding(dataset: Dataset, files: Sequence[str]) -> I64:
     """The numbers of the samples that have files of all these extensions."""
     if len(dataset) and dataset.index.files_of_all.issuperset(files):
         return np.arange(len(dataset), dtype=np.int64)
-    from dataio.shards.index import kernels as pc  # with Arrow, which reading files that all samples have does without
-    from dataio.shards.index import rows
+    from headrace.dataio.shards.index import (
+        kernels as pc,  # with Arrow, which reading files that all samples have does without
+    )
+    from headrace.dataio.shards.index import rows
 
     found, start, there = list[I64](), 0, set[str]()
     for table in dataset.index.tables(["members"]):

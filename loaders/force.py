@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dataio.core.errors import MillraceError
-from loaders.order import Order
-from loaders.order.mixed_buckets import MixedBuckets
-from loaders.order.mixture import Mixed
-from loaders.order.permutation import I64
-from loaders.order.schedule import Plain
-from loaders.plan import OrderPlan
-from loaders.state import Difference, Position, differences, resolved
+from headrace.dataio.core.errors import HeadraceError
+from headrace.loaders.order import Order
+from headrace.loaders.order.mixed_buckets import MixedBuckets
+from headrace.loaders.order.mixture import Mixed
+from headrace.loaders.order.permutation import I64
+from headrace.loaders.order.schedule import Plain
+from headrace.loaders.plan import OrderPlan
+from headrace.loaders.state import Difference, Position, differences, resolved
 
 MAX_COUNTED = 1 << 22
 _WORDS = {"drop_last", "evaluation"}
@@ -121,7 +121,7 @@ def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
     try:
         chunk, lanes, window = built or (1, 1, 1)
         return Order(plan.order.samples, saved["global_batch"], chunk, lanes, window, saved["seed"], bool(built))
-    except (MillraceError, TypeError, KeyError):
+    except (HeadraceError, TypeError, KeyError):
         return None
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 
 def plain(name: str, value: object, kind: Any, wanted: str = "") -> Any:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
 
 if TYPE_CHECKING:
-    from loaders.order.mixture import Weights
+    from headrace.loaders.order.mixture import Weights
 
 MAX_NAME = 64
 Place = str | os.PathLike[str] | Dataset
@@ -51,7 +51,7 @@ class Mixture:
             if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
                 raise UsageError(f"{name!r} is no name of a source", hint=f"use 1 to {MAX_NAME} characters")
         object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
-        from loaders.order.mixture import length_of, segments_of
+        from headrace.loaders.order.mixture import length_of, segments_of
 
         weights = dict.fromkeys(self.sources, 1.0) if self.weights is None else self.weights
         segments_of(tuple(self.sources), weights, self.temperature)

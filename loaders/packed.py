@@ -1,7 +1,9 @@
 """Plans whose places are pieces of recordings, several of which share a row of a batch.
 
-Purpose: the join between `loaders.order.packing`, which packs lengths, and datasets. What the order permutes is sequences.
-Invariants: those of `loaders.plan`; the pieces of a row come one after the other, in the order of the recordings' numbers.
+Purpose: the join between `headrace.loaders.order.packing`, which packs lengths, and datasets. What the order permutes
+is sequences.
+Invariants: those of `headrace.loaders.plan`; the pieces of a row come one after the other, in the order of the
+recordings' numbers.
 A position is (epoch, batch), so a packing that is made anew for every epoch needs to know no other epoch than its own.
 Failure behaviour: nobody stands in for a damaged piece, since no other has its length: its stretch stays silent and is not
 listed.
@@ -16,12 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loaders.contract import Fit, Place
-from loaders.order.packing import Packed, Packing, Piece, pack, stretched, with_room
-from loaders.order.permutation import I64, U64
-from loaders.order.schedule import Population
-from loaders.plan import OrderPlan, Stream
-from loaders.state import Fingerprint
+from headrace.loaders.contract import Fit, Place
+from headrace.loaders.order.packing import Packed, Packing, Piece, pack, stretched, with_room
+from headrace.loaders.order.permutation import I64, U64
+from headrace.loaders.order.schedule import Population
+from headrace.loaders.plan import OrderPlan, Stream
+from headrace.loaders.state import Fingerprint
 
 
 class Pack(msgspec.Struct, frozen=True):

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders.contract import Place
-from loaders.order.lanes import Order
-from loaders.order.permutation import I64
-from loaders.order.schedule import Population, Schedule
-from loaders.state import Fingerprint, Identity
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders.contract import Place
+from headrace.loaders.order.lanes import Order
+from headrace.loaders.order.permutation import I64
+from headrace.loaders.order.schedule import Population, Schedule
+from headrace.loaders.state import Fingerprint, Identity
 
 F64 = npt.NDArray[np.float64]
 
@@ -201,7 +201,7 @@ def having(dataset: Dataset, column: str, what: str, *, without: Collection[str]
         return np.arange(len(dataset), dtype=np.int64)
     import pyarrow as pa  # which loaders of samples that are all alike do without
 
-    from dataio.shards.index import kernels as pc
+    from headrace.dataio.shards.index import kernels as pc
 
     values = dataset.columns([column])[column]
     chosen = pc.is_valid(values)
@@ -209,7 +209,7 @@ def having(dataset: Dataset, column: str, what: str, *, without: Collection[str]
         chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(sorted(without), pa.string()))))
     ids: I64 = np.flatnonzero(chosen.to_numpy()).astype(np.int64)
     if not len(ids):
-        hint = "`millrace info` says what it holds" + (
+        hint = "`headrace info` says what it holds" + (
             "; pictures are clips of one frame: Clip(frames=1)" if without else ""
         )
         raise UsageError(f"{dataset.url} holds no {what}", hint=hint)

@@ -1,6 +1,6 @@
 """Refused samples, written down where a person finds them.
 
-Purpose: `millrace quarantine` lists, after a run or during it, what its loaders left out and why. Needs no torch.
+Purpose: `headrace quarantine` lists, after a run or during it, what its loaders left out and why. Needs no torch.
 Invariants: a record is one line of JSON, appended by one write, so that the ranks of a node share a file. It lies in a
 private directory of this machine, never in the dataset. Nothing reads it back into a run: what a run trains on stays a
 function of the dataset's version and the loader's state. A file takes at most `FILE_BYTES`.
@@ -18,10 +18,10 @@ from pathlib import Path
 import blake3
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import MillraceError
-from dataio.core.log import get_logger, warn_once
-from dataio.core.private import private_directory
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.private import private_directory
 
 FILE_BYTES = 16 * limits.MIB
 OFF = "off"
@@ -48,10 +48,10 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """`$MILLRACE_QUARANTINE`, None where that is `off`; else `millrace/quarantine` in `$XDG_STATE_HOME` or ~/.local/state.
+    """`$HEADRACE_QUARANTINE`, None where that is `off`; else `headrace/quarantine` in `$XDG_STATE_HOME` or ~/.local/state.
 
     None also for who has no home, as in a container for a user whom nobody entered."""
-    named = environ.get("MILLRACE_QUARANTINE")
+    named = environ.get("HEADRACE_QUARANTINE")
     if named == OFF:
         return None
     if named:
@@ -60,7 +60,7 @@ def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
         state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     except RuntimeError:
         return None
-    return Path(state) / "millrace" / "quarantine"
+    return Path(state) / "headrace" / "quarantine"
 
 
 def file_of(folder: Path, dataset: str) -> Path:
@@ -81,11 +81,11 @@ def write(refusal: Refusal, version: int, folder: Path | None) -> None:
                 os.write(file, line.encode())
             else:
                 warn_once(
-                    _log, f"{path} is full: further refusals are not written down (`millrace quarantine --clear`)"
+                    _log, f"{path} is full: further refusals are not written down (`headrace quarantine --clear`)"
                 )
         finally:
             os.close(file)
-    except (OSError, MillraceError) as error:
+    except (OSError, HeadraceError) as error:
         warn_once(_log, f"refused samples are not written down: {error}")
 
 

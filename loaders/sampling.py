@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders.mixture import Mixture, Opened
-from loaders.order.permutation import I64, U64, key_of
-from loaders.order.schedule import Plain, Schedule
-from loaders.plan import OrderPlan, Stream
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders.mixture import Mixture, Opened
+from headrace.loaders.order.permutation import I64, U64, key_of
+from headrace.loaders.order.schedule import Plain, Schedule
+from headrace.loaders.plan import OrderPlan, Stream
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it
-    from loaders.packed import Pack, RepackedPlan
+    from headrace.loaders.packed import Pack, RepackedPlan
 
 _PACK = 11  # keeps the key apart from those of the other rooms
 Find = Callable[[Dataset], tuple[I64, int | I64]]
@@ -73,7 +73,7 @@ def plan(
         return _repacked(streams, what, how, pack)
     kind = OrderPlan
     if pack is not None:
-        from loaders.packed import PackedPlan
+        from headrace.loaders.packed import PackedPlan
 
         kind, streams = PackedPlan, _packed(streams, how, pack)
     schedule, chosen = _scheduled(streams, source.mixture, how, sorting)
@@ -83,7 +83,7 @@ def plan(
 
 def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[str, Stream]:
     """The streams' recordings packed: once, or anew in each of their epochs."""
-    from loaders.packed import PackedStream, RepackedStream
+    from headrace.loaders.packed import PackedStream, RepackedStream
 
     if pack.packing.anew and not how.evaluate:
         return {name: RepackedStream.anew(stream, pack, _keys(how, name)) for name, stream in streams.items()}
@@ -98,7 +98,7 @@ def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
 def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
     """A plan of other sequences in every epoch; those of two epochs are kept. Of a tiny dataset another packing may fill no
     batch: such an epoch has the first one's, or who looks ahead would have to search for one that does."""
-    from loaders.packed import PackedPlan, PackedStream, RepackedPlan
+    from headrace.loaders.packed import PackedPlan, PackedStream, RepackedPlan
 
     (stream,) = streams.values()
 
@@ -123,11 +123,11 @@ def _scheduled(
     populations = {name: stream.population for name, stream in streams.items()}
     every = list(streams.values())
     if how.evaluate:
-        from loaders.order.evaluation import Evaluation
+        from headrace.loaders.order.evaluation import Evaluation
 
         return Evaluation.of(list(populations.values()), [how.batch] * len(every), seed=how.seed), every
     if mixture is not None:
-        from loaders.order.mixture import Mixed
+        from headrace.loaders.order.mixture import Mixed
 
         return Mixed.of(populations, how.batch, **_weighed(mixture, how)), every
     (only,) = populations.values()
@@ -141,7 +141,7 @@ def _bucketed(
     populations = {name: [cell.population for cell in row] for name, row in cells.items()}
     sizes, numbers = sorting.batches, sorting.numbers
     if how.evaluate:
-        from loaders.order.evaluation import Evaluation
+        from headrace.loaders.order.evaluation import Evaluation
 
         there = [(name, b) for name, row in cells.items() for b, cell in enumerate(row) if len(cell.ids)]
         evaluation = Evaluation.of(
@@ -153,11 +153,11 @@ def _bucketed(
         )
         return evaluation, [cells[name][b] for name, b in there]
     if mixture is not None:
-        from loaders.order.mixed_buckets import MixedBuckets
+        from headrace.loaders.order.mixed_buckets import MixedBuckets
 
         mixed = MixedBuckets.of(populations, sizes, numbers, **_weighed(mixture, how))
         return mixed, [cells[name][b] for name, b in mixed.streams]
-    from loaders.order.buckets import Bucketed
+    from headrace.loaders.order.buckets import Bucketed
 
     (name,) = streams
     schedule = Bucketed.of(

@@ -1,6 +1,6 @@
 """Buckets of clips and of sound: which shape each sample is given, and what a clip or window of each shape is like.
 
-Purpose: the join between `loaders.order.buckets`, which knows numbers, and the index and the clips.
+Purpose: the join between `headrace.loaders.order.buckets`, which knows numbers, and the index and the clips.
 Invariants: a video is sorted by its size as shown (after rotation, where the loader rotates) and by how many frames, spaced
 as the loader's clip spaces them, it holds.
 Failure behaviour: `UsageError` for what cannot be asked for together.
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from dataio.core.errors import UsageError
-from loaders.order.permutation import I64
-from loaders.plan import Stream, column
-from loaders.sampling import Sorting
-from loaders.works.clips import Look
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.permutation import I64
+from headrace.loaders.plan import Stream, column
+from headrace.loaders.sampling import Sorting
+from headrace.loaders.works.clips import Look
 
 if TYPE_CHECKING:
-    from loaders.order.buckets import Buckets, Durations
-    from loaders.sound.window import Window
+    from headrace.loaders.order.buckets import Buckets, Durations
+    from headrace.loaders.sound.window import Window
 
 
 def sorting(buckets: Buckets | None, look: Look) -> Sorting | None:

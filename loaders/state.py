@@ -2,7 +2,8 @@
 
 Purpose: resume exactly, on any number of ranks, from a few bytes.
 Invariants: a state is JSON, as `json.dumps` writes it, of less than `MAX_BYTES`, and about 45 more for each
-source of a mixture, as long as nothing is quarantined beside a list (`loaders.samples.shared_list`); it is the same on every
+source of a mixture, as long as nothing is quarantined beside a list (`headrace.loaders.samples.shared_list`); it is the
+same on every
 rank, and has the same keys wherever a loader is. The position counts global batches that the trainer received. To be short, the
 global batch, or what stands for the buckets, is the first value of "order", and version and digest of a list of bad samples,
 "17:0123abcd", the first of "quarantine". Where that is not short enough, digests stand for what clip and order are.
@@ -21,7 +22,7 @@ from typing import Any
 import blake3
 import msgspec
 
-from dataio.core.errors import MismatchError, UsageError
+from headrace.dataio.core.errors import MismatchError, UsageError
 
 DIGEST_CHARACTERS = 10
 """Enough to tell versions of one's own datasets from each other; nobody is kept from making two that collide."""
@@ -33,7 +34,7 @@ _HINTS = {
     "global_batch": "keep batch_size times world size as it was",
     "version": "open the dataset with version=",
     "digest": "this is another dataset, or it was packed again",
-    "order": "another way of sampling (shuffle, drop_last, evaluate), or another release of Millrace: finish the run with that",
+    "order": "another way of sampling (shuffle, drop_last, evaluate), or another release of Headrace: finish the run with that",
     "weights": "weights may change from the step of the state on, not before it",
     "buckets": "keep shapes, budget, patch and multiple as they were",
 }

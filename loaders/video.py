@@ -1,6 +1,6 @@
 """`VideoLoader`: batches of video clips, with the sound of the same window where it is wanted.
 
-Purpose: check what is asked for and put plan and work together; `loaders.engine` does the rest.
+Purpose: check what is asked for and put plan and work together; `headrace.loaders.engine` does the rest.
 Invariants: those of the engine.
 Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
 engine's.
@@ -15,29 +15,29 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import torch
 from msgspec.structs import replace
 
-from dataio.shards.contract import Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.media.container import IMAGE_EXTENSIONS
-from loaders import arguments, shapes
-from loaders.clip import Clip, counts
-from loaders.common import Asked, Common, explicit
-from loaders.contract import Work
-from loaders.decode.choose import AutoDecoder, Backend, explain
-from loaders.decode.contract import Color
-from loaders.decode.dali import GPU_BATCH
-from loaders.engine import Loader
-from loaders.kinds import plain
-from loaders.mixture import Mixture
-from loaders.order.permutation import I64
-from loaders.partial import needed
-from loaders.plan import column, having
-from loaders.works.clips import ClipWork, Look, together
-from loaders.works.cut import Cut
-from loaders.works.sources import by_stream
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.loaders import arguments, shapes
+from headrace.loaders.clip import Clip, counts
+from headrace.loaders.common import Asked, Common, explicit
+from headrace.loaders.contract import Work
+from headrace.loaders.decode.choose import AutoDecoder, Backend, explain
+from headrace.loaders.decode.contract import Color
+from headrace.loaders.decode.dali import GPU_BATCH
+from headrace.loaders.engine import Loader
+from headrace.loaders.kinds import plain
+from headrace.loaders.mixture import Mixture
+from headrace.loaders.order.permutation import I64
+from headrace.loaders.partial import needed
+from headrace.loaders.plan import column, having
+from headrace.loaders.works.clips import ClipWork, Look, together
+from headrace.loaders.works.cut import Cut
+from headrace.loaders.works.sources import by_stream
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it
-    from loaders.order.buckets import Buckets
-    from loaders.sound.spec import AudioSpec
+    from headrace.loaders.order.buckets import Buckets
+    from headrace.loaders.sound.spec import AudioSpec
 
 
 @explicit
@@ -81,7 +81,7 @@ class VideoLoader(Loader):
     With `drop_last=False` the tail of an epoch is shared out as evenly as it goes: a rank may get one clip fewer than
     another, or a batch of none ("video" is then None), so that all ranks see equally many batches.
 
-    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `loaders.samples.maker` says.
+    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `headrace.loaders.samples.maker` says.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class VideoLoader(Loader):
         asked = Asked.of(self, common)
         arguments.of_kind("clip", clip, Clip, "clip=Clip(frames=16)")
         if buckets is not None:
-            from loaders.order.buckets import Buckets
+            from headrace.loaders.order.buckets import Buckets
 
             arguments.of_kind("buckets", buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
         clip, sound = clip or Clip(), _sound(audio)
@@ -160,7 +160,7 @@ def _sound(audio: bool | AudioSpec) -> AudioSpec | None:
     """The sound that is wanted, if any."""
     if audio is False or audio is None:
         return None
-    from loaders.sound.spec import AudioSpec
+    from headrace.loaders.sound.spec import AudioSpec
 
     arguments.of_kind("audio", audio, (bool, AudioSpec), "True, or AudioSpec(...)")
     return AudioSpec() if audio is True else audio

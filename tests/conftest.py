@@ -14,31 +14,31 @@ import fsspec.asyn
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
 from tests.leftovers import Place
 
 # a busy machine is no failure: examples are bounded in number, not in time; and equal code has equal ones, every time
 settings.register_profile(
-    "millrace", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+    "headrace", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=50
 )
 settings.register_profile(  # pytest --hypothesis-profile
-    "explore", settings.get_profile("millrace"), derandomize=False, max_examples=100
+    "explore", settings.get_profile("headrace"), derandomize=False, max_examples=100
 )
-settings.load_profile("millrace")
+settings.load_profile("headrace")
 
 _PLACE = pytest.StashKey[Place]()
 _SAID = 6000  # characters of a failure that are printed at once; the end of the run has all of it
-_MEDIA = Path(os.environ.get("MILLRACE_TESTS_MEDIA") or Path(__file__).resolve().parents[2] / "shared" / "media")
+_MEDIA = Path(os.environ.get("HEADRACE_TESTS_MEDIA") or Path(__file__).resolve().parents[2] / "shared" / "media")
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal's own
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background; tests interrupt what they start
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["MILLRACE_QUARANTINE"] = "off"  # no test adds to the list of whoever runs it
-    if os.environ.get("MILLRACE_TESTS_LEFT") == "error":
+    os.environ["HEADRACE_QUARANTINE"] = "off"  # no test adds to the list of whoever runs it
+    if os.environ.get("HEADRACE_TESTS_LEFT") == "error":
         config.stash[_PLACE] = Place()
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if isinstance(terminal, pytest.TerminalReporter) and not hasattr(config, "workerinput"):
@@ -65,7 +65,7 @@ class _Failures:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """By all tests of this process together: with MILLRACE_TESTS_LEFT=error the last one fails, and says what is there."""
+    """By all tests of this process together: with HEADRACE_TESTS_LEFT=error the last one fails, and says what is there."""
     yield
     if (place := request.config.stash.get(_PLACE, None)) is not None:
         left = place.left()
@@ -74,8 +74,8 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
-    """Commands of Millrace's own send its log to standard error, which is another for each test."""
-    root = logging.getLogger("millrace")
+    """Commands of Headrace's own send its log to standard error, which is another for each test."""
+    root = logging.getLogger("headrace")
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers[:] = handlers
@@ -92,17 +92,17 @@ def media() -> Path:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """A SeaweedFS of this test process, with the bucket `millrace`; started by the first test that needs it."""
+    """A SeaweedFS of this test process, with the bucket `headrace`; started by the first test that needs it."""
     with start_seaweedfs() as server:
-        server.create_bucket("millrace")
+        server.create_bucket("headrace")
         yield server
 
 
 @pytest.fixture(scope="session")
 def rclone_server() -> Iterator[S3Server]:
-    """An S3 server that ignores preconditions, with the bucket `millrace`."""
+    """An S3 server that ignores preconditions, with the bucket `headrace`."""
     with start_rclone() as server:
-        server.create_bucket("millrace")
+        server.create_bucket("headrace")
         yield server
 
 
@@ -110,7 +110,7 @@ def rclone_server() -> Iterator[S3Server]:
 def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty place of its own on the S3 server, with the AWS variables set for it, also for child processes."""
     use_s3_server(s3_server, monkeypatch)
-    yield f"s3://millrace/{uuid.uuid4().hex}"
+    yield f"s3://headrace/{uuid.uuid4().hex}"
     forget_s3fs_instances()
 
 

@@ -13,7 +13,7 @@ import pytest
 @contextlib.contextmanager
 def disk(folder: Path, options: str) -> Iterator[Path]:
     """A file system in memory, mounted at `folder` with these options; skips, with the reason, where nobody may mount one."""
-    command = ["mount", "-t", "tmpfs", "-o", options, "millrace-test", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", options, "headrace-test", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")

@@ -179,7 +179,7 @@ def _become(asked: dict[str, Any], descriptors: list[int], nursery: int) -> Call
         os.close(fd)
     os.environ.clear()
     os.environ.update(asked["env"])
-    from dataio.core import crashpoints
+    from headrace.dataio.core import crashpoints
 
     for point in crashpoints._declared.values():  # they read their variables when they were declared, in the nursery
         point.__init__(point.name, point.meaning)  # type: ignore[misc]

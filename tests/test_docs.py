@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cli import COMMANDS, main
+from headrace.dataio.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-_TABLE_CODE = re.compile(r"`(millrace [^`]+)`")
+_TABLE_CODE = re.compile(r"`(headrace [^`]+)`")
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -25,12 +25,12 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of every `millrace …` line, without its comment."""
+    """The words of every `headrace …` line, without its comment."""
     lines = [
         line for block in blocks(page, "", "console", "sh", "bash") for line in block.replace("\\\n", " ").splitlines()
     ]
     for line in [*lines, *_TABLE_CODE.findall(page.read_text().replace("\n", " "))]:
-        if line.startswith("millrace "):
+        if line.startswith("headrace "):
             yield re.split(r"\s{2,}|\s#\s", line)[0].split()[1:] + re.findall(r"--[a-z][a-z-]+", line.split(" # ")[0])
 
 
@@ -45,9 +45,9 @@ def help_of(*words: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_and_sub_command_has_help(command: str) -> None:
     text = help_of(command)
-    found = re.match(r"usage: millrace [\w-]+[^{]*\{([\w,-]+)\}\s+\.\.\.", text)
+    found = re.match(r"usage: headrace [\w-]+[^{]*\{([\w,-]+)\}\s+\.\.\.", text)
     for words in [(command,), *((command, name) for name in (found[1].split(",") if found else ()))]:
-        assert help_of(*words).startswith(f"usage: millrace {' '.join(words)}"), help_of(*words)[-300:]
+        assert help_of(*words).startswith(f"usage: headrace {' '.join(words)}"), help_of(*words)[-300:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -55,11 +55,11 @@ def test_every_command_and_option_that_is_shown_exists(page: Path) -> None:
     for words in commands(page):
         if words[0] in ("COMMAND", "--help", "--version"):
             continue
-        assert words[0] in COMMANDS, f"{page.name}: millrace {' '.join(words)}"
+        assert words[0] in COMMANDS, f"{page.name}: headrace {' '.join(words)}"
         deeper = help_of(words[0], words[1]) if len(words) > 1 and re.fullmatch(r"[a-z][a-z-]+", words[1]) else ""
         known = help_of(words[0]) + deeper
         for option in {word.split("=")[0].strip("[]|,.") for word in words if word.startswith("--")}:
-            assert option in known, f"{page.name}: {option} of millrace {' '.join(words)}"
+            assert option in known, f"{page.name}: {option} of headrace {' '.join(words)}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=str)

@@ -16,17 +16,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint import Checkpointer
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from dataio import Dataset, append, cli, index, open_store, pack, preview, verify
-from dataio.core import limits
-from dataio.core.errors import AccessDeniedError, MillraceError, TransientError
-from dataio.sidecar import status
-from dataio.store import other, retry, s3, s3config
-from dataio.store.contract import Store
-from dataio.testing.proxy import Fault, FaultProxy
-from dataio.testing.s3server import S3Server
-from loaders import AudioLoader
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.dataio import Dataset, append, cli, index, open_store, pack, preview, verify
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import AccessDeniedError, HeadraceError, TransientError
+from headrace.dataio.sidecar import status
+from headrace.dataio.store import other, retry, s3, s3config
+from headrace.dataio.store.contract import Store
+from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3server import S3Server
+from headrace.loaders import AudioLoader
 from tests.conftest import use_s3_server
 
 pytestmark = pytest.mark.s3
@@ -50,7 +50,7 @@ def prepared(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
     """A bucket's folder with sounds, a dataset and a checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         use_s3_server(s3_server, patch)
-        url = "s3://millrace/waits"
+        url = "s3://headrace/waits"
         folder = tmp_path_factory.mktemp("sounds")
         for n in range(3):
             (folder / f"{n}.wav").write_bytes(_sound())
@@ -78,7 +78,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "obstore":
         pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
-    monkeypatch.setenv("MILLRACE_S3", request.param)
+    monkeypatch.setenv("HEADRACE_S3", request.param)
     return str(request.param)
 
 
@@ -154,7 +154,7 @@ def test_every_read_of_a_web_server_ends(
     with open_store(f"{dripping.endpoint}/{prepared.removeprefix('s3://')}") as store:
         found = outcomes({name: call for name, call in of_a_store(store).items() if name in _READS})
     assert dripping.fired[drip] > len(found) // 2  # on a busy machine a request may be over before the proxy sees it
-    assert not {name: out for name, out in found.items() if not isinstance(out, MillraceError)}
+    assert not {name: out for name, out in found.items() if not isinstance(out, HeadraceError)}
     if drip is not Fault.DRIP_BODY:  # else the headers say that access is denied
         assert not {name: out for name, out in found.items() if not isinstance(out, TransientError)}
 
@@ -216,7 +216,7 @@ def test_every_public_call_ends(prepared: str, dripping: FaultProxy, tmp_path: P
         ["ckpt", "tag", run, "name", "--run", "exp", "--step=1"],
     ]
     for argv in commands:
-        calls[f"millrace {argv[0]} {argv[1]}"] = lambda argv=argv: cli.main(argv)  # type: ignore[misc]
+        calls[f"headrace {argv[0]} {argv[1]}"] = lambda argv=argv: cli.main(argv)  # type: ignore[misc]
     saving = RepositoryWriter(run, run="dcp", step=1)
     calls["dcp.save"] = lambda: dcp.save({"w": torch.ones(10)}, storage_writer=saving, no_dist=True)
     reading = RepositoryReader(run, run="exp", step=1)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import COMMANDS
+from headrace.bench.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -34,7 +34,7 @@ _FIGURE = re.compile(
 _HEAD = re.compile(rf"(?:^|[\s(,]){_UNITS}(?:$|[\s),])|(?:^|[\s,])s$|÷|\bseconds$")
 _NUMBER = re.compile(r"\W*\d[\d.,]*")
 _SOURCE = re.compile(
-    r"\bmillrace (?P<bench>bench [a-z-]+|order\b)"
+    r"\bheadrace (?P<bench>bench [a-z-]+|order\b)"
     r"|\bpython -m (?P<module>bench(?:\.\w+)+)"
     r"|(?<![\w/])(?P<path>bench/\w+\.py|tests/[\w/]+(?:\.py)?)"
     r"|\bmake (?P<target>bench|demo|soak)\b"
@@ -110,7 +110,7 @@ def orphans(text: str) -> list[str]:
     return [] if any(there for _, there in sources(text)) else figures(text)
 
 
-HOW = "name the command that makes it (millrace bench …, a test, a file of bench/results), or say it in words"
+HOW = "name the command that makes it (headrace bench …, a test, a file of bench/results), or say it in words"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -145,22 +145,22 @@ def test_docstrings_and_comments_tell_no_figure_that_nothing_makes() -> None:
 )
 def test_a_planted_figure_is_found_and_a_command_a_file_or_a_test_beside_it_is_enough(told: str) -> None:
     assert orphans(f"## Speed\n\n{told}\n")
-    for source in ("`millrace bench raw`", "`pytest tests/bench/test_raw.py`", "in `bench/results/2026-11-22-2cores`"):
+    for source in ("`headrace bench raw`", "`pytest tests/bench/test_raw.py`", "in `bench/results/2026-11-22-2cores`"):
         assert not orphans(f"## Speed\n\n{source} says:\n\n{told}\n")
     assert not orphans(f"## Speed\n\n{told} {SET}\n")
     assert orphans(f"## Speed\n\n{SET}\n\n{told}\n"), "the mark counts for its own paragraph alone"
-    assert orphans(f"## Speed\n\n`millrace bench nothing` says:\n\n{told}\n"), "no such command"
+    assert orphans(f"## Speed\n\n`headrace bench nothing` says:\n\n{told}\n"), "no such command"
     assert orphans(f"## Speed\n\n`pytest tests/bench/test_nothing.py` says:\n\n{told}\n"), "no such test"
 
 
 def test_limits_and_settings_are_no_figures() -> None:
     told = "Tried again after 30 s, at most 64 KiB, 24 of them.\n\n| setting | default |\n|---|---|\n| `retry_seconds` | `3600` |"
     assert not figures(told)
-    assert not figures("```console\nmillrace bench store --seconds 0.3   # 0.3 s each\n```")
+    assert not figures("```console\nheadrace bench store --seconds 0.3   # 0.3 s each\n```")
 
 
 def test_sections_end_at_headings_and_not_at_comments_in_blocks_of_code() -> None:
-    page = "# A\n\n```sh\n# no heading\n```\n\nIt took 3 ms.\n\n## B\n\n`millrace bench raw`\n"
+    page = "# A\n\n```sh\n# no heading\n```\n\nIt took 3 ms.\n\n## B\n\n`headrace bench raw`\n"
     assert [heading for heading, text in sections(page) if orphans(text)] == ["# A"]
 
 

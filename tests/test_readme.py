@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo.media import make_clip
-from dataio import open_store, pack
+from headrace.bench.demo.media import make_clip
+from headrace.dataio import open_store, pack
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,7 +25,7 @@ def run(program: str) -> dict[str, object]:
 
 
 def test_the_training_loop_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_SIDECAR", "off")
+    monkeypatch.setenv("HEADRACE_SIDECAR", "off")
     for number in range(4):
         make_clip(tmp_path / "media", number, seconds=2)
     pack([str(tmp_path / "media")], str(tmp_path / "clips"))

@@ -1,4 +1,4 @@
-"""One candidate, measured: `python -m bench.checkpointing NAME WHERE MIB RANKS STEPS LORA` prints a JSON object.
+"""One candidate, measured: `python -m headrace.bench.checkpointing NAME WHERE MIB RANKS STEPS LORA` prints a JSON object.
 
 Invariant: with several ranks this process starts one for each and prints what rank 0 found. They meet by a file: a port
 that was free when it was chosen may be taken by the time that they have torch.
@@ -20,10 +20,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-from bench.checkpointing.entries import ENTRIES
-from bench.checkpointing.measure import Job, measure
+from headrace.bench.checkpointing.entries import ENTRIES
+from headrace.bench.checkpointing.measure import Job, measure
 
-_MEETING = "MILLRACE_BENCH_MEETING"
+_MEETING = "HEADRACE_BENCH_MEETING"
 """The file by which the ranks find each other, and the process that started them."""
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +33,9 @@ def run(arguments: list[str]) -> dict[str, float]:
     name, where, mib, ranks, steps, lora = arguments
     entry = ENTRIES[name]
     module, _, function = entry.build.partition(":")
-    build = partial(getattr(importlib.import_module(f"bench.checkpointing.{module}"), function), **entry.options)
+    build = partial(
+        getattr(importlib.import_module(f"headrace.bench.checkpointing.{module}"), function), **entry.options
+    )
     return measure(Job(build, where, int(mib), int(ranks), int(steps), lora == "1"))
 
 
@@ -56,7 +58,7 @@ def _start(arguments: list[str], ranks: int) -> str:
     """Run all ranks; what rank 0 printed last."""
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     common = os.environ | sizes | {"MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, "-m", "bench.checkpointing", *arguments]
+    command = [sys.executable, "-m", "headrace.bench.checkpointing", *arguments]
     with tempfile.TemporaryDirectory(prefix="mrb-") as name, contextlib.ExitStack() as stack:
         folder, processes = Path(name), []
         for rank in range(ranks):

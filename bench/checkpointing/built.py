@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.checkpointing.training import Guard, State
+from headrace.bench.checkpointing.training import Guard, State
 
 Wait = Callable[[], object]
 SECONDS = 240

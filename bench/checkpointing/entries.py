@@ -1,6 +1,6 @@
 """Which candidates the checkpoint benchmark has, without importing any of them.
 
-Invariant: an entry names the function that builds it, the packages that it needs beside Millrace, where it can save to, and
+Invariant: an entry names the function that builds it, the packages that it needs beside Headrace, where it can save to, and
 how many ranks it can have. Failure behaviour: `runs_here` says in words why one cannot run.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PLACES = ("disk", "tmpfs", "s3")
-OURS = "millrace"
+OURS = "headrace"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """`build` is `module:function` in `bench.checkpointing`, called as `function(where, training, **options)`."""
+    """`build` is `module:function` in `headrace.bench.checkpointing`, called as `function(where, training, **options)`."""
 
     build: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -27,10 +27,10 @@ class Entry:
 
 
 ENTRIES: dict[str, Entry] = {
-    OURS: Entry("ours:millrace", places=PLACES, ranks=True),
-    "millrace, lazy": Entry("ours:millrace", {"staging": "lazy"}, places=PLACES, ranks=True),
-    "millrace, auto compression": Entry("ours:millrace", {"compression": "auto"}, places=PLACES, ranks=True),
-    "millrace, sidecar on another core": Entry("ours:with_sidecar"),
+    OURS: Entry("ours:headrace", places=PLACES, ranks=True),
+    "headrace, lazy": Entry("ours:headrace", {"staging": "lazy"}, places=PLACES, ranks=True),
+    "headrace, auto compression": Entry("ours:headrace", {"compression": "auto"}, places=PLACES, ranks=True),
+    "headrace, sidecar on another core": Entry("ours:with_sidecar"),
     "floor: memcpy, O_DIRECT, BLAKE3": Entry("floor:floor"),
     "torch.save": Entry("peers:torch_save"),
     "safetensors": Entry("peers:safetensors", needs=("safetensors",)),
@@ -45,7 +45,7 @@ ENTRIES: dict[str, Entry] = {
     "dcp.save, fsspec": Entry("peers:dcp_fsspec", needs=("s3fs",), places=("s3",), ranks=True),
 }
 SHORT = (
-    *(OURS, "millrace, lazy", "floor: memcpy, O_DIRECT, BLAKE3", "torch.save", "safetensors"),
+    *(OURS, "headrace, lazy", "floor: memcpy, O_DIRECT, BLAKE3", "torch.save", "safetensors"),
     *("dcp.save", "dcp.async_save", "dcp.async_save, stager", "s3torchconnector's dcp"),
 )
 """What `make bench` runs."""

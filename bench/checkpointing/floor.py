@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from blake3 import blake3
 
-from bench.checkpointing.built import SECONDS, Built, Wait
-from bench.checkpointing.training import State, Training
+from headrace.bench.checkpointing.built import SECONDS, Built, Wait
+from headrace.bench.checkpointing.training import State, Training
 
 _PAGE, _BLOCK, _THREADS, _READERS = 4096, 16 << 20, 2, 4
 _READ = 4 << 20

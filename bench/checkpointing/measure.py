@@ -5,7 +5,7 @@ which nine tenths were frozen; of a LoRA run.
 Invariant: training goes on from the return of `save` until the state is durable, and its steps meanwhile are set against those of
 a quiet time. With several ranks each figure is that of the slowest. What was restored equals the state at the moment of the save
 to the bit.
-Failure behaviour: an exception ends the process; `bench.core.measure` reports it.
+Failure behaviour: an exception ends the process; `headrace.bench.core.measure` reports it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from bench.checkpointing.built import SECONDS, Built
-from bench.checkpointing.places import empty, forget, recall, stored_bytes
-from bench.checkpointing.training import State, Training
-from bench.core.measure import Meter
+from headrace.bench.checkpointing.built import SECONDS, Built
+from headrace.bench.checkpointing.places import empty, forget, recall, stored_bytes
+from headrace.bench.checkpointing.training import State, Training
+from headrace.bench.core.measure import Meter
 
 Build = Callable[[str, Training], Built]
 Figures = dict[str, float]

@@ -1,4 +1,4 @@
-"""Millrace: in the trainer's process, or in a sidecar that has a core of its own.
+"""Headrace: in the trainer's process, or in a sidecar that has a core of its own.
 
 Invariant: as in `built`. Failure behaviour: as in `built`; a daemon that does not start fails the candidate.
 """
@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.checkpointing.built import SECONDS, Built, Wait
-from bench.checkpointing.training import State, Training
-from checkpoint import Checkpointer
+from headrace.bench.checkpointing.built import SECONDS, Built, Wait
+from headrace.bench.checkpointing.training import State, Training
+from headrace.checkpoint import Checkpointer
 
 _START_SECONDS = 30.0
 
 
-def millrace(where: str, training: Training, *, sidecar: str | None = None, **options: Any) -> Built:
+def headrace(where: str, training: Training, *, sidecar: str | None = None, **options: Any) -> Built:
     """Without a sidecar unless one is given."""
     checkpointer = Checkpointer(where, run="bench", sidecar=sidecar, **options)
     steps = iter(range(1, 10_000))
@@ -47,7 +47,17 @@ def with_sidecar(where: str, training: Training, **options: Any) -> Built:
     """The trainer keeps to the first core, the daemon that saves for it to the second, where there are two."""
     cores = sorted(os.sched_getaffinity(0))
     folder = tempfile.mkdtemp(prefix="mr-")
-    command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", f"{folder}/s", "--http-port", "off"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.dataio.cli",
+        "sidecar",
+        "run",
+        "--socket",
+        f"{folder}/s",
+        "--http-port",
+        "off",
+    ]
     log = open(f"{folder}/log", "wb")  # noqa: SIM115 - the daemon's, closed with it
     daemon = subprocess.Popen([*command, "--cache-dir", f"{folder}/cache"], stdout=log, stderr=log)
     os.sched_setaffinity(daemon.pid, cores[1:] or cores)
@@ -58,7 +68,7 @@ def with_sidecar(where: str, training: Training, **options: Any) -> Built:
             daemon.kill()
             raise RuntimeError(f"the sidecar did not start: {Path(folder, 'log').read_text()[-500:]}")
         time.sleep(0.05)
-    inner = millrace(where, training, sidecar=f"{folder}/s", **options)
+    inner = headrace(where, training, sidecar=f"{folder}/s", **options)
 
     def close() -> None:
         inner.close()

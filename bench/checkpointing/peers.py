@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as tdc
 
-from bench.checkpointing.built import SECONDS, Built, Wait
-from bench.checkpointing.training import State, Training
+from headrace.bench.checkpointing.built import SECONDS, Built, Wait
+from headrace.bench.checkpointing.training import State, Training
 
 _REGION = "us-east-1"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 def empty(where: str) -> None:
     """Remove what an earlier candidate left: what is written over an object of the same name would not be seen as written."""
     if where.startswith("s3://"):
-        from dataio.store.open import open_store
+        from headrace.dataio.store.open import open_store
 
         with open_store(where) as store:
             store.delete_many([info.key for info in store.list()])
@@ -27,7 +27,7 @@ def empty(where: str) -> None:
 def stored_bytes(where: str) -> int:
     """Of all objects or files."""
     if where.startswith("s3://"):
-        from dataio.store.open import open_store
+        from headrace.dataio.store.open import open_store
 
         with open_store(where) as store:
             return sum(info.size for info in store.list())

@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.core.environment import environment
-from bench.core.measure import Tell, compiled
-from bench.core.results import Part, Run, encode, prepare, shown, write
-from bench.core.table import part_table
-from dataio.core.errors import UsageError
-from dataio.core.options import Parser, count
-from dataio.core.redact import redact
+from headrace.bench.core.environment import environment
+from headrace.bench.core.measure import Tell, compiled
+from headrace.bench.core.results import Part, Run, encode, prepare, shown, write
+from headrace.bench.core.table import part_table
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.options import Parser, count
+from headrace.dataio.core.redact import redact
 
 EXIT_CODES = (
-    "exit codes: 0 all candidates ran; 1 one failed and is named; 130 interrupted; others as in millrace --help"
+    "exit codes: 0 all candidates ran; 1 one failed and is named; 130 interrupted; others as in headrace --help"
 )
 
 
@@ -47,7 +47,7 @@ class Job:
 def parser(name: str, description: str, *, rounds: int = 3) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks have."""
     made = Parser(
-        prog=f"millrace bench {name}",
+        prog=f"headrace bench {name}",
         description=description,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,7 +76,7 @@ def run(
     if args.output:
         prepare(args.output)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    found = Run(shown(["millrace", "bench", name, *argv]), started, environment(args.directory))
+    found = Run(shown(["headrace", "bench", name, *argv]), started, environment(args.directory))
     compiled()
     with terminable(), _scratch(args.directory) as scratch:
         found.parts.append(_guarded(fill, Job(args.rounds, Path(scratch), progress(), args), name))

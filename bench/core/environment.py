@@ -16,7 +16,7 @@ from typing import Any
 
 _PACKAGES = (
     *(
-        "millrace",
+        "headrace",
         "torch",
         "nvidia-dali-cuda130",
         "av",

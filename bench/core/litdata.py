@@ -19,7 +19,7 @@ from typing import Any
 def optimize(read: Callable[[Any], Any], inputs: list[Any], target: Path, chunk_bytes: str) -> None:
     """`read(input)` of all inputs, in chunks in `target`, by one process."""
     litdata: Any = importlib.import_module("litdata")
-    with tempfile.TemporaryDirectory(prefix="millrace-litdata-", dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix="headrace-litdata-", dir=target.parent) as scratch:
         folders = {
             "DATA_OPTIMIZER_CACHE_FOLDER": f"{scratch}/chunks",
             "DATA_OPTIMIZER_DATA_CACHE_FOLDER": f"{scratch}/data",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.core.results import Samples
+from headrace.bench.core.results import Samples
 
 CANDIDATE_SECONDS = 300.0
 Tell = Callable[[str, float], None]

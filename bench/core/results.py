@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from dataio.core.errors import UsageError
-from dataio.core.limits import MIB, format_bytes
-from dataio.core.outputs import is_special, written_whole
-from dataio.store.oserrors import translated
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import MIB, format_bytes
+from headrace.dataio.core.outputs import is_special, written_whole
+from headrace.dataio.store.oserrors import translated
 
-FORMAT = "millrace-bench"
+FORMAT = "headrace-bench"
 VERSION = 1
 MAX_BYTES = 64 * MIB
 
@@ -83,7 +83,7 @@ class Part(msgspec.Struct, omit_defaults=True):
 
 
 class Run(msgspec.Struct, omit_defaults=True):
-    """One start of `millrace bench`. `started` is UTC, ISO 8601."""
+    """One start of `headrace bench`. `started` is UTC, ISO 8601."""
 
     command: list[str]
     started: str
@@ -142,7 +142,7 @@ def read(path: Path) -> Run:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) and not path.is_dir():  # reading it might never end
-            raise UsageError(f"{path} is no regular file", hint="give what `millrace bench … -o FILE` wrote")
+            raise UsageError(f"{path} is no regular file", hint="give what `headrace bench … -o FILE` wrote")
         if found.st_size > MAX_BYTES:
             raise UsageError(
                 f"{path} has {format_bytes(found.st_size)}, results have at most {format_bytes(MAX_BYTES)}"
@@ -157,13 +157,13 @@ def decode(data: bytes, name: str) -> Run:
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.format != FORMAT:
-            raise UsageError(f"{name} holds no results of `millrace bench`", hint="give what its -o wrote")
+            raise UsageError(f"{name} holds no results of `headrace bench`", hint="give what its -o wrote")
         if head.version > VERSION:
             raise UsageError(
-                f"{name} has format {head.version}, this program knows up to {VERSION}", hint="update Millrace"
+                f"{name} has format {head.version}, this program knows up to {VERSION}", hint="update Headrace"
             )
         return msgspec.json.decode(data, type=Run)
     except msgspec.DecodeError as error:
         raise UsageError(
-            f"{name} holds no results of `millrace bench`: {error}", hint="give what its -o wrote"
+            f"{name} holds no results of `headrace bench`: {error}", hint="give what its -o wrote"
         ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.core.results import Metric, Part, Samples
+from headrace.bench.core.results import Metric, Part, Samples
 
 
 def part_table(part: Part, metrics: Iterable[str] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""`millrace demo`: runs the journey with a progress display and tells in one screen what happened.
+"""`headrace demo`: runs the journey with a progress display and tells in one screen what happened.
 
 Invariant: exit code 0 means that the proof held and the loss fell; anything else is not 0.
 Failure behaviour: `DemoError` of the part that failed; nothing is left running.
@@ -16,26 +16,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.demo.settings import Settings
-from dataio.core.errors import UsageError
-from dataio.core.limits import format_bytes
-from dataio.core.options import Parser, count
+from headrace.bench.demo.settings import Settings
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.options import Parser, count
 
 if TYPE_CHECKING:
-    from bench.demo.figures import Figures
-    from bench.demo.journey import Journey, Tell
+    from headrace.bench.demo.figures import Figures
+    from headrace.bench.demo.journey import Journey, Tell
 
 _PROOF_FAILED = 1
 
 
 def demo(argv: list[str]) -> int:
-    """Run the demo; see `millrace demo --help`."""
+    """Run the demo; see `headrace demo --help`."""
     args = _parser().parse_args(argv)
     settings = _settings(args)
     args.out.mkdir(parents=True, exist_ok=True)  # before a minute of work
-    from bench.demo.figures import figures  # what the journey needs takes a second to import: not for --help
-    from bench.demo.journey import travel
-    from bench.demo.page import page
+    from headrace.bench.demo.figures import figures  # what the journey needs takes a second to import: not for --help
+    from headrace.bench.demo.journey import travel
+    from headrace.bench.demo.page import page
 
     begun = time.monotonic()
     with _progress() as tell:
@@ -54,10 +54,10 @@ def demo(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="millrace demo",
+        prog="headrace demo",
         description="Pack clips into a local S3 server, train a small video model, kill the trainer with SIGKILL in mid-run, "
         "restart it, and prove that the run equals an uninterrupted one bit for bit.",
-        epilog="exit codes: 0 the runs are equal and the loss fell; 1 they are not; others as in millrace --help",
+        epilog="exit codes: 0 the runs are equal and the loss fell; 1 they are not; others as in headrace --help",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the page (default: %(default)s)")
     parser.add_argument(

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.demo.journey import Journey
-from bench.demo.proof import Event
+from headrace.bench.demo.journey import Journey
+from headrace.bench.demo.proof import Event
 
 
 @dataclass(frozen=True)

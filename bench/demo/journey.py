@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.demo.media import find_clips
-from bench.demo.proof import Event, Proof, compare
-from bench.demo.settings import Settings
-from dataio import pack
-from dataio.core.errors import DeadlineError, MillraceError
-from dataio.shards.report import Progress
-from dataio.sidecar.client import Sidecar
-from dataio.testing.s3server import start_seaweedfs
+from headrace.bench.demo.media import find_clips
+from headrace.bench.demo.proof import Event, Proof, compare
+from headrace.bench.demo.settings import Settings
+from headrace.dataio import pack
+from headrace.dataio.core.errors import DeadlineError, HeadraceError
+from headrace.dataio.shards.report import Progress
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.testing.s3server import start_seaweedfs
 
 Tell = Callable[[str, float], None]
 """Told the name of the part at work and the share of it that is done, 0.0 to 1.0."""
@@ -39,7 +39,7 @@ _RUN_SECONDS = 300.0
 _DAEMON_SECONDS = 30.0
 
 
-class DemoError(MillraceError):
+class DemoError(HeadraceError):
     """A part of the demo failed; its last words are in the message."""
 
     code = "demo"
@@ -64,7 +64,7 @@ class Journey:
 def travel(settings: Settings, media: Path | None, tell: Tell) -> Journey:
     """Run the whole journey in a scratch folder and return what happened."""
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-demo-")))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-")))
         tell("S3 server", 0.0)
         server = stack.enter_context(start_seaweedfs())
         server.create_bucket("demo")
@@ -76,7 +76,7 @@ def travel(settings: Settings, media: Path | None, tell: Tell) -> Journey:
         dataset = pack([str(path) for path in clips], "s3://demo/dataset", progress=_share("pack clips", tell))
         tell("pack clips", 1.0)
         sidecar = stack.enter_context(_sidecar(scratch, environment))
-        environment["MILLRACE_SIDECAR"] = str(sidecar)
+        environment["HEADRACE_SIDECAR"] = str(sidecar)
         uninterrupted = _Run(settings, "uninterrupted", environment, scratch, tell)
         reference = uninterrupted.to_the_end("uninterrupted run")
         interrupted = _Run(settings, "interrupted", environment, scratch, tell)
@@ -121,7 +121,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _sidecar(scratch: Path, environment: Mapping[str, str]) -> Iterator[Path]:
     socket = scratch / "sidecar" / "sidecar.sock"
     socket.parent.mkdir(mode=0o700)
-    command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", str(socket)]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", "--socket", str(socket)]
     command += ["--cache-dir", str(scratch / "cache"), "--tier-dir", str(scratch / "tier"), "--http-port", "off"]
     with (scratch / "sidecar.log").open("wb") as log:
         process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=log, start_new_session=True)
@@ -225,7 +225,7 @@ class _Run:
     @contextmanager
     def _started(self, part: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[Event]]]:
         chosen = self.settings
-        command = [sys.executable, "-m", "bench.demo.trainer", "--data", "s3://demo/dataset"]
+        command = [sys.executable, "-m", "headrace.bench.demo.trainer", "--data", "s3://demo/dataset"]
         command += ["--checkpoints", "s3://demo/checkpoints", "--name", self.name, "--steps", str(chosen.steps)]
         command += ["--save-every", str(chosen.save_every), "--batch-size", str(chosen.batch_size)]
         command += ["--clips-per-video", str(chosen.clips_per_video)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 REAL_CLIPS = Path(__file__).resolve().parents[3] / "shared" / "media"
 _KINDS = (("mp4", "libx264"), ("webm", "libvpx-vp9"), ("mkv", "libx264"), ("avi", "mjpeg"))

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from bench.demo.figures import loss_curve
-from bench.demo.journey import Journey
+from headrace.bench.demo.figures import loss_curve
+from headrace.bench.demo.journey import Journey
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 900, 360, 76, 44, 16, 24
 
@@ -28,7 +28,7 @@ def page(journey: Journey, rows: Sequence[tuple[str, str]]) -> str:
     table = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in rows)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Millrace demo</title><style>{_style()}</style></head><body>
+<title>Headrace demo</title><style>{_style()}</style></head><body>
 <h1>Killed, restarted, and nothing changed</h1>
 <p class="verdict{"" if proof.equal else " bad"}" id="verdict">{escape(verdict)}</p>
 {_chart(journey)}
@@ -41,7 +41,7 @@ def page(journey: Journey, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _style() -> str:
-    return (resources.files("bench.demo") / "page.css").read_text()
+    return (resources.files("headrace.bench.demo") / "page.css").read_text()
 
 
 def _chart(journey: Journey) -> str:

@@ -1,6 +1,6 @@
 """The demo's trainer: one process (or one rank) that knows nothing of being killed; it only saves and restores.
 
-Purpose: show that an ordinary loop needs five lines of Millrace, and report what happens as JSON lines on standard output.
+Purpose: show that an ordinary loop needs five lines of Headrace, and report what happens as JSON lines on standard output.
 Invariant: the line of a step is written whole, after the step and before the next one, so the lines of a killed trainer are
 true for every step it finished. Losses are written as hexadecimal floats: equal text means equal bits.
 Failure behaviour: errors end the process with their message and exit code; it never retries what the library gave up.
@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.demo.model import MaskedClipModel
-from checkpoint import RNG, Checkpointer, Keep
-from dataio.core.errors import MillraceError
-from loaders import Clip, VideoLoader
+from headrace.bench.demo.model import MaskedClipModel
+from headrace.checkpoint import RNG, Checkpointer, Keep
+from headrace.dataio.core.errors import HeadraceError
+from headrace.loaders import Clip, VideoLoader
 
 Emit = Callable[..., None]
 _WAIT_SECONDS = 120.0
@@ -36,14 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         train(args, _emitter())
-    except MillraceError as error:
+    except HeadraceError as error:
         print(f"trainer: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.demo.trainer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m headrace.bench.demo.trainer", description=__doc__)
     parser.add_argument("--data", required=True, help="URL of the dataset")
     parser.add_argument("--checkpoints", required=True, help="URL of the checkpoint repository")
     parser.add_argument("--name", required=True)
@@ -150,7 +150,7 @@ def _watch(handle: Any, step: int, emit: Emit) -> None:
         handle.staged(_WAIT_SECONDS)
         emit("staged", step=step)
         result = handle.result(_WAIT_SECONDS)
-    except MillraceError as error:
+    except HeadraceError as error:
         emit("save-failed", step=step, code=error.code, message=str(error))
         return
     emit(

@@ -13,15 +13,15 @@ import torch
 from dlio_benchmark.checkpointing.base_checkpointing import BaseCheckpointing
 from dlio_benchmark.common.enumerations import CheckpointLocationType
 
-from checkpoint import Checkpointer
+from headrace.checkpoint import Checkpointer
 
 _WAIT_SECONDS = 600.0
 
 
-class MillraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-ignore]
+class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-ignore]
     """A singleton, as DLIO wants it. `saved` are the steps committed by this process."""
 
-    _instance: ClassVar[MillraceCheckpointing | None] = None
+    _instance: ClassVar[HeadraceCheckpointing | None] = None
 
     @classmethod
     def get_instance(cls) -> Self:
@@ -33,7 +33,7 @@ class MillraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-igno
 
     def __init__(self) -> None:
         self.model_state = self.optimization_state = self.layer_state = None
-        super().__init__("millrace")
+        super().__init__("headrace")
         self._alone = self.args.checkpoint_type == CheckpointLocationType.RANK_ZERO
         self._mine = not self._alone or self.args.my_rank == 0
         self._checkpointer: Checkpointer | None = None

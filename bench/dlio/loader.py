@@ -1,4 +1,4 @@
-"""DLIO's `data_loader_classname`: batches of a Millrace dataset, in Millrace's order, by the sidecar where one answers.
+"""DLIO's `data_loader_classname`: batches of a Headrace dataset, in Headrace's order, by the sidecar where one answers.
 
 Invariant: each rank gets its share of every epoch; bytes are checked against the index. The epoch advances with every
 pass, so the order differs from epoch to epoch, as `sample_shuffle` asks of a loader. Failure behaviour: without a dataset
@@ -14,12 +14,12 @@ from typing import Any
 from dlio_benchmark.common.enumerations import DataLoaderType
 from dlio_benchmark.data_loader.base_data_loader import BaseDataLoader
 
-from bench.dlio.prepare import place_of
-from bench.mlperf.raw import batches
-from dataio.core.errors import UsageError
+from headrace.bench.dlio.prepare import place_of
+from headrace.bench.mlperf.raw import batches
+from headrace.dataio.core.errors import UsageError
 
 
-class MillraceDataLoader(BaseDataLoader):  # type: ignore[misc,unused-ignore]
+class HeadraceDataLoader(BaseDataLoader):  # type: ignore[misc,unused-ignore]
     """One loader for each of DLIO's two datasets."""
 
     def __init__(self, format_type: Any, dataset_type: Any, epoch_number: int) -> None:
@@ -33,7 +33,7 @@ class MillraceDataLoader(BaseDataLoader):  # type: ignore[misc,unused-ignore]
         kind = "valid" if "valid" in kind.lower() else "train"
         place = place_of(folder, kind)
         if not (place / "dataset.json").exists():
-            raise UsageError(f"{place} holds no dataset", hint=f"run: python -m bench.dlio.prepare {folder}")
+            raise UsageError(f"{place} holds no dataset", hint=f"run: python -m headrace.bench.dlio.prepare {folder}")
         self._url = str(place)
 
     def next(self) -> Iterator[list[bytearray]]:

@@ -1,6 +1,6 @@
-"""`python -m bench.dlio.prepare DATA_FOLDER`: what DLIO generated, as a dataset beside it.
+"""`python -m headrace.bench.dlio.prepare DATA_FOLDER`: what DLIO generated, as a dataset beside it.
 
-`DATA_FOLDER/train/*` goes into `DATA_FOLDER/millrace/train` (tar shards and an index), and `valid` likewise; the files
+`DATA_FOLDER/train/*` goes into `DATA_FOLDER/headrace/train` (tar shards and an index), and `valid` likewise; the files
 stay, as DLIO counts them.
 Invariant: one sample a file, with the file's bytes. Failure behaviour: a folder without files is a `UsageError`; one that
 was prepared before is left as it is.
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.mlperf.data import shard
-from dataio.core.errors import MillraceError, UsageError
+from headrace.bench.mlperf.data import shard
+from headrace.dataio.core.errors import HeadraceError, UsageError
 
-PLACE = "millrace"
+PLACE = "headrace"
 
 
 def place_of(folder: Path, kind: str) -> Path:
@@ -40,12 +40,12 @@ def prepare(folder: Path) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Prepare the folder named on the command line."""
     if len(argv) != 1:
-        print("usage: python -m bench.dlio.prepare DATA_FOLDER", file=sys.stderr)
+        print("usage: python -m headrace.bench.dlio.prepare DATA_FOLDER", file=sys.stderr)
         return 2
     try:
         made = prepare(Path(argv[0]))
-    except MillraceError as error:
-        print(f"bench.dlio.prepare: {error}", file=sys.stderr)
+    except HeadraceError as error:
+        print(f"headrace.bench.dlio.prepare: {error}", file=sys.stderr)
         return error.exit_code
     print("\n".join(made) if made else "nothing to do")
     return 0

@@ -1,6 +1,7 @@
 """What only a card can show to be right, each a check that can fail; and what DALI makes of the streams that it is not given.
 
-Checks that need a package that is not here are a note. What DALI does with what `loaders.decode.nvdec` keeps from it is told, and
+Checks that need a package that is not here are a note. What DALI does with what `headrace.loaders.decode.nvdec` keeps
+from it is told, and
 fails nothing: where it is right, the rule is stricter than it need be.
 """
 
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.drill.result import PartResult
+from headrace.bench.drill.result import PartResult
 
 LINE = "order of streams, pinned arenas, hand-over of batches, memory of decoders: right or wrong"
 _MIB = 1 << 20
@@ -58,7 +59,7 @@ def _expect(right: bool, wrong: str) -> None:
 
 def the_arena_is_pinned(part: PartResult, name: str) -> None:
     """`cudaHostRegister` takes a sealed memfd with huge pages."""
-    from checkpoint.staging.arena import Arena
+    from headrace.checkpoint.staging.arena import Arena
 
     arena = Arena(64 * _MIB)
     try:
@@ -81,7 +82,7 @@ def saves(device: str, size: int = 64 * _MIB) -> None:
     """On the current stream, staged both ways."""
     import torch
 
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
     weight = torch.nn.Parameter(torch.zeros(size // 4, device=device))
     optimizer, buffer = torch.optim.SGD([weight], lr=1.0), torch.zeros(size // 16, device=device)
@@ -130,9 +131,9 @@ def batches(device: str, count: int) -> None:
     """So many, on the current stream; each has values of its own."""
     import torch
 
-    from loaders.contract import Finished, Layout, Place
-    from loaders.delivery.batch import Output
-    from loaders.delivery.prefetch import Prefetcher
+    from headrace.loaders.contract import Finished, Layout, Place
+    from headrace.loaders.delivery.batch import Output
+    from headrace.loaders.delivery.prefetch import Prefetcher
 
     def made(places: Any, _rooms: object) -> list[Finished]:
         return [
@@ -159,7 +160,7 @@ def batches(device: str, count: int) -> None:
 
 
 def _sample(number: int) -> Any:
-    from dataio.shards.contract import Sample
+    from headrace.dataio.shards.contract import Sample
 
     return Sample(number, f"key{number}", "shards/0.tar", (), 1.0)
 
@@ -168,8 +169,8 @@ def dali_sees_the_cards_that_torch_sees(part: PartResult, name: str) -> None:
     """And the driver's library for video is here."""
     import torch
 
-    from loaders.decode import nvdec
-    from loaders.decode.dali import gpu_count
+    from headrace.loaders.decode import nvdec
+    from headrace.loaders.decode.dali import gpu_count
 
     _expect(gpu_count() == torch.cuda.device_count(), f"DALI sees {gpu_count()}, torch {torch.cuda.device_count()}")
     _expect(nvdec.missing() is None, str(nvdec.missing()))
@@ -179,8 +180,8 @@ def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
     """DALI keeps up to a hundred decoders for later; those of 1080p, whose coded height is another, must be found again too."""
     import torch
 
-    from bench.drill.nvdec import make, request_for
-    from loaders.decode.dali import DaliDecoder
+    from headrace.bench.drill.nvdec import make, request_for
+    from headrace.loaders.decode.dali import DaliDecoder
 
     with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
         path = Path(folder) / "clip.mp4"
@@ -199,9 +200,9 @@ def decoders_are_not_heaped_up(part: PartResult, name: str) -> None:
 
 def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None:
     """AV1 that shows pictures again, and interlaced H.264: where frames are right, the rule is too strict."""
-    from bench.drill.nvdec import make, request_for
-    from loaders.decode.dali import DaliDecoder
-    from loaders.decode.pyav import PyAVDecoder
+    from headrace.bench.drill.nvdec import make, request_for
+    from headrace.loaders.decode.dali import DaliDecoder
+    from headrace.loaders.decode.pyav import PyAVDecoder
 
     kinds = {"AV1": ("libsvtav1", "mkv", None), "interlaced": ("libx264", "mp4", {"x264-params": "interlaced=1"})}
     with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
@@ -221,7 +222,7 @@ def what_dali_makes_of_what_it_is_not_given(part: PartResult, name: str) -> None
 
 @contextmanager
 def _unguarded() -> Iterator[None]:
-    from loaders.decode import nvdec
+    from headrace.loaders.decode import nvdec
 
     check = nvdec.check
     nvdec.check = lambda *_: None

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.drill.result import PartResult
+from headrace.bench.drill.result import PartResult
 
 _STEP_SECONDS = 0.05
 LINE = "loader to device tensors with H2D overlap under a real training step: batches/s, idle share"
@@ -56,14 +56,14 @@ def run(gpu: bool) -> PartResult:
 
 def _decoders(gpu: bool) -> tuple[str, ...]:
     """What decodes: on a GPU both ways, so that what NVDEC spares the processors is seen."""
-    from loaders.decode.choose import decodes_on
+    from headrace.loaders.decode.choose import decodes_on
 
     return ("auto", "pyav") if gpu and decodes_on(0) else ("pyav",)
 
 
 def _dataset(scratch: Path, clips: int) -> str:
-    from bench.demo.media import make_clip
-    from dataio import pack
+    from headrace.bench.demo.media import make_clip
+    from headrace.dataio import pack
 
     (scratch / "clips").mkdir()
     for number in range(min(clips, 16)):
@@ -132,7 +132,7 @@ class _Model:
 
 def _loop(url: str, model: _Model | None, steps: int, gpu: bool, decoder: Any) -> float:
     """Seconds of `steps` batches after two that do not count."""
-    from loaders import Clip, VideoLoader
+    from headrace.loaders import Clip, VideoLoader
 
     device = "cuda" if gpu else "cpu"
     done, began = -2, 0.0

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.drill.result import PartResult, timed
+from headrace.bench.drill.result import PartResult, timed
 
 LINE = "GDS/cuFile: probe, compatibility mode, save and restore GB/s beside copies through host memory"
 
@@ -53,7 +53,7 @@ def checkpoints(
     """Save and restore `size` bytes with a `Checkpointer`, whose `gds` is `by`; every bit compared."""
     import torch
 
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
     state = {"w": torch.randn(size // 4, device=device)}
     with Checkpointer(str(where), run="drill", sidecar=None, gds=by, **more) as checkpointer:
@@ -76,7 +76,7 @@ def checkpoints(
 def _probe() -> str:
     """What the checkpoints' own probe says, in its words."""
     try:
-        gds: Any = importlib.import_module("checkpoint.gds")
+        gds: Any = importlib.import_module("headrace.checkpoint.gds")
         return str(gds.probe())
     except (ImportError, AttributeError) as error:
         return f"checkpoints have no probe here ({error})"

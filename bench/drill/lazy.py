@@ -6,8 +6,8 @@ import statistics
 import tempfile
 import time
 
-from bench.drill.model import Trainer
-from bench.drill.result import PartResult
+from headrace.bench.drill.model import Trainer
+from headrace.bench.drill.result import PartResult
 
 LINE = "lazy and eager staging under a bf16 transformer step: visible stall, slow-down of the steps meanwhile"
 
@@ -34,7 +34,7 @@ def run(gpu: bool) -> PartResult:
 
 
 def _saves(part: PartResult, trainer: Trainer, mode: str, base: float) -> None:
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
     with (
         tempfile.TemporaryDirectory(prefix="mrb-") as folder,

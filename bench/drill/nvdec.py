@@ -2,7 +2,8 @@
 
 How: clips are made here (libx264, libx265, libvpx-vp9, libsvtav1) and decoded by the loader's own back-ends from the same
 bytes. Difference is over all frames of a clip; rates are of several threads at once, as the loader uses them, and what those
-threads got is compared with what one alone did. What `loaders.decode.nvdec` keeps from a GPU is a note; what DALI makes of that
+threads got is compared with what one alone did. What `headrace.loaders.decode.nvdec` keeps from a GPU is a note; what
+DALI makes of that
 is among the `checks`.
 """
 
@@ -16,9 +17,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from bench.drill.dmon import Dmon
-from bench.drill.result import PartResult, rates
-from dataio.core.errors import UnsupportedError
+from headrace.bench.drill.dmon import Dmon
+from headrace.bench.drill.result import PartResult, rates
+from headrace.dataio.core.errors import UnsupportedError
 
 LINE = "NVDEC by DALI for h264, hevc, vp9, av1: pixels beside the CPU's, frames/s, decoder utilisation"
 _CODECS = {
@@ -75,9 +76,9 @@ def make(path: Path, encoder: str, width: int, height: int, options: dict[str, s
 
 
 def request_for(path: Path) -> Any:
-    from dataio.shards.media.probe import probe
-    from loaders.clip import Wanted
-    from loaders.decode.contract import Request
+    from headrace.dataio.shards.media.probe import probe
+    from headrace.loaders.clip import Wanted
+    from headrace.loaders.decode.contract import Request
 
     info: Any = probe(path).video
     wanted = Wanted("index", tuple(range(min(_FRAMES, info.frames))), info.key_frames[0])
@@ -86,8 +87,8 @@ def request_for(path: Path) -> Any:
 
 def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
     """PyAV, the reference, first; the others are made only when it is done, so that one which cannot be costs it nothing."""
-    from loaders.decode.dali import DaliDecoder, dali_installed
-    from loaders.decode.pyav import PyAVDecoder
+    from headrace.loaders.decode.dali import DaliDecoder, dali_installed
+    from headrace.loaders.decode.pyav import PyAVDecoder
 
     yield "PyAV", PyAVDecoder()
     if gpu:

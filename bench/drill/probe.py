@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 
-from bench.drill.result import PartResult
+from headrace.bench.drill.result import PartResult
 
 LINE = "the machine: card, PCIe link, driver, versions, what torch, DALI and cuFile see"
 _QUERY = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,persistence_mode"

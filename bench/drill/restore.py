@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.drill.model import Trainer
-from bench.drill.result import PartResult
+from headrace.bench.drill.model import Trainer
+from headrace.bench.drill.result import PartResult
 
 if TYPE_CHECKING:
     import torch
 
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
 LINE = "restore into GPU tensors, verified, warm and cold: GB/s; equal to the bit"
 
@@ -23,7 +23,7 @@ def run(gpu: bool) -> PartResult:
     """Save once, spoil the tensors, restore in place."""
     import torch
 
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
     part = PartResult("restore", "Restore into the device")
     part.metric("rate", "GB/s", "GB/s", "higher", goal=4)

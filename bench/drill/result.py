@@ -1,6 +1,7 @@
 """What a part leaves: one part of a results document, as plain data.
 
-Invariant: the same fields as `bench.core.results.Part`, made without importing it, so that a part can fail before anything is
+Invariant: the same fields as `headrace.bench.core.results.Part`, made without importing it, so that a part can fail
+before anything is
 installed. Where `path` is set, the file there has every figure as soon as it is known, as "interrupted" until `finish`: a part
 that hangs or dies keeps what it had. Failure behaviour: none.
 """

@@ -8,7 +8,7 @@ import tempfile
 import time
 from typing import Any
 
-from bench.drill.result import PartResult, timed
+from headrace.bench.drill.result import PartResult, timed
 
 LINE = "D2H staging GB/s pinned, pageable and into a registered memfd; stall of `save` beside the PCIe limit"
 
@@ -87,8 +87,8 @@ def _unregister(tensor: Any) -> None:
 
 def _save(part: PartResult, gpu: bool, best: float) -> None:
     """What the trainer feels: seconds in `save`, the second and later times."""
-    from bench.drill.model import Trainer
-    from checkpoint import Checkpointer
+    from headrace.bench.drill.model import Trainer
+    from headrace.checkpoint import Checkpointer
 
     trainer = Trainer(gpu)
     trainer.seconds_a_step(2)

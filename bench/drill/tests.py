@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.drill.result import PartResult
+from headrace.bench.drill.result import PartResult
 
 LINE = "pytest -m gpu (collected only, without a GPU)"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def run(gpu: bool) -> PartResult:
     part.metric("failed", "failed", "1", goal=0)
     part.metric("collected", "collected", "1", "higher")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files()]
-    environ = {**({"MILLRACE_TESTS_MEDIA": str(_CLIPS)} if _CLIPS.is_dir() else {}), **os.environ}
+    environ = {**({"HEADRACE_TESTS_MEDIA": str(_CLIPS)} if _CLIPS.is_dir() else {}), **os.environ}
     done = subprocess.run(
         command if gpu else [*command, "--collect-only"],
         cwd=_ROOT,

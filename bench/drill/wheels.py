@@ -29,7 +29,7 @@ NEEDED = (
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     "nvidia-dali-cuda130",
 )
-"""What Millrace imports on a GPU machine beside torch, which is there, in the order in which it is carried: what states, clips
+"""What Headrace imports on a GPU machine beside torch, which is there, in the order in which it is carried: what states, clips
 and tests need, and DALI, with what any of these depends on before it. Stores on a network are not drilled."""
 _UNUSED = re.compile(r"nvidia_(libnvcomp|nvimgcodec|nvjpeg|nvjpeg2k|nvtiff)[_-]")
 """What DALI opens only for pictures and packed arrays."""

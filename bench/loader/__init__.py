@@ -1,4 +1,4 @@
-"""`millrace bench loader`: one epoch of decoded clips, beside other loaders, from the same clips.
+"""`headrace bench loader`: one epoch of decoded clips, beside other loaders, from the same clips.
 
 Start with `cli` (what is compared), then `candidates` (how each does it); `data` makes the clips, `by_hand` decodes as people do.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench loader`."""
-    from bench.loader import cli
+    """`headrace bench loader`."""
+    from headrace.bench.loader import cli
 
     return cli.main(argv)

@@ -1,4 +1,5 @@
-"""One candidate, measured in a process of its own: `python -m bench.loader CANDIDATE FOLDER KIND PORT` prints a JSON object."""
+"""One candidate, measured in a process of its own: `python -m headrace.bench.loader CANDIDATE FOLDER KIND PORT` prints
+a JSON object."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from bench.core.measure import Meter
-from bench.loader import data
-from bench.loader.entrants import batches
-from bench.loader.place import Place
+from headrace.bench.core.measure import Meter
+from headrace.bench.loader import data
+from headrace.bench.loader.entrants import batches
+from headrace.bench.loader.place import Place
 
 
 class TreeMemory:
@@ -92,5 +93,5 @@ if __name__ == "__main__":
     libraries = str(data.ffmpeg_libraries(Path(at)))
     if ("torchcodec" in name or "SPDL" in name) and libraries not in os.environ.get("LD_LIBRARY_PATH", ""):
         os.environ["LD_LIBRARY_PATH"] = libraries  # read when a process starts
-        os.execv(sys.executable, [sys.executable, "-m", "bench.loader", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", "headrace.bench.loader", *sys.argv[1:]])
     print(json.dumps(measure(name, Place(Path(at), int(port)), data.KINDS[what])))

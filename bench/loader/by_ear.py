@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.loader.sounds import RATE, Sound
+from headrace.bench.loader.sounds import RATE, Sound
 
 
 def soundfile(source: Any, kind: Sound) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import FPS, FRAMES, STRIDE, Kind
+from headrace.bench.loader.data import FPS, FRAMES, STRIDE, Kind
 
 
 def pyav(source: Any, kind: Kind) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Invariant: every candidate delivers as many clips of each file as its kind says. `bare` is the floor of ours: clips drawn alike,
 read from files and decoded and cut by as many threads, but put into no batch, by no plan, and checked by nobody.
-Of films, peers take all clips at once (`bench.loader.ways`). Our batches mix the clips of different films.
+Of films, peers take all clips at once (`headrace.bench.loader.ways`). Our batches mix the clips of different films.
 Failure behaviour: exceptions of the loaders, which end the candidate's process.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from bench.loader import by_hand, in_energon, in_mosaic, ways
-from bench.loader.data import BATCH, FRAMES, STRIDE, Kind
-from bench.loader.place import Place
-from bench.loader.ways import THREADS, decoding
+from headrace.bench.loader import by_hand, in_energon, in_mosaic, ways
+from headrace.bench.loader.data import BATCH, FRAMES, STRIDE, Kind
+from headrace.bench.loader.place import Place
+from headrace.bench.loader.ways import THREADS, decoding
 
 
 def _ours(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterator[torch.Tensor]:
-    from loaders import Clip, VideoLoader
+    from headrace.loaders import Clip, VideoLoader
 
     options: dict[str, Any] = {"sidecar": None, "drop_last": False, "threads": THREADS, "color": color}
     clip = Clip(frames=FRAMES, stride=STRIDE, per_video=kind.per_file)
@@ -32,11 +32,11 @@ def _ours(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterator[torch.T
 
 def _bare(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterator[torch.Tensor]:
     """The decoder alone."""
-    from dataio.shards.contract import Sample
-    from loaders.clip import Clip, choose
-    from loaders.decode.contract import Decoded, Request
-    from loaders.decode.geometry import Fit
-    from loaders.decode.pyav import PyAVDecoder
+    from headrace.dataio.shards.contract import Sample
+    from headrace.loaders.clip import Clip, choose
+    from headrace.loaders.decode.contract import Decoded, Request
+    from headrace.loaders.decode.geometry import Fit
+    from headrace.loaders.decode.pyav import PyAVDecoder
 
     decoder, clip = PyAVDecoder(), Clip(frames=FRAMES, stride=STRIDE, per_video=kind.per_file)
     cut = Fit((kind.size, kind.size))
@@ -55,7 +55,7 @@ def _seen_by_spdl(named: tuple[str, bytes | str], kind: Kind) -> torch.Tensor:
     return by_hand.spdl(named[1], kind)
 
 
-OURS, FAST = "millrace", "millrace, color='fast'"
+OURS, FAST = "headrace", "headrace, color='fast'"
 ENERGON = "energon + PyAV, 2 workers"
 MOSAIC = "mosaicml-streaming + PyAV, 2 workers"
 FLOOR, FAST_FLOOR = "floor: our decoder alone", "floor: our decoder alone, color='fast'"

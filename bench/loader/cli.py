@@ -1,4 +1,4 @@
-"""What `millrace bench loader` compares: clips of short and long videos and of films, windows of short and long recordings;
+"""What `headrace bench loader` compares: clips of short and long videos and of films, windows of short and long recordings;
 from files or from an S3 server here.
 
 Invariant: candidates alternate, each in its own process, over the same clips; peers that are not installed are
@@ -17,12 +17,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.core import command
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part
-from bench.loader import data
-from dataio.core.errors import UsageError
-from dataio.core.options import count
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.loader import data
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.options import count
 
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
@@ -35,8 +35,8 @@ FROM_S3 = {"read_mb": Metric("MB read from the server", "MB")}
 
 
 def main(argv: Sequence[str]) -> int:
-    """`millrace bench loader`."""
-    about = "One epoch of decoded clips beside other loaders. `millrace bench resume` is about going on in the middle."
+    """`headrace bench loader`."""
+    about = "One epoch of decoded clips beside other loaders. `headrace bench resume` is about going on in the middle."
     return command.run(argv, "loader", about, fill, _options)
 
 
@@ -69,9 +69,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def fill(job: command.Job, part: Part) -> None:
     """Every candidate reads the same clips."""
-    from bench.loader import entrants
-    from bench.loader.candidates import FLOOR
-    from bench.loader.ways import THREADS
+    from headrace.bench.loader import entrants
+    from headrace.bench.loader.candidates import FLOOR
+    from headrace.bench.loader.ways import THREADS
 
     kind = data.KINDS[job.args.kind]
     files = _files(job.args.clips or kind.default, kind)
@@ -95,7 +95,7 @@ def fill(job: command.Job, part: Part) -> None:
     if kind.per_file > 1:
         part.notes.append(
             f"Peers take the {kind.per_file} of a file at once, from one open file, and give them in one batch, which is the "
-            "least work; webdataset, litdata, Energon and mosaicml-streaming read files whole. Batches of Millrace mix files."
+            "least work; webdataset, litdata, Energon and mosaicml-streaming read files whole. Batches of Headrace mix files."
         )
     if job.args.s3:
         part.notes.append("The floors read files. The server shares the cores with its clients.")
@@ -106,7 +106,7 @@ def fill(job: command.Job, part: Part) -> None:
         wanted = [
             Candidate(
                 name,
-                "bench.loader",
+                "headrace.bench.loader",
                 (name, str(folder), kind.name, str(port)),
                 next((pythons[at] for at in map(_short, peers.get(name, ())) if at in pythons), ""),
             )
@@ -152,7 +152,7 @@ def _names(
     for name in only or ():
         if name in peers and name not in names:
             needed = " and ".join(peers[name])
-            raise UsageError(f"{name!r} needs {needed}", hint="pip install 'millrace[peers]', or --peer-python")
+            raise UsageError(f"{name!r} needs {needed}", hint="pip install 'headrace[peers]', or --peer-python")
         if name not in names:
             raise UsageError(f"there is no candidate {name!r:.200}", hint=f"there are {', '.join(map(repr, names))}")
     return [name for name in names if not only or name in only]
@@ -171,11 +171,11 @@ def _prepared(
     if any(name.startswith("litdata") for name in names) and not (folder / "litdata").is_dir():
         data.to_litdata(kind, folder)
     if any(name.startswith("energon") for name in names) and not (folder / "energon").is_dir():
-        from bench.loader import in_energon
+        from headrace.bench.loader import in_energon
 
         in_energon.index(folder, pythons.get("energon", sys.executable))
     if any(name.startswith("mosaicml") for name in names) and not (folder / "mosaic").is_dir():
-        from bench.loader import in_mosaic
+        from headrace.bench.loader import in_mosaic
 
         in_mosaic.write(kind, folder, pythons.get("streaming", sys.executable))
     return folder
@@ -187,7 +187,7 @@ def _served(root: Path, args: argparse.Namespace) -> Iterator[int]:
     if not args.s3:
         yield 0
         return
-    from bench.sidecar_node import server
+    from headrace.bench.sidecar_node import server
 
     with server(root, args.rate * 1e6, args.delay / 1e3) as found:
         os.environ.update(found.environ)

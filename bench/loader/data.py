@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.core import litdata
-from bench.loader import films, sounds, stills
+from headrace.bench.core import litdata
+from headrace.bench.loader import films, sounds, stills
 
 FPS = 25
 FRAMES, STRIDE = 16, 2
@@ -107,7 +107,7 @@ KINDS = {kind.name: kind for kind in _ALL}
 
 def make(kind: AnyKind, folder: Path, count: int, tell: Any) -> None:
     """Write `count` files to `folder`/clips, unless they are there, and a dataset of them to `folder`/dataset."""
-    from dataio import pack
+    from headrace.dataio import pack
 
     if not (folder / "clips").is_dir():
         with whole(folder / "clips") as clips:

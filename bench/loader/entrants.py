@@ -1,7 +1,7 @@
 """Who takes part, for each kind: ours, its floors, and the peers.
 
-Invariant: the names are those of `bench.loader.candidates` for video, of
-`bench.loader.hearing` for sound and of `bench.loader.seeing` for pictures.
+Invariant: the names are those of `headrace.bench.loader.candidates` for video, of
+`headrace.bench.loader.hearing` for sound and of `headrace.bench.loader.seeing` for pictures.
 Failure behaviour: none.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from bench.loader import candidates, hearing, seeing
-from bench.loader.data import AnyKind
-from bench.loader.place import Place
-from bench.loader.sounds import Sound
-from bench.loader.stills import Stills
+from headrace.bench.loader import candidates, hearing, seeing
+from headrace.bench.loader.data import AnyKind
+from headrace.bench.loader.place import Place
+from headrace.bench.loader.sounds import Sound
+from headrace.bench.loader.stills import Stills
 
 
 def ours(kind: AnyKind) -> list[str]:

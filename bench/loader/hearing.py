@@ -2,7 +2,7 @@
 
 Invariant: every candidate delivers as many windows of each recording as its kind says. `bare` is the floor of ours: windows
 drawn alike, read from files, decoded and resampled by as many threads, but put into no batch, by no plan, and checked by nobody.
-Of long recordings, peers take all windows at once (`bench.loader.ways`), ours mixes them.
+Of long recordings, peers take all windows at once (`headrace.bench.loader.ways`), ours mixes them.
 Failure behaviour: exceptions of the loaders, which end the candidate's process.
 """
 
@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from bench.loader import by_ear, in_energon, in_mosaic, ways
-from bench.loader.candidates import ENERGON, FLOOR, MOSAIC, OURS
-from bench.loader.place import Place
-from bench.loader.sounds import BATCH, RATE, Sound
-from bench.loader.ways import THREADS, decoding
+from headrace.bench.loader import by_ear, in_energon, in_mosaic, ways
+from headrace.bench.loader.candidates import ENERGON, FLOOR, MOSAIC, OURS
+from headrace.bench.loader.place import Place
+from headrace.bench.loader.sounds import BATCH, RATE, Sound
+from headrace.bench.loader.ways import THREADS, decoding
 
 
 def _ours(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
-    from loaders import AudioLoader, LogMel, Window
-    from loaders.sound.spec import Features
+    from headrace.loaders import AudioLoader, LogMel, Window
+    from headrace.loaders.sound.spec import Features
 
     options: dict[str, Any] = {"sidecar": None, "drop_last": False, "threads": THREADS, "sample_rate": RATE}
     window = Window(kind.window, per_sample=kind.per_file)
@@ -47,13 +47,13 @@ class _Marked:
 
 def _bare(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     """The decoder alone."""
-    from dataio.shards.contract import Sample
-    from loaders.contract import Place as Where
-    from loaders.sound.decode import decode_audio
-    from loaders.sound.features import LogMel
-    from loaders.sound.mel import log_mel
-    from loaders.sound.spec import AudioSpec
-    from loaders.sound.window import Window, begin
+    from headrace.dataio.shards.contract import Sample
+    from headrace.loaders.contract import Place as Where
+    from headrace.loaders.sound.decode import decode_audio
+    from headrace.loaders.sound.features import LogMel
+    from headrace.loaders.sound.mel import log_mel
+    from headrace.loaders.sound.spec import AudioSpec
+    from headrace.loaders.sound.window import Window, begin
 
     spec, window = AudioSpec(RATE, seconds=kind.window), Window(kind.window, per_sample=kind.per_file)
 

@@ -1,7 +1,8 @@
 """Energon's way to deliver the clips: its own index beside hard links of our tars, a cooker that decodes by hand.
 
 Its pins and ours can meet in one environment or not, so it may run in an interpreter of its own (`--peer-python energon=…`).
-Invariant: as `bench.loader.candidates`. Failure behaviour: exceptions of its libraries; `RuntimeError` when it cannot index.
+Invariant: as `headrace.bench.loader.candidates`. Failure behaviour: exceptions of its libraries; `RuntimeError` when it
+cannot index.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import AnyKind, whole
-from bench.loader.place import Place, part_at_fork, the_file
+from headrace.bench.loader.data import AnyKind, whole
+from headrace.bench.loader.place import Place, part_at_fork, the_file
 
 
 def index(folder: Path, python: str) -> None:

@@ -1,7 +1,8 @@
 """MosaicML Streaming's way to deliver the clips: its own shards (MDS), two workers that decode by hand.
 
 It wants an older numpy than we do, so it may run in an interpreter of its own (`--peer-python streaming=…`), which also
-writes the shards: `python -m bench.loader.in_mosaic CLIPS TARGET BYTES`. Invariant: as `bench.loader.candidates`.
+writes the shards: `python -m headrace.bench.loader.in_mosaic CLIPS TARGET BYTES`. Invariant: as
+`headrace.bench.loader.candidates`.
 Failure behaviour: exceptions of its libraries; `RuntimeError` when it cannot write its shards.
 """
 
@@ -19,14 +20,21 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import AnyKind, whole
-from bench.loader.place import Place, part_at_fork, the_file
+from headrace.bench.loader.data import AnyKind, whole
+from headrace.bench.loader.place import Place, part_at_fork, the_file
 
 
 def write(kind: AnyKind, folder: Path, python: str) -> None:
     """The clips' bytes in its shards, written by an interpreter that has it."""
     with whole(folder / "mosaic") as made:
-        command = [python, "-m", "bench.loader.in_mosaic", str(folder / "clips"), str(made), str(kind.shard_bytes)]
+        command = [
+            python,
+            "-m",
+            "headrace.bench.loader.in_mosaic",
+            str(folder / "clips"),
+            str(made),
+            str(kind.shard_bytes),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"MDSWriter: {done.stderr[-500:]}")

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.loader import in_energon, in_mosaic, ways
-from bench.loader.candidates import FLOOR, OURS
-from bench.loader.place import Place
-from bench.loader.stills import Stills
-from bench.loader.ways import THREADS, decoding
+from headrace.bench.loader import in_energon, in_mosaic, ways
+from headrace.bench.loader.candidates import FLOOR, OURS
+from headrace.bench.loader.place import Place
+from headrace.bench.loader.stills import Stills
+from headrace.bench.loader.ways import THREADS, decoding
 
 
 def _ours(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
-    from loaders import Clip, VideoLoader
+    from headrace.loaders import Clip, VideoLoader
 
     options: dict[str, Any] = {"sidecar": None, "drop_last": False, "threads": THREADS}
     size = (kind.size, kind.size)
@@ -36,11 +36,11 @@ def _ours(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
 
 def _bare(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
     """The decoder alone."""
-    from dataio.shards.contract import Sample
-    from loaders.clip import Clip, choose
-    from loaders.decode.contract import Decoded, Request
-    from loaders.decode.geometry import Fit
-    from loaders.decode.pyav import PyAVDecoder
+    from headrace.dataio.shards.contract import Sample
+    from headrace.loaders.clip import Clip, choose
+    from headrace.loaders.decode.contract import Decoded, Request
+    from headrace.loaders.decode.geometry import Fit
+    from headrace.loaders.decode.pyav import PyAVDecoder
 
     decoder, clip, cut = PyAVDecoder(), Clip(1), Fit((kind.size, kind.size))
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from bench.loader.data import AnyKind
-from bench.loader.place import Place, the_file
+from headrace.bench.loader.data import AnyKind
+from headrace.bench.loader.place import Place, the_file
 
 THREADS = 2
 Decode = Callable[[Any], torch.Tensor]
@@ -34,8 +34,8 @@ def decoding(decode: Callable[..., torch.Tensor], run: Callable[..., Iterator[to
 
 def alone(decode: Callable[[Any, memoryview], torch.Tensor], place: Place, kind: AnyKind) -> Iterator[torch.Tensor]:
     """The floor of ours: a plain loop over the files of our shards, in threads. `decode` is given the sample and its bytes."""
-    from dataio import Dataset
-    from dataio.shards.contract import Sample
+    from headrace.dataio import Dataset
+    from headrace.dataio.shards.contract import Sample
 
     folder = place.folder / "dataset"
 

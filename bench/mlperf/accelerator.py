@@ -1,6 +1,6 @@
 """One emulated accelerator: takes a batch, "computes" by sleeping for the published time, takes the next.
 
-`python -m bench.mlperf.accelerator JSON` (a `Seat`) waits for a line on standard input, runs its share of an epoch,
+`python -m headrace.bench.mlperf.accelerator JSON` (a `Seat`) waits for a line on standard input, runs its share of an epoch,
 prints one JSON object.
 Invariant: the clock begins when all accelerators are told to go, so the wait for the first batch counts, as in the rules.
 Failure behaviour: a candidate that delivers another number of bytes than its share raises.
@@ -18,15 +18,15 @@ from typing import Any
 
 import msgspec
 
-from bench.core.measure import Meter
-from bench.mlperf import raw
+from headrace.bench.core.measure import Meter
+from headrace.bench.mlperf import raw
 
 WORKERS = 4
-CANDIDATES = ("millrace", f"torch DataLoader on files, {WORKERS} workers")
+CANDIDATES = ("headrace", f"torch DataLoader on files, {WORKERS} workers")
 _IMPORTS = {
-    CANDIDATES[0]: ("dataio.shards.dataset", "pyarrow.parquet"),
+    CANDIDATES[0]: ("headrace.dataio.shards.dataset", "pyarrow.parquet"),
     CANDIDATES[1]: ("torch.utils.data",),
-    "video": ("loaders.video", "pyarrow.parquet"),
+    "video": ("headrace.loaders.video", "pyarrow.parquet"),
 }
 """Imports are the process's start, not the epoch's."""
 
@@ -69,7 +69,7 @@ def _batches(seat: Seat) -> Iterator[Any]:
 
 
 def _video(seat: Seat) -> Iterator[Any]:
-    from loaders import Clip, VideoLoader
+    from headrace.loaders import Clip, VideoLoader
 
     clip = Clip(frames=16, stride=2)
     with VideoLoader(

@@ -11,8 +11,8 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.mlperf.workloads import Workload
-from dataio.core.limits import MIB
+from headrace.bench.mlperf.workloads import Workload
+from headrace.dataio.core.limits import MIB
 
 SHARD_BYTES = 64 * MIB
 _LEAST = 1024
@@ -39,7 +39,7 @@ def make(folder: Path, workload: Workload, count: int, tell: Callable[[str, floa
 
 def shard(files: Path, folder: Path) -> str:
     """Put all of `files` into tars of about `SHARD_BYTES`, index them, and say where the dataset is."""
-    from dataio import index
+    from headrace.dataio import index
 
     (folder / "shards").mkdir(parents=True, exist_ok=True)
     for number, members in enumerate(_groups(sorted(files.iterdir()))):

@@ -1,4 +1,4 @@
-"""Millrace without decoding: the samples of a dataset as bytes in host memory, in the loaders' order, checked, ahead of time.
+"""Headrace without decoding: the samples of a dataset as bytes in host memory, in the loaders' order, checked, ahead of time.
 
 Invariant: every sample of an epoch once over all ranks; bytes equal the index's digests. At most `depth` batches wait.
 Failure behaviour: an error of the source is raised at the batch it belongs to; leaving the loop early stops the thread.
@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 
-from dataio import Dataset
-from dataio.shards.contract import Sample
-from dataio.sidecar.client import open_reader
-from loaders.order import Order
-from loaders.samples.source import Source, ranges
+from headrace.dataio import Dataset
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.sidecar.client import open_reader
+from headrace.loaders.order import Order
+from headrace.loaders.samples.source import Source, ranges
 
 DEPTH = 4
 _END = None
@@ -38,7 +38,7 @@ def batches(
     waiting: queue.Queue[list[bytearray] | BaseException | None] = queue.Queue(depth)
     stop = threading.Event()
     arguments = (url, batch, rank, ranks, epoch, seed, sidecar, waiting, stop)
-    thread = threading.Thread(target=_read, args=arguments, name="millrace-raw", daemon=True)
+    thread = threading.Thread(target=_read, args=arguments, name="headrace-raw", daemon=True)
     thread.start()
     try:
         while (found := waiting.get()) is not _END:

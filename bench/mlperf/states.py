@@ -1,4 +1,4 @@
-"""`millrace bench llm-checkpoint`: writing and reading checkpoints with the sizes of the rules' models, scaled; unofficial.
+"""`headrace bench llm-checkpoint`: writing and reading checkpoints with the sizes of the rules' models, scaled; unofficial.
 
 How: each process holds its share of the state (`--fraction` of the published size over the published number of processes,
 model, master weights and both moments), all save at once, and count as done when everything is fsynced; the page cache is
@@ -23,13 +23,13 @@ from typing import Any
 
 from msgspec import structs
 
-from bench.core import command, floor
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part
-from bench.mlperf.workloads import SHARES, model
-from dataio.core.options import amount, count
+from headrace.bench.core import command, floor
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.mlperf.workloads import SHARES, model
+from headrace.dataio.core.options import amount, count
 
-CANDIDATES = ("millrace", "torch.save, a file a process")
+CANDIDATES = ("headrace", "torch.save, a file a process")
 METRICS = {
     "write_s": Metric("write s", "s"),
     "write": Metric("write GB/s", "GB/s", "higher"),
@@ -74,7 +74,7 @@ def fill(job: command.Job, part: Part) -> None:
     ]
     folder = str(job.scratch)
     wanted = [
-        Candidate(name, "bench.mlperf.states", ("--candidate", name, folder, str(share), str(args.processes)))
+        Candidate(name, "headrace.bench.mlperf.states", ("--candidate", name, folder, str(share), str(args.processes)))
         for name in CANDIDATES
     ]
     alternate(wanted, job.rounds, job.tell, part.candidates)
@@ -95,7 +95,7 @@ def _candidate(name: str, folder: Path, share: int, processes: int) -> dict[str,
     place = folder / name.split(",")[0].replace(".", "-")
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    base = [sys.executable, "-m", "bench.mlperf.states", "--rank", name, str(place), str(share)]
+    base = [sys.executable, "-m", "headrace.bench.mlperf.states", "--rank", name, str(place), str(share)]
     ranks = [
         subprocess.Popen([*base, str(rank), str(processes)], stdout=subprocess.PIPE, text=True)
         for rank in range(processes)
@@ -115,7 +115,7 @@ def _rank(name: str, place: Path, share: int, rank: int, processes: int) -> dict
     import torch
     import torch.distributed as dist
 
-    from bench.core.measure import Meter
+    from headrace.bench.core.measure import Meter
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(place / "rendezvous"), processes)
@@ -162,8 +162,8 @@ def state(share: int, rank: int) -> dict[str, Any]:
 Built = tuple[Callable[[Any], Callable[[], object]], Callable[[Any], object], Callable[[], None]]
 
 
-def _millrace(place: Path, rank: int) -> Built:
-    from checkpoint import Checkpointer
+def _headrace(place: Path, rank: int) -> Built:
+    from headrace.checkpoint import Checkpointer
 
     checkpointer = Checkpointer(str(place / "repository"), run="llm", sidecar=None)
 
@@ -193,7 +193,7 @@ def _torch_save(place: Path, rank: int) -> Built:
     return save, restore, lambda: None
 
 
-_BUILD: dict[str, Callable[[Path, int], Built]] = {CANDIDATES[0]: _millrace, CANDIDATES[1]: _torch_save}
+_BUILD: dict[str, Callable[[Path, int], Built]] = {CANDIDATES[0]: _headrace, CANDIDATES[1]: _torch_save}
 
 
 def _drop(place: Path) -> None:

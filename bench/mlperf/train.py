@@ -1,4 +1,4 @@
-"""`millrace bench train`: utilisation of emulated accelerators, unofficial, in the shape of MLPerf Storage's workloads.
+"""`headrace bench train`: utilisation of emulated accelerators, unofficial, in the shape of MLPerf Storage's workloads.
 
 How: as many processes as accelerators each take batches and sleep for the published computation time; utilisation is
 computing time over wall time from the start to the slowest accelerator's end. `--fraction` shrinks records and
@@ -19,14 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from bench.core import command
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part
-from bench.mlperf import data
-from bench.mlperf.accelerator import CANDIDATES, Seat
-from bench.mlperf.workloads import WORKLOADS, Workload, utilisation, workload
-from dataio.core.errors import UsageError
-from dataio.core.options import amount, count
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.mlperf import data
+from headrace.bench.mlperf.accelerator import CANDIDATES, Seat
+from headrace.bench.mlperf.workloads import WORKLOADS, Workload, utilisation, workload
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.options import amount, count
 
 UNOFFICIAL = (
     "Unofficial: in the shape of MLPerf Storage's workloads, not verified by MLCommons, not comparable with published "
@@ -71,7 +71,10 @@ def fill(job: command.Job, part: Part) -> None:
         folder = job.scratch / str(ranks)
         samples = work.batch * args.batches * ranks
         _video_data(folder, samples) if video else data.make(folder, work, samples, job.tell)
-        wanted = [Candidate(name, "bench.mlperf.train", _arguments(name, folder, work, ranks, video)) for name in names]
+        wanted = [
+            Candidate(name, "headrace.bench.mlperf.train", _arguments(name, folder, work, ranks, video))
+            for name in names
+        ]
         found = alternate(wanted, job.rounds, job.tell)
         for name, samples_ in found.items():
             mine = part.candidates.setdefault(name, samples_)
@@ -107,8 +110,8 @@ def _arguments(name: str, folder: Path, work: Workload, ranks: int, video: bool)
 
 
 def _video_data(folder: Path, samples: int) -> None:
-    from bench.demo.media import make_clip
-    from dataio import pack
+    from headrace.bench.demo.media import make_clip
+    from headrace.dataio import pack
 
     (folder / "clips").mkdir(parents=True)
     for number in range(samples):
@@ -141,7 +144,7 @@ def seats(places: Sequence[Seat]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _start(place: Seat) -> Iterator[subprocess.Popen[str]]:
-    command_ = [sys.executable, "-m", "bench.mlperf.accelerator", msgspec.json.encode(place).decode()]
+    command_ = [sys.executable, "-m", "headrace.bench.mlperf.accelerator", msgspec.json.encode(place).decode()]
     process = subprocess.Popen(
         command_, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

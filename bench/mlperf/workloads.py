@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dataio.core.errors import UsageError
-from dataio.core.limits import GIB
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import GIB
 
 
 @dataclass(frozen=True)

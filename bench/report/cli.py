@@ -1,4 +1,4 @@
-"""`millrace bench report` and `millrace bench compare`.
+"""`headrace bench report` and `headrace bench compare`.
 
 Invariant: they measure nothing; they show what results files hold. Failure behaviour: a file that is none is a
 `UsageError` naming it; `compare` ends with 1 when something got worse beyond noise, so a script can use it.
@@ -11,25 +11,25 @@ from pathlib import Path
 
 import msgspec
 
-from bench.core.results import Run, read
-from bench.report.compare import as_text, compare
-from bench.report.markdown import markdown
-from bench.report.page import page
-from dataio.core.options import Parser
-from dataio.core.outputs import written_whole
-from dataio.store.oserrors import translated
+from headrace.bench.core.results import Run, read
+from headrace.bench.report.compare import as_text, compare
+from headrace.bench.report.markdown import markdown
+from headrace.bench.report.page import page
+from headrace.dataio.core.options import Parser
+from headrace.dataio.core.outputs import written_whole
+from headrace.dataio.store.oserrors import translated
 
 
 def report(argv: Sequence[str]) -> int:
-    """`millrace bench report`."""
+    """`headrace bench report`."""
     parser = Parser(
-        prog="millrace bench report",
-        description="Make one self-contained page (or Markdown tables) of what `millrace bench … -o FILE` wrote.",
-        epilog="exit codes: 0 written; 2 a file holds no results; others as in millrace --help",
+        prog="headrace bench report",
+        description="Make one self-contained page (or Markdown tables) of what `headrace bench … -o FILE` wrote.",
+        epilog="exit codes: 0 written; 2 a file holds no results; others as in headrace --help",
     )
     parser.add_argument("results", nargs="+", type=Path, help="results files")
     parser.add_argument("-o", "--output", type=Path, help="HTML file to write")
-    parser.add_argument("--title", default="Millrace benchmarks")
+    parser.add_argument("--title", default="Headrace benchmarks")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--part", action="append", default=[], help="only this part, for --markdown; may be repeated")
     args = parser.parse_args(argv)
@@ -44,12 +44,12 @@ def report(argv: Sequence[str]) -> int:
 
 
 def compare_(argv: Sequence[str]) -> int:
-    """`millrace bench compare`."""
+    """`headrace bench compare`."""
     parser = Parser(
-        prog="millrace bench compare",
+        prog="headrace bench compare",
         description="Say what changed from A to B beyond noise: exact Mann–Whitney test with a false discovery rate of 5 %,\n"
         "changes of medians from 2 % on.",
-        epilog="exit codes: 0 nothing got worse; 1 something did; 2 not comparable; others as in millrace --help",
+        epilog="exit codes: 0 nothing got worse; 1 something did; 2 not comparable; others as in headrace --help",
     )
     parser.add_argument("a", type=Path, help="results before")
     parser.add_argument("b", type=Path, help="results after")

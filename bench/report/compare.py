@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from bench.core.environment import differences
-from bench.core.results import Metric, Part, Run
-from bench.core.statistics import (
+from headrace.bench.core.environment import differences
+from headrace.bench.core.results import Metric, Part, Run
+from headrace.bench.core.statistics import (
     LEVEL,
     Interval,
     benjamini_hochberg,
@@ -22,7 +22,7 @@ from bench.core.statistics import (
     ratio_of_medians,
     smallest_p,
 )
-from dataio.core.errors import MismatchError
+from headrace.dataio.core.errors import MismatchError
 
 LEAST_CHANGE = 0.02
 """Changes of medians below two per cent are not reported, however certain."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bench.core.results import Part, Run
-from bench.core.table import part_table
+from headrace.bench.core.results import Part, Run
+from headrace.bench.core.table import part_table
 
 
 def markdown(runs: Sequence[tuple[str, Run]], only: Iterable[str] = ()) -> str:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from bench.core.results import Part, Run
-from bench.core.table import cell, ratio
-from bench.report import views
+from headrace.bench.core.results import Part, Run
+from headrace.bench.core.table import cell, ratio
+from headrace.bench.report import views
 
 
-def page(runs: Sequence[tuple[str, Run]], title: str = "Millrace benchmarks") -> str:
+def page(runs: Sequence[tuple[str, Run]], title: str = "Headrace benchmarks") -> str:
     """The HTML of `runs`, each with the name it is called by."""
     body = "\n".join(_run(place, name, run) for place, (name, run) in enumerate(runs))
     return f"""<!doctype html>
@@ -29,7 +29,7 @@ run on one machine in which the candidates took turns.</p> {_troubles(runs)} {_c
 
 
 def _style() -> str:
-    return (resources.files("bench.report") / "page.css").read_text()
+    return (resources.files("headrace.bench.report") / "page.css").read_text()
 
 
 def _troubles(runs: Sequence[tuple[str, Run]]) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 
-from bench.core.latency import Latencies
-from bench.core.results import Metric, Part, Samples
-from bench.core.table import short
-from bench.report.charts import COLOURS, Point, bars, curves
-from dataio.core.limits import format_bytes
+from headrace.bench.core.latency import Latencies
+from headrace.bench.core.results import Metric, Part, Samples
+from headrace.bench.core.table import short
+from headrace.bench.report.charts import COLOURS, Point, bars, curves
+from headrace.dataio.core.limits import format_bytes
 
 X_AXES = ("concurrency", "gpus", "ranks", "interval")
 """Axes that become the x axis of a curve; the first that a metric has."""

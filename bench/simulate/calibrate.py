@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from bench.core.results import Part, Run
-from bench.simulate.cluster import Cluster, Job
+from headrace.bench.core.results import Part, Run
+from headrace.bench.simulate.cluster import Cluster, Job
 
 
 def calibrated(run: Run, cluster: Cluster, work: Job) -> tuple[Cluster, Job, list[str]]:
@@ -40,7 +40,7 @@ def _store(part: Part, cluster: Cluster, notes: list[str]) -> Cluster:
 
 
 def _disk(part: Part, cluster: Cluster, notes: list[str]) -> Cluster:
-    ours = part.candidates["millrace"].metrics if "millrace" in part.candidates else {}
+    ours = part.candidates["headrace"].metrics if "headrace" in part.candidates else {}
     if not ours.get("write") or not ours.get("read"):
         return cluster
     write, read = statistics.median(ours["write"]), statistics.median(ours["read"])

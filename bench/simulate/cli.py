@@ -1,4 +1,4 @@
-"""`millrace bench simulate`: from 8 to 16,384 GPUs, with and without the sidecar, deduplication and the local tier.
+"""`headrace bench simulate`: from 8 to 16,384 GPUs, with and without the sidecar, deduplication and the local tier.
 
 Purpose: read amplification, waits for data, stall and duration of a checkpoint, its best interval (Young, Daly, and by
 trying), and goodput.
@@ -15,13 +15,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from bench.core import command
-from bench.core.results import Metric, Part, Samples, read
-from bench.core.table import short
-from bench.simulate.calibrate import calibrated
-from bench.simulate.cluster import VARIANTS, Cluster, Features, Job, costs, daly, young
-from bench.simulate.training import best_interval
-from dataio.core.errors import UsageError
+from headrace.bench.core import command
+from headrace.bench.core.results import Metric, Part, Samples, read
+from headrace.bench.core.table import short
+from headrace.bench.simulate.calibrate import calibrated
+from headrace.bench.simulate.cluster import VARIANTS, Cluster, Features, Job, costs, daly, young
+from headrace.bench.simulate.training import best_interval
+from headrace.dataio.core.errors import UsageError
 
 GPUS = (8, 64, 512, 4096, 16384)
 _DAY = 86400.0

@@ -1,4 +1,4 @@
-"""What a cluster and a job are, in numbers, and what each part of Millrace changes about them.
+"""What a cluster and a job are, in numbers, and what each part of Headrace changes about them.
 
 Sources: checkpoint sizes by number of processes are those of the MLPerf Storage rules v2.0, table 2 (8B, 70B, 405B, 1T;
 unofficial use); the rate of interruptions is that of "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4: 419
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from bench.simulate.reading import amplification
+from headrace.bench.simulate.reading import amplification
 
 GPU_MTBF_SECONDS = 54 * 86400 * 16384 / 419
 """Mean time between interruptions of one GPU's share of a job: about 5.8 years."""
@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Features:
-    """Which parts of Millrace are used. Without any: each rank reads for itself, and a save is lost with its trainer."""
+    """Which parts of Headrace are used. Without any: each rank reads for itself, and a save is lost with its trainer."""
 
     name: str
     sidecar: bool = False

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bench.simulate.engine import Latch, Link, Process, Simulation, Sleep, Transfer
+from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, Sleep, Transfer
 
 Block = tuple[str, int]
 _SAMPLES = 100_000
@@ -133,7 +133,7 @@ def amplification(
     Whole blocks are fetched; a block that several samples of one reader lie in is fetched once. `shared`: the reader is the node
     (with the daemon), else each rank. Two nodes stand for all. `batch` is a rank's.
     """
-    from loaders.order import Order
+    from headrace.loaders.order import Order
 
     everywhere = batch * gpus
     order = Order.of(max(_SAMPLES, 2 * everywhere), everywhere, sample_bytes=sample_bytes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.simulate.engine import Latch, Link, Process, Simulation, Sleep, Transfer
+from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, Sleep, Transfer
 
 CHUNK_BYTES = 4 << 20
 

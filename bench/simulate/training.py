@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from bench.simulate.cluster import Cluster, Costs, daly
+from headrace.bench.simulate.cluster import Cluster, Costs, daly
 
 
 @dataclass

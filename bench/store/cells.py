@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.core.results import Metric
-from dataio.core.errors import UsageError
-from dataio.core.limits import KIB, MIB, format_bytes
+from headrace.bench.core.results import Metric
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import KIB, MIB, format_bytes
 
 OPERATIONS: Mapping[str, str] = {
     "get": "whole objects",

@@ -1,7 +1,7 @@
-"""`millrace bench store [URL]`: the sweep, side by side, and what it leaves.
+"""`headrace bench store [URL]`: the sweep, side by side, and what it leaves.
 
 Purpose: throughput, latency percentiles, CPU seconds per GiB and memory of the client, by operation, object size and
-concurrency, of a bucket or a directory, for Millrace and for the clients that people use otherwise. Without a URL it
+concurrency, of a bucket or a directory, for Headrace and for the clients that people use otherwise. Without a URL it
 starts a SeaweedFS on loopback, which then shares the cores with its clients: compare the rows, not the figures with
 another machine's.
 Invariant: writes only below a fresh random prefix and deletes exactly what it wrote, by name. The bounds hold for the
@@ -20,16 +20,16 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from bench.core import command, floor
-from bench.core.measure import Candidate, Tell, alternate
-from bench.core.results import Metric, Part
-from bench.core.table import part_table
-from bench.store import cells, knee, objects
-from bench.store.clients import against, clients_of
-from bench.store.worker import Order
-from dataio.core.errors import UsageError
-from dataio.core.limits import GIB, MIB, format_bytes, parse_bytes
-from dataio.store.open import folder_of, open_store
+from headrace.bench.core import command, floor
+from headrace.bench.core.measure import Candidate, Tell, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.core.table import part_table
+from headrace.bench.store import cells, knee, objects
+from headrace.bench.store.clients import against, clients_of
+from headrace.bench.store.worker import Order
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import GIB, MIB, format_bytes, parse_bytes
+from headrace.dataio.store.open import folder_of, open_store
 
 _ABOUT = """\
 Measure a bucket or a directory by operation, object size and requests at once, beside other clients.
@@ -78,7 +78,7 @@ def fill(job: command.Job, part: Part) -> None:
         del part.settings["client"]
         part.notes = [_caching(url, cold=args.cold), *_left_out(sweep)]
         wanted = [
-            Candidate(name, "bench.store.worker", (_text(_order(args, url, sweep, name, len(names))),))
+            Candidate(name, "headrace.bench.store.worker", (_text(_order(args, url, sweep, name, len(names))),))
             for name in names
         ]
         alternate(wanted, job.rounds, job.tell, part.candidates, seconds=args.duration + 120)
@@ -167,7 +167,7 @@ def _place(url: str | None, sweep: cells.Sweep, tell: Tell) -> Iterator[str]:
     """The URL of a fresh prefix with the objects to read; exactly the sweep's own keys are deleted at the end."""
     with contextlib.ExitStack() as stack:
         if url is None:
-            from dataio.testing.s3server import start_seaweedfs
+            from headrace.dataio.testing.s3server import start_seaweedfs
 
             server = stack.enter_context(start_seaweedfs())
             os.environ.update(server.environment())  # the clients are processes of their own and find it there

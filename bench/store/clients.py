@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench.store.cells import PART
-from dataio.store.contract import Store
-from dataio.store.open import folder_of, open_store
-from dataio.store.s3config import S3Config, parse
+from headrace.bench.store.cells import PART
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import folder_of, open_store
+from headrace.dataio.store.s3config import S3Config, parse
 
 Operations = Mapping[str, Callable[[str, int, int], int]]
 """Operation → function of (key, offset, size) that returns how many bytes, or keys, it moved."""
@@ -63,7 +63,7 @@ class _Buffers:
 
 
 @contextlib.contextmanager
-def _millrace(url: str, width: int, largest: int, options: Mapping[str, object]) -> Iterator[Operations]:
+def _headrace(url: str, width: int, largest: int, options: Mapping[str, object]) -> Iterator[Operations]:
     buffers = _Buffers(largest)
     with open_store(url, **options) as store:
         yield {
@@ -241,17 +241,17 @@ def _expect_size(found: int, size: int) -> int:
 
 
 def _ours(**options: object) -> Opener:
-    return lambda url, width, largest: _millrace(url, width, largest, options)
+    return lambda url, width, largest: _headrace(url, width, largest, options)
 
 
 _OPEN: dict[str, Opener] = {
-    "millrace": _ours(),
-    "millrace, s3fs": _ours(client="s3fs"),
-    "millrace, O_DIRECT": _ours(direct=True),
+    "headrace": _ours(),
+    "headrace, s3fs": _ours(client="s3fs"),
+    "headrace, O_DIRECT": _ours(direct=True),
     "s3fs": _s3fs,
     "boto3": _boto3,
     "obstore": _obstore,
     "os": _os,
 }
-S3_CLIENTS = ("millrace", "millrace, s3fs", "s3fs", "boto3", "obstore")
-FILE_CLIENTS = ("millrace", "millrace, O_DIRECT", "os")
+S3_CLIENTS = ("headrace", "headrace, s3fs", "s3fs", "boto3", "obstore")
+FILE_CLIENTS = ("headrace", "headrace, O_DIRECT", "os")

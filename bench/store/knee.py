@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from bench.core.results import Samples
-from bench.core.table import short
-from bench.store.cells import Cell
-from dataio.core.limits import format_bytes
+from headrace.bench.core.results import Samples
+from headrace.bench.core.table import short
+from headrace.bench.store.cells import Cell
+from headrace.dataio.core.limits import format_bytes
 
 _ENOUGH = 0.9
 

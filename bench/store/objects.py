@@ -11,9 +11,9 @@ import random
 import uuid
 from collections.abc import Callable, Iterator
 
-from bench.store.cells import LISTED, SMALL, Cell, Sweep
-from dataio.core.limits import MIB
-from dataio.store.contract import Store
+from headrace.bench.store.cells import LISTED, SMALL, Cell, Sweep
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Store
 
 COUNT = 8
 """Objects of each size, read or written in turn."""
@@ -22,7 +22,7 @@ _BLOCK = 16 * MIB
 
 def fresh_prefix() -> str:
     """A prefix that nobody has used."""
-    return f"millrace-bench-{uuid.uuid4().hex}"
+    return f"headrace-bench-{uuid.uuid4().hex}"
 
 
 def key_of(cell: Cell, number: int, sweep: Sweep) -> str:

@@ -1,6 +1,6 @@
 """One client, measured in a process of its own: every cell of the sweep, closed loop.
 
-`python -m bench.store.worker JSON` (an `Order`) prints one JSON object: throughput, latency percentiles and CPU of every
+`python -m headrace.bench.store.worker JSON` (an `Order`) prints one JSON object: throughput, latency percentiles and CPU of every
 cell, the histograms, and what failed.
 Invariant: a cell runs `width` threads, each with one request at a time, until the cell's seconds are over or its bytes
 are moved, but at least two requests a thread; a latency is the time of the call alone. Requests begin only when all
@@ -21,14 +21,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from bench.core.latency import Latencies
-from bench.core.measure import Meter, cpu_seconds
-from bench.store.cells import READS, Cell, Sweep
-from bench.store.clients import Operations, open_client
-from bench.store.objects import COUNT, key_of
-from dataio.core.limits import GIB
-from dataio.core.redact import redact
-from dataio.store.open import folder_of
+from headrace.bench.core.latency import Latencies
+from headrace.bench.core.measure import Meter, cpu_seconds
+from headrace.bench.store.cells import READS, Cell, Sweep
+from headrace.bench.store.clients import Operations, open_client
+from headrace.bench.store.objects import COUNT, key_of
+from headrace.dataio.core.limits import GIB
+from headrace.dataio.core.redact import redact
+from headrace.dataio.store.open import folder_of
 
 LEAST = 2
 _MESSAGES = 3

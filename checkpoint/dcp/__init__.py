@@ -8,12 +8,12 @@
 a process remembers of its runs between saves.
 Invariant: DCP's planners decide what is saved and loaded; everything else (chunks, digests, packs, commit) is the
 repository's. What is stored holds no pickle, and nothing that came from the store is unpickled.
-Failure behaviour: errors of `dataio.core.errors`, which DCP wraps: see `writer` and `reader`.
+Failure behaviour: errors of `headrace.dataio.core.errors`, which DCP wraps: see `writer` and `reader`.
 """
 
 from __future__ import annotations
 
-from checkpoint.dcp.reader import RepositoryReader
-from checkpoint.dcp.writer import RepositoryWriter
+from headrace.checkpoint.dcp.reader import RepositoryReader
+from headrace.checkpoint.dcp.writer import RepositoryWriter
 
 __all__ = ["RepositoryReader", "RepositoryWriter"]

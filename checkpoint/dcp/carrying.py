@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint.carry import carry
-from checkpoint.dcp.session import Ticket
-from checkpoint.format import layout as layouts
-from checkpoint.format.layout import Layout, TensorSpec
-from checkpoint.gds.file import Direct
-from checkpoint.gds.saving import DeviceSlices
-from checkpoint.repository import commit
-from checkpoint.repository.commit import Attempt
-from checkpoint.repository.lease import DEFAULT_LIFE
-from checkpoint.saving import plan
-from checkpoint.staging.arena import Arena
-from checkpoint.staging.slices import LEAST_BYTES, SlicedState
-from dataio.store.contract import Store
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.dcp.session import Ticket
+from headrace.checkpoint.format import layout as layouts
+from headrace.checkpoint.format.layout import Layout, TensorSpec
+from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.saving import DeviceSlices
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.lease import DEFAULT_LIFE
+from headrace.checkpoint.saving import plan
+from headrace.checkpoint.staging.arena import Arena
+from headrace.checkpoint.staging.slices import LEAST_BYTES, SlicedState
+from headrace.dataio.store.contract import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from checkpoint.repository.opening import Step
-from checkpoint.restoring.apply import DCP_MARK
-from checkpoint.state import tree
-from checkpoint.state.build import called
-from checkpoint.state.flatten import Leaf, flatten
-from checkpoint.state.kinds import TorchKinds
-from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
-from dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring.apply import DCP_MARK
+from headrace.checkpoint.state import tree
+from headrace.checkpoint.state.build import called
+from headrace.checkpoint.state.flatten import Leaf, flatten
+from headrace.checkpoint.state.kinds import TorchKinds
+from headrace.checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 
 Path = tuple[str | int, ...]
 _KINDS = TorchKinds()

@@ -28,25 +28,25 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from checkpoint.dcp import document, session
-from checkpoint.dcp.writer import step_of
-from checkpoint.format import names
-from checkpoint.format.chunk import Box, whole
-from checkpoint.format.documents import Base
-from checkpoint.gds.file import Direct
-from checkpoint.gds.store import GdsStore, direct_for
-from checkpoint.ranks import Ranks
-from checkpoint.repository import steps as repository
-from checkpoint.repository.opening import Step
-from checkpoint.restoring import restore
-from checkpoint.restoring.overlaps import Target, require_one_content
-from checkpoint.restoring.restore import Saved, Want
-from checkpoint.state.build import Builder, Fit
-from checkpoint.state.kinds import TensorSink, TorchKinds, settle
-from checkpoint.state.tree import tensor_names
-from dataio.core.errors import CorruptionError, MismatchError, TransientError, UsageError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.dcp import document, session
+from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.store import GdsStore, direct_for
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring.overlaps import Target, require_one_content
+from headrace.checkpoint.restoring.restore import Saved, Want
+from headrace.checkpoint.state.build import Builder, Fit
+from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, settle
+from headrace.checkpoint.state.tree import tensor_names
+from headrace.dataio.core.errors import CorruptionError, MismatchError, TransientError, UsageError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 _KINDS = TorchKinds()
 

@@ -1,6 +1,7 @@
 """What a process remembers of the runs that it saves to through DCP, where every step may have a writer of its own.
 
-Invariant: all writers of DCP in a process are one writer of `checkpoint.repository.writers`, also those that an asynchronous save
+Invariant: all writers of DCP in a process are one writer of `headrace.checkpoint.repository.writers`, also those that
+an asynchronous save
 sends to a process of its own: `handed_on` is sent with them. A load decides nothing; a load with `resume=True` lets the next save
 begin a branch, if the saved step is not newer than the run's newest one.
 Failure behaviour: errors of the store, and as of `writers`.
@@ -14,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.format import ulid
-from checkpoint.format.documents import Base
-from checkpoint.repository import steps as repository
-from checkpoint.repository import timeline, writers
-from checkpoint.repository.writers import Standing
-from dataio.core.log import get_logger
-from dataio.store.contract import Store
+from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import timeline, writers
+from headrace.checkpoint.repository.writers import Standing
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Store
 
 _log = get_logger(__name__)
 _lock = threading.Lock()

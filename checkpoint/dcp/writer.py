@@ -25,20 +25,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from checkpoint.dcp import document, session
-from checkpoint.dcp.carrying import Share, abort, carry_here
-from checkpoint.dcp.session import Ticket
-from checkpoint.format import names
-from checkpoint.format.chunk import SMALL_BELOW, Box
-from checkpoint.format.codec import COMPRESSIONS
-from checkpoint.format.layout import TensorSpec
-from checkpoint.gds.file import Direct
-from checkpoint.gds.store import direct_for
-from checkpoint.sharding.owners import owners
-from checkpoint.state.kinds import TorchKinds, name_of
-from dataio.core.errors import UnsupportedError, UsageError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.dcp import document, session
+from headrace.checkpoint.dcp.carrying import Share, abort, carry_here
+from headrace.checkpoint.dcp.session import Ticket
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunk import SMALL_BELOW, Box
+from headrace.checkpoint.format.codec import COMPRESSIONS
+from headrace.checkpoint.format.layout import TensorSpec
+from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.store import direct_for
+from headrace.checkpoint.sharding.owners import owners
+from headrace.checkpoint.state.kinds import TorchKinds, name_of
+from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 _KINDS = TorchKinds()
 Key = tuple[str, tuple[int, ...]]

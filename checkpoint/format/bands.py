@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from checkpoint.format.chunk import FINE_CHUNK_BYTES, Box, chunk_bytes, cut, cut_dim, run_start
+from headrace.checkpoint.format.chunk import FINE_CHUNK_BYTES, Box, chunk_bytes, cut, cut_dim, run_start
 
 _MOST = 128
 _RUN_BYTES = 256

@@ -3,7 +3,7 @@
 Invariant: the cuts of a tensor shard lie on the grid of the *global* tensor, and how fine that is depends on the global
 tensor alone, so that the same weights give the same chunks under another sharding. A shard that is one run of the tensor's
 row-major bytes (sharded in the first dimension, or whole) lies on the grid of those bytes; one that is cut in an inner
-dimension is stored in bands of that dimension (`checkpoint.format.bands`), each of which has a grid of its own.
+dimension is stored in bands of that dimension (`headrace.checkpoint.format.bands`), each of which has a grid of its own.
 The pieces of a shard are in order, without gaps or overlaps. Small tensors share the chunks of one common stream.
 Failure behaviour: none; these are pure functions of their arguments.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from blake3 import blake3
 
-from dataio.core.limits import KIB, MIB
+from headrace.dataio.core.limits import KIB, MIB
 
 CHUNK_BYTES = 4 * MIB
 """Chunks of large tensors; also the most that any chunk may hold."""

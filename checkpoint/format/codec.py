@@ -1,9 +1,9 @@
 """Chunk payloads: raw, zstd, or the bytes of each element's places together (*planes*) and then zstd. Differences from another
-chunk are in `checkpoint.format.delta`.
+chunk are in `headrace.checkpoint.format.delta`.
 
 Floating-point numbers whose bytes lie together by place (all first bytes, then all second, ...) compress better: the places
 with sign and exponent hardly differ from element to element, those of the mantissa are noise. Chosen by
-`checkpoint.saving.choose`.
+`headrace.checkpoint.saving.choose`.
 Invariant: `unpack` returns exactly the bytes whose digest the chunk carries, or None: a wrong digest, a bad frame and a
 wrong length are the same to the caller, who fetches once more and then gives up. Digests are of the raw bytes.
 Failure behaviour: None, as said; never damaged bytes, never more than twice `raw` bytes of memory.
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from checkpoint.format.chunk import digest
-from checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
-from dataio.store.contract import Buffer
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
+from headrace.dataio.store.contract import Buffer
 
 COMPRESSIONS = ("none", "zstd", "auto", "delta")
 NAMES = {RAW: "raw", ZSTD: "zstd"} | {kind: f"planes{width}+zstd" for kind, width in PLANES.items()}

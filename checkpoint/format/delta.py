@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from checkpoint.format import codec, names, ulid
-from checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES
-from checkpoint.format.manifest import CODECS, DELTAS, PACK_BYTES
-from dataio.store.contract import Buffer
+from headrace.checkpoint.format import codec, names, ulid
+from headrace.checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES
+from headrace.checkpoint.format.manifest import CODECS, DELTAS, PACK_BYTES
+from headrace.dataio.store.contract import Buffer
 
 _LENGTH = struct.Struct("<H")
 _LINK_BYTES = 512

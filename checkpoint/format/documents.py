@@ -1,6 +1,7 @@
 """The repository's small JSON documents: repo, timeline, lease, fate, COMMIT, gc record.
 
-Invariant: every document carries a version, the writer's nonce, and as its last entry its own digest (`dataio.core.seal`; older
+Invariant: every document carries a version, the writer's nonce, and as its last entry its own digest
+(`headrace.dataio.core.seal`; older
 ones have none), and holds no secret. A reader refuses a version it does not know before it looks at anything else; unknown
 fields are ignored, so that a minor addition stays readable.
 Failure behaviour: `UnsupportedError` for a newer version, `CorruptionError` naming the object for anything unreadable.
@@ -14,18 +15,20 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from checkpoint.format import ulid
-from dataio.core import seal
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.core.limits import JSON_DOCUMENT_BYTES
-from dataio.store.contract import Store
+from headrace.checkpoint.format import ulid
+from headrace.dataio.core import seal
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
+from headrace.dataio.store.contract import Store
 
 VERSION = 1
-FORMAT = "millrace-checkpoint"
+FORMAT_SUFFIX = "-checkpoint"
+"""What comes before it is the name that the software had when it made the repository; readers accept any."""
+FORMAT = f"headrace{FORMAT_SUFFIX}"
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """What all documents carry. `newest`: the version up to which this Millrace knows the kind."""
+    """What all documents carry. `newest`: the version up to which this Headrace knows the kind."""
 
     newest: ClassVar[int] = VERSION
     version: int = VERSION
@@ -69,7 +72,8 @@ class Who(msgspec.Struct, frozen=True):
 
 
 class Timeline(Document, frozen=True, kw_only=True):
-    """`writer`: which writer of which process opened it (`checkpoint.repository.writers`); "" in documents of older versions."""
+    """`writer`: which writer of which process opened it (`headrace.checkpoint.repository.writers`); "" in documents of
+    older versions."""
 
     run: str
     timeline: int
@@ -119,7 +123,7 @@ class StepOfRun(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What a retention keeps of a run, as `checkpoint.lifecycle.keep.Keep` says."""
+    """What a retention keeps of a run, as `headrace.checkpoint.lifecycle.keep.Keep` says."""
 
     last: int | None = None
     every: int | None = None
@@ -152,14 +156,14 @@ def decode(data: bytes, kind: type[D], key: str) -> D:
         if VERSION <= version <= kind.newest:
             return msgspec.json.decode(seal.unseal(data, key) if seal.is_sealed(data) else data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptionError(f"{key} is not a readable document: {error}", hint="run `millrace ckpt check`") from None
+        raise CorruptionError(f"{key} is not a readable document: {error}", hint="run `headrace ckpt check`") from None
     raise newer(key, version)
 
 
 def newer(key: str, version: int) -> UnsupportedError:
-    """The error for an object of a version that this Millrace does not know."""
+    """The error for an object of a version that this Headrace does not know."""
     return UnsupportedError(
-        f"{key} has format version {version}; this Millrace reads version {VERSION}", hint="install a newer Millrace"
+        f"{key} has format version {version}; this Headrace reads version {VERSION}", hint="install a newer Headrace"
     )
 
 

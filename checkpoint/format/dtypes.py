@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dataio.core.errors import CorruptionError
+from headrace.dataio.core.errors import CorruptionError
 
 ITEM_BYTES: dict[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.format import bands, dtypes
-from checkpoint.format.chunk import FINE_CHUNK_BYTES, SMALL_BELOW, Box, cut
+from headrace.checkpoint.format import bands, dtypes
+from headrace.checkpoint.format.chunk import FINE_CHUNK_BYTES, SMALL_BELOW, Box, cut
 
 ALIGN = 4096
 SMALL_ALIGN = 16

@@ -18,12 +18,12 @@ from collections.abc import Iterable
 import msgspec
 import zstandard
 
-from checkpoint.format import dtypes, names, ulid
-from checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, Box, digest
-from checkpoint.format.documents import VERSION, Base, newer
-from checkpoint.sharding.cover import flaw
-from dataio.core.errors import CapacityError, CorruptionError
-from dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
+from headrace.checkpoint.format import dtypes, names, ulid
+from headrace.checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, Box, digest
+from headrace.checkpoint.format.documents import VERSION, Base, newer
+from headrace.checkpoint.sharding.cover import flaw
+from headrace.dataio.core.errors import CapacityError, CorruptionError
+from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
 
 MAX_BYTES = JSON_DOCUMENT_BYTES
 """The most that a manifest's object may hold, which is what a conditional write takes."""
@@ -101,7 +101,8 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`tree` is a document of `checkpoint.state.tree`; `replicas` is the digest of what all ranks must agree on. `links`: the
+    """`tree` is a document of `headrace.checkpoint.state.tree`; `replicas` is the digest of what all ranks must agree
+    on. `links`: the
     numbers of each chunk that is a difference and of its base, which is a chunk of this table as well."""
 
     version: int = VERSION
@@ -180,7 +181,7 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
     """The checked manifest that the object `key` holds; with a digest, first that it is the one that was written."""
     if expected_digest is not None and digest(data) != expected_digest:
         raise CorruptionError(
-            f"{key} is damaged: its digest is not the one in the fate", hint="run `millrace ckpt check`"
+            f"{key} is damaged: its digest is not the one in the fate", hint="run `headrace ckpt check`"
         )
     try:
         head = msgspec.msgpack.decode(data, type=_Head)
@@ -192,7 +193,7 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
         _check_links(manifest)
         _check_tensors(manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, zstandard.ZstdError, _Unsound) as error:
-        raise CorruptionError(f"{key} is not a sound manifest: {error}", hint="run `millrace ckpt check`") from None
+        raise CorruptionError(f"{key} is not a sound manifest: {error}", hint="run `headrace ckpt check`") from None
     return manifest
 
 

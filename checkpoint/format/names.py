@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 REPO = "repo.json"
 RUNS = "runs/"

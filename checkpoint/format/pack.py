@@ -18,13 +18,13 @@ from itertools import chain
 
 import msgspec
 
-from checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, digest
-from checkpoint.format.documents import VERSION, newer
-from checkpoint.format.layout import ALIGN
-from checkpoint.format.manifest import CODECS, NEWEST, PACK_BYTES, RAW, version_for
-from dataio.core.errors import CorruptionError, NotFoundError
-from dataio.core.limits import MIB
-from dataio.store.contract import Buffer, Store
+from headrace.checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, digest
+from headrace.checkpoint.format.documents import VERSION, newer
+from headrace.checkpoint.format.layout import ALIGN
+from headrace.checkpoint.format.manifest import CODECS, NEWEST, PACK_BYTES, RAW, version_for
+from headrace.dataio.core.errors import CorruptionError, NotFoundError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Buffer, Store
 
 MAGIC = b"MLRPACK\0"
 _HEAD = struct.Struct("<8sQQQ")
@@ -163,4 +163,4 @@ def _read(store: Store, key: str, offset: int, length: int) -> bytes:
 
 
 def _damaged(key: str, why: str) -> CorruptionError:
-    return CorruptionError(f"{key} is damaged: {why}", hint="run `millrace ckpt check` to see which steps need it")
+    return CorruptionError(f"{key} is damaged: {why}", hint="run `headrace ckpt check` to see which steps need it")

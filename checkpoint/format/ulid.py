@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import UsageError
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import UsageError
 
 _DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PATTERN = re.compile(rf"[0-7][{_DIGITS}]{{25}}")
@@ -44,6 +44,6 @@ def check(text: str) -> str:
     """`text` itself when it is an id."""
     if not is_ulid(text):
         raise UsageError(
-            f"{text!r} is not an attempt id", hint="attempt ids have 26 characters, as in `millrace ckpt ls`"
+            f"{text!r} is not an attempt id", hint="attempt ids have 26 characters, as in `headrace ckpt ls`"
         )
     return text

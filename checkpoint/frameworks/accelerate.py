@@ -26,12 +26,12 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from checkpoint.api import Checkpointer
-from checkpoint.dcp.writer import step_of
-from checkpoint.frameworks.naming import Names, move_folder
-from checkpoint.rng import RNG
-from dataio.core.crashpoints import declare
-from dataio.core.errors import UnsupportedError
+from headrace.checkpoint.api import Checkpointer
+from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.frameworks.naming import Names, move_folder
+from headrace.checkpoint.rng import RNG
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import UnsupportedError
 
 _ON_ITS_OWN = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 _LISTS = ("_optimizers", "_schedulers")
@@ -46,7 +46,7 @@ def attach(accelerator: Accelerator, checkpointer: Checkpointer) -> None:
     if accelerator.distributed_type in _ON_ITS_OWN:
         raise UnsupportedError(
             f"under {accelerator.distributed_type.value} Accelerate saves without asking its hooks",
-            hint="save with a Checkpointer, or through torch.distributed.checkpoint with checkpoint.dcp",
+            hint="save with a Checkpointer, or through torch.distributed.checkpoint with headrace.checkpoint.dcp",
         )
     _Attached(accelerator, checkpointer)
 

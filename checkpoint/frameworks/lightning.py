@@ -30,14 +30,14 @@ import xxhash
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core import saving as theirs
 
-from checkpoint.api import Checkpointer
-from checkpoint.frameworks.mapping import Where, mapped
-from checkpoint.frameworks.naming import MOST_BYTES, Names, Record, read_name, write_file
-from checkpoint.repository.steps import MissingStepError
-from checkpoint.state import tree
-from checkpoint.state.kinds import memory_of
-from checkpoint.state.tree import TensorRef
-from dataio.core.errors import CorruptionError, UsageError
+from headrace.checkpoint.api import Checkpointer
+from headrace.checkpoint.frameworks.mapping import Where, mapped
+from headrace.checkpoint.frameworks.naming import MOST_BYTES, Names, Record, read_name, write_file
+from headrace.checkpoint.repository.steps import MissingStepError
+from headrace.checkpoint.state import tree
+from headrace.checkpoint.state.kinds import memory_of
+from headrace.checkpoint.state.tree import TensorRef
+from headrace.dataio.core.errors import CorruptionError, UsageError
 
 _MOST_VALUES = MOST_BYTES // 2
 """Of values that a file keeps by itself, encoded."""
@@ -220,5 +220,5 @@ def _record_of(path: Any) -> Record | None:
     return read_name(path) if ours else None
 
 
-_BEGIN = b'{"millrace-step"'
+_BEGIN = b'{"headrace-step"'
 theirs.pl_load = _load_file

@@ -10,7 +10,7 @@ saves the copy, over a process group of its own. What Megatron-Core then starts,
 so that its queue sees the save going on; its finalization raises what went wrong.
 Invariant: replicas are written once, by Megatron's own choice (`replica_id`); objects are plain values, arrays and bytes,
 and never a pickle. Any number of ranks and any sharding may load.
-Failure behaviour: as `checkpoint.dcp`; `UsageError` naming an object that cannot be saved.
+Failure behaviour: as `headrace.checkpoint.dcp`; `UsageError` naming an object that cannot be saved.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from checkpoint.dcp.writer import step_of
-from checkpoint.frameworks.plain import packed, unpacked
-from checkpoint.lifeline import Door, wait_closed
-from dataio.core.errors import UnsupportedError
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.frameworks.plain import packed, unpacked
+from headrace.checkpoint.lifeline import Door, wait_closed
+from headrace.dataio.core.errors import UnsupportedError
 
-BACKEND = "millrace"
+BACKEND = "headrace"
 
 
 class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ignore]
@@ -75,7 +75,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
             finally:
                 door.close()
 
-        Thread(target=carry, name="millrace-megatron-save").start()
+        Thread(target=carry, name="headrace-megatron-save").start()
         return AsyncRequest(wait_closed, (door.address,), [saving.result])
 
     def _save(self, state: dict[str, Any], checkpoint_dir: str | Path, group: dist.ProcessGroup | None) -> None:
@@ -164,7 +164,7 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version != 1:
             raise UnsupportedError(
-                f"version {loaded_version} of the backend is newer than this", hint="upgrade millrace"
+                f"version {loaded_version} of the backend is newer than this", hint="upgrade headrace"
             )
 
     def _reader(self, checkpoint_dir: str | Path) -> RepositoryReader:

@@ -31,18 +31,18 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.api import Checkpointer
-from checkpoint.dcp.writer import step_of
-from checkpoint.format import names, ulid
-from checkpoint.format.documents import Base
-from checkpoint.handle import Handle
-from checkpoint.repository.commit import FinalError
-from checkpoint.repository.steps import MissingStepError
-from dataio.core.crashpoints import declare
-from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, TransientError, UsageError
-from dataio.core.log import get_logger
+from headrace.checkpoint.api import Checkpointer
+from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.handle import Handle
+from headrace.checkpoint.repository.commit import FinalError
+from headrace.checkpoint.repository.steps import MissingStepError
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, TransientError, UsageError
+from headrace.dataio.core.log import get_logger
 
-RECORD = "millrace-step.json"
+RECORD = "headrace-step.json"
 """In a folder that is a name. A file that is a name holds the same."""
 MOST_BYTES = 4 << 20
 """Of a record."""
@@ -60,7 +60,7 @@ _named = declare("name.named", "the step has its name; older names are still the
 _removed = declare("name.removed", "an older name is hidden from the framework and about to be deleted")
 
 
-class _Fields(msgspec.Struct, omit_defaults=True, rename={"step": "millrace-step"}):
+class _Fields(msgspec.Struct, omit_defaults=True, rename={"step": "headrace-step"}):
     """A record as JSON. The first version's had the step alone."""
 
     step: int
@@ -174,7 +174,7 @@ class Names:
         except NotFoundError as error:
             raise MissingStepError(
                 f"{path} names step {record.step} of run {run}, which cannot be restored: {error.message}",
-                hint="resume from another name in that folder, or restore a step that `millrace ckpt ls` lists",
+                hint="resume from another name in that folder, or restore a step that `headrace ckpt ls` lists",
             ) from error
         return record
 
@@ -308,7 +308,7 @@ class Names:
 
 
 class _Name:
-    """The `checkpoint.handle.Name` of one save."""
+    """The `headrace.checkpoint.handle.Name` of one save."""
 
     def __init__(
         self, owner: Names, path: Path, write: Callable[[Path, Record], None], then: Callable[[], None]
@@ -359,7 +359,7 @@ def _logging(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _log.error("%s: %s", what, error, exc_info=None if isinstance(error, MillraceError | OSError) else error)
+        _log.error("%s: %s", what, error, exc_info=None if isinstance(error, HeadraceError | OSError) else error)
 
 
 def write_file(hidden: Path, record: Record, values: str = "") -> None:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint.state.kinds import empty, memory_of, name_of
-from dataio.core.errors import CorruptionError, UsageError
+from headrace.checkpoint.state.kinds import empty, memory_of, name_of
+from headrace.dataio.core.errors import CorruptionError, UsageError
 
-_TAG = "millrace:plain"
+_TAG = "headrace:plain"
 
 
 def packed(value: Any) -> Any:

@@ -10,10 +10,11 @@ not at all. A checkpoint's name ends in the step's number; `load("latest", ...)`
 Trust: torch_checkpointing's files are pickles, and it unpickles them when it loads (`torch.load(weights_only=False)`,
 `metadata.pkl`). A writer to the repository can thus run code in the process that loads. This is that library's format
 and cannot be refused here: load only from repositories whose writers you trust. All other ways in
-(`Checkpointer`, `checkpoint.dcp`, the other modules of this package) unpickle nothing of the repository.
+(`Checkpointer`, `headrace.checkpoint.dcp`, the other modules of this package) unpickle nothing of the repository.
 Invariant: what is inside the files is torch_checkpointing's; it reads back the very bytes that it wrote, or gets an
 error. A file needs its own size in memory while it is saved.
-Failure behaviour: errors of `dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where that library expects
+Failure behaviour: errors of `headrace.dataio.core.errors`, or `FileNotFoundError` and `FileExistsError` where that
+library expects
 them. Steps are removed by the run's retention, never by `rmdir`.
 """
 
@@ -35,24 +36,24 @@ from torch_checkpointing.checkpoint_manager import CheckpointManager
 from torch_checkpointing.checkpoint_writer import CallbackArgs
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
-from checkpoint.dcp import session
-from checkpoint.dcp.carrying import Share, carry_here
-from checkpoint.dcp.session import Ticket
-from checkpoint.dcp.writer import step_of
-from checkpoint.format import names
-from checkpoint.format.chunk import Box, whole
-from checkpoint.format.documents import Base
-from checkpoint.format.layout import TensorSpec
-from checkpoint.ranks import Ranks
-from checkpoint.repository import steps as repository
-from checkpoint.repository.opening import Step
-from checkpoint.restoring import restore
-from checkpoint.restoring.restore import Saved, Want
-from checkpoint.state import tree
-from dataio.core.errors import ConflictError, MillraceError, NotFoundError, UsageError
-from dataio.core.forgotten import Ending
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.dcp import session
+from headrace.checkpoint.dcp.carrying import Share, carry_here
+from headrace.checkpoint.dcp.session import Ticket
+from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.layout import TensorSpec
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring.restore import Saved, Want
+from headrace.checkpoint.state import tree
+from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError, UsageError
+from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 _AGREED = re.compile(r"(\d+)@([0-9a-f]+)$")
 _BY = "torch_checkpointing"
@@ -139,7 +140,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
         if self._config.world_size > 1:
             raise UsageError(
                 "a rank's files were not stored before the folder is renamed",
-                hint="use RepositoryManager, or pre_finalize_callback=checkpoint.frameworks.torch_checkpointing.finish",
+                hint="use RepositoryManager, or pre_finalize_callback=headrace.checkpoint.frameworks.torch_checkpointing.finish",
             )
         try:
             self.finish(Path(src_path))
@@ -332,12 +333,12 @@ class _Reading(io.RawIOBase):
         self._at += count
         return count
 
-    def _fill(self, view: memoryview) -> MillraceError | None:
+    def _fill(self, view: memoryview) -> HeadraceError | None:
         """The error without the frames that hold `view`: the caller could not let go of its memory otherwise."""
         box = Box((self._size,), (self._at,), (len(view),))
         try:
             restore.read(self._store, self._opened, [Want(self._saved, box, _Into(view))])
-        except MillraceError as error:
+        except HeadraceError as error:
             return error.with_traceback(None)
         return None
 

@@ -6,7 +6,7 @@ mean there: `interval`, `async_mode`, `exclude_from_loading`, `last_save_model_o
 or Hugging Face's, read as ever while the run has no step), `keep_latest_k` (the repository's retention, on rank 0).
 A step that was saved already is saved again, as torchtitan overwrites its files.
 Invariant: all ranks load the same step: rank 0 looks for the newest one and tells the others.
-Failure behaviour: as `checkpoint.dcp`; `MissingStepError`, a `FileNotFoundError`, for a step that is not there. A final
+Failure behaviour: as `headrace.checkpoint.dcp`; `MissingStepError`, a `FileNotFoundError`, for a step that is not there. A final
 export in Hugging Face's format is torchtitan's and goes to `folder`.
 """
 
@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from checkpoint.dcp.writer import step_of
-from checkpoint.lifecycle.automatic import Retention
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.ranks import Ranks
-from checkpoint.repository import steps as repository
-from checkpoint.repository.steps import MissingStepError
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.store.open import open_store
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.lifecycle.automatic import Retention
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.steps import MissingStepError
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.store.open import open_store
 
 _RETENTION_SECONDS = 60.0
 """How long `close` waits for old steps to be removed; what is left, the next commit removes."""
@@ -126,7 +126,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         if not ranks.agree(step, there, error):
             raise MissingStepError(
                 f"--checkpoint.load_step={step}: run {self._run} has no such step",
-                hint="`millrace ckpt ls` lists the steps",
+                hint="`headrace ckpt ls` lists the steps",
             )
 
     def _purge_stale_checkpoints(self) -> None:

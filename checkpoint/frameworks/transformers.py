@@ -31,16 +31,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
-from checkpoint.api import Checkpointer
-from checkpoint.frameworks.naming import Names, move_folder
-from checkpoint.repository.steps import MissingStepError
-from checkpoint.rng import RNG
-from dataio.core.crashpoints import declare
-from dataio.core.errors import UnsupportedError
-from dataio.core.log import get_logger
+from headrace.checkpoint.api import Checkpointer
+from headrace.checkpoint.frameworks.naming import Names, move_folder
+from headrace.checkpoint.repository.steps import MissingStepError
+from headrace.checkpoint.rng import RNG
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
-_SCRATCH = ".millrace-unnamed"
+_SCRATCH = ".headrace-unnamed"
 """In `output_dir`: the folder of a save until it has an attempt."""
 
 _written = declare("name.trainer-folder-written", "the Trainer has written its folder, hidden; no save has begun")

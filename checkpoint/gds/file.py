@@ -20,8 +20,8 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from dataio.core.errors import TransientError, UsageError
-from dataio.store.contract import Store
+from headrace.dataio.core.errors import TransientError, UsageError
+from headrace.dataio.store.contract import Store
 
 FILE = "file://"
 ALIGNMENT = 4096

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.gds.file import ALIGNMENT, GpuFile
-from dataio.core.errors import TransientError
-from dataio.core.limits import MIB
+from headrace.checkpoint.gds.file import ALIGNMENT, GpuFile
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.limits import MIB
 
 _PROBE_BYTES = MIB
 _DRIVER = Path("/proc/driver/nvidia-fs/version")
@@ -41,7 +41,7 @@ def probe(directory: str | os.PathLike[str] | None = None, device: str | torch.d
     if not hasattr(torch.cuda, "gds"):
         return Verdict(False, f"torch {torch.__version__} has no cuFile binding; copies go through host memory")
     try:
-        with tempfile.TemporaryDirectory(prefix="millrace-gds-", dir=directory) as folder:
+        with tempfile.TemporaryDirectory(prefix="headrace-gds-", dir=directory) as folder:
             return _try(Path(folder) / "probe", torch.device(device))
     except OSError as error:
         return Verdict(False, f"no file could be made in {directory or tempfile.gettempdir()}: {error.strerror}")

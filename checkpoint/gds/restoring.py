@@ -2,7 +2,8 @@
 
 A chunk is read by cuFile into a buffer of the device, copied from there to the host, hashed, and only then copied on to the
 tensors, by the device. Host tensors that share the chunk get theirs from the host copy.
-Invariant: as in `checkpoint.restoring.restore`: only bytes whose digest is right reach a caller's memory. At most `_THREADS`
+Invariant: as in `headrace.checkpoint.restoring.restore`: only bytes whose digest is right reach a caller's memory. At
+most `_THREADS`
 chunks are in flight. A tensor is filled so only if all of its chunks are raw ones at offsets that cuFile likes; all others go
 through host memory as ever.
 Failure behaviour: a chunk that is not what it should be, or a transfer that fails, is read again by the store, with all that
@@ -20,18 +21,18 @@ from typing import Any
 
 import torch
 
-from checkpoint.format import dtypes
-from checkpoint.format.chunk import CHUNK_BYTES, digest
-from checkpoint.format.manifest import RAW
-from checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, flat_bytes
-from checkpoint.repository import fetch
-from checkpoint.repository.ahead import in_order
-from checkpoint.restoring.restore import Needed, Reading
-from checkpoint.sharding import regions
-from checkpoint.state.kinds import memory_of
-from dataio.core.errors import TransientError
-from dataio.core.log import get_logger, warn_once
-from dataio.store.contract import Store
+from headrace.checkpoint.format import dtypes
+from headrace.checkpoint.format.chunk import CHUNK_BYTES, digest
+from headrace.checkpoint.format.manifest import RAW
+from headrace.checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, flat_bytes
+from headrace.checkpoint.repository import fetch
+from headrace.checkpoint.repository.ahead import in_order
+from headrace.checkpoint.restoring.restore import Needed, Reading
+from headrace.checkpoint.sharding import regions
+from headrace.checkpoint.state.kinds import memory_of
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.contract import Store
 
 _THREADS = 2
 _log = get_logger(__name__)
@@ -55,7 +56,7 @@ class StraightReading:
         mine = [place for place in given if any(use.want in targets for use in place[1].uses)]
         self._grids = targets
         try:
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-gds") as pool:
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-gds") as pool:
                 for size in in_order(pool, self._one, mine, 2 * _THREADS):
                     self.straight += size
         finally:

@@ -1,6 +1,7 @@
 """A save's chunks from device memory into packs.
 
-`DeviceSlices` is the state in slices (`checkpoint.staging.slices`) with a second ring in device memory, slot for slot: a slice is
+`DeviceSlices` is the state in slices (`headrace.checkpoint.staging.slices`) with a second ring in device memory, slot
+for slot: a slice is
 gathered there by the device, and copied once to the host, where it is hashed. When its chunk is stored raw, the pack's writer
 finds the slot again by the address of the bytes that it is given, and writes the device's.
 Invariant: the bytes in a device slot are those of its host slot for as long as the carrier holds any view of it. Only whole
@@ -18,17 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from checkpoint.format.chunk import CHUNK_BYTES
-from checkpoint.format.layout import Layout, Piece, TensorSpec
-from checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, directory_of, flat_bytes
-from checkpoint.staging.arena import Arena
-from checkpoint.staging.slices import SlicedState
-from checkpoint.state.kinds import as_bits
-from dataio.core.limits import MIB
-from dataio.store.contract import Buffer, Store
-from dataio.store.posix import PosixStore
-from dataio.store.wrapper import Wrapper
-from dataio.store.writer import write_all
+from headrace.checkpoint.format.chunk import CHUNK_BYTES
+from headrace.checkpoint.format.layout import Layout, Piece, TensorSpec
+from headrace.checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, directory_of, flat_bytes
+from headrace.checkpoint.staging.arena import Arena
+from headrace.checkpoint.staging.slices import SlicedState
+from headrace.checkpoint.state.kinds import as_bits
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.posix import PosixStore
+from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.writer import write_all
 
 RING_BYTES = 128 * MIB
 """Of host and of device memory, for slices, where a caller says nothing."""

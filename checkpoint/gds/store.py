@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from checkpoint.gds.file import CUFILE, FILE, Direct, directory_of
-from checkpoint.gds.probe import probe
-from checkpoint.gds.restoring import Place, StraightReading
-from checkpoint.restoring.restore import Reading
-from dataio.core.log import get_logger, warn_once
-from dataio.store.contract import Store
-from dataio.store.wrapper import Wrapper
+from headrace.checkpoint.gds.file import CUFILE, FILE, Direct, directory_of
+from headrace.checkpoint.gds.probe import probe
+from headrace.checkpoint.gds.restoring import Place, StraightReading
+from headrace.checkpoint.restoring.restore import Reading
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.wrapper import Wrapper
 
 _log = get_logger(__name__)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 
-from checkpoint.lifecycle import collect
-from checkpoint.lifecycle.inventory import Reader
-from checkpoint.lifecycle.keep import Keep
-from dataio.core.limits import format_bytes
-from dataio.core.log import get_logger
-from dataio.store.contract import Store
+from headrace.checkpoint.lifecycle import collect
+from headrace.checkpoint.lifecycle.inventory import Reader
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Store
 
 _log = get_logger(__name__)
 
@@ -33,7 +33,7 @@ class Retention:
         with self._lock:
             self._again = True
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name="millrace-retention")
+                thread = threading.Thread(target=self._work, name="headrace-retention")
                 try:
                     thread.start()
                 except RuntimeError as error:  # no room for a thread, or the program ends

@@ -22,19 +22,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from checkpoint.format import names, ulid
-from checkpoint.format.documents import Commit, Condemned, Fate, Policy, StepName, StepOfRun, encode
-from checkpoint.lifecycle import plan as plans
-from checkpoint.lifecycle.inventory import Inventory, Reader
-from checkpoint.lifecycle.keep import Keep, doomed
-from checkpoint.lifecycle.plan import Plan
-from checkpoint.repository import commit, tagged
-from checkpoint.repository import steps as repository
-from checkpoint.repository.commit import Attempt
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.crashpoints import declare
-from dataio.core.errors import NotFoundError, TransientError
-from dataio.store.contract import Store
+from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format.documents import Commit, Condemned, Fate, Policy, StepName, StepOfRun, encode
+from headrace.checkpoint.lifecycle import plan as plans
+from headrace.checkpoint.lifecycle.inventory import Inventory, Reader
+from headrace.checkpoint.lifecycle.keep import Keep, doomed
+from headrace.checkpoint.lifecycle.plan import Plan
+from headrace.checkpoint.repository import commit, tagged
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import NotFoundError, TransientError
+from headrace.dataio.store.contract import Store
 
 _recorded = declare("gc.recorded", "the record of the condemned is there; nothing is removed")
 _fenced = declare("gc.fenced", "dead attempts are fenced; nothing is removed")

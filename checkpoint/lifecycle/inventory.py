@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from checkpoint.format import manifest as manifests
-from checkpoint.format import names, ulid
-from checkpoint.format.documents import Commit, Condemned, Fate, Lease, StepOfRun, read
-from checkpoint.format.names import StepKey
-from checkpoint.repository import commit as commits
-from dataio.core.errors import NotFoundError
-from dataio.store.contract import ObjectInfo, Store
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format.documents import Commit, Condemned, Fate, Lease, StepOfRun, read
+from headrace.checkpoint.format.names import StepKey
+from headrace.checkpoint.repository import commit as commits
+from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.store.contract import ObjectInfo, Store
 
 _THREADS, _FEW = 8, 8
 T = TypeVar("T")
@@ -195,7 +195,7 @@ class Reader:
         if len(items) <= _FEW:
             yield from (found for found in map(work, items) if found is not None)
             return
-        with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="millrace-look") as pool:
+        with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="headrace-look") as pool:
             yield from (found for found in pool.map(work, items) if found is not None)
 
     def _lease(self, info: ObjectInfo) -> Held | None:

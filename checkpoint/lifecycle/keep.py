@@ -12,8 +12,8 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from checkpoint.format.documents import Policy, StepName
-from dataio.core.errors import UsageError
+from headrace.checkpoint.format.documents import Policy, StepName
+from headrace.dataio.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

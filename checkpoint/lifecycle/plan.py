@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from checkpoint.format import names
-from checkpoint.format.documents import Commit, Fate, StepOfRun
-from checkpoint.lifecycle.inventory import Held, Inventory, Seen
-from dataio.store.contract import ObjectInfo
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Commit, Fate, StepOfRun
+from headrace.checkpoint.lifecycle.inventory import Held, Inventory, Seen
+from headrace.dataio.store.contract import ObjectInfo
 
 ORPHAN_SECONDS = 7 * 24 * 3600.0
 MOST_STEPS = 10_000

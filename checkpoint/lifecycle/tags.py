@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import msgspec
 
-from checkpoint.format import ulid
-from checkpoint.format.documents import VERSION, Base, encode, me
-from checkpoint.repository import steps as repository
-from checkpoint.repository import tagged
-from checkpoint.repository.lease import LeaseKeeper
-from checkpoint.repository.tagged import Tag, all_tags, find, key_of
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import ConflictError, NotFoundError, TransientError
-from dataio.store.contract import Store
+from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format.documents import VERSION, Base, encode, me
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import tagged
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.repository.tagged import Tag, all_tags, find, key_of
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError
+from headrace.dataio.store.contract import Store
 
 __all__ = ["Tag", "all_tags", "find", "tag", "untag"]
 _TRIES = 10
@@ -34,7 +34,7 @@ def tag(
     key_of(name)
     found = repository.find(store, run, step)
     if found is None:
-        raise NotFoundError(f"run {run} has no step {step} to tag", hint="`millrace ckpt ls` lists the steps")
+        raise NotFoundError(f"run {run} has no step {step} to tag", hint="`headrace ckpt ls` lists the steps")
     with LeaseKeeper(store, ulid.new(clock), run, found.timeline, found.step, [found], clock=clock) as lease:
         try:
             repository.require_there(store, run, found)
@@ -65,7 +65,7 @@ def _write(store: Store, made: Tag, *, move: bool) -> int:
         records = tagged.listed(store, made.name).get(made.name, [])
         there = tagged.standing(store, made.name).get(made.name)
         if made.removed and there is None:
-            raise NotFoundError(f"no tag {made.name}", hint="`millrace ckpt tags` lists them")
+            raise NotFoundError(f"no tag {made.name}", hint="`headrace ckpt tags` lists them")
         if there is not None and not move:
             raise ConflictError(
                 f"tag {made.name} is step {there[0].step} of run {there[0].run} already",

@@ -15,17 +15,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from checkpoint.format import names, pack
-from checkpoint.format.documents import Base, Lease, read
-from checkpoint.format.manifest import Chunk, Manifest
-from checkpoint.repository import commit, fetch, timeline
-from checkpoint.repository import steps as repository
-from checkpoint.repository.commit import Attempt
-from checkpoint.repository.opening import Step, open_step
-from checkpoint.repository.steps import StepSeen
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
-from dataio.store.contract import Store
+from headrace.checkpoint.format import names, pack
+from headrace.checkpoint.format.documents import Base, Lease, read
+from headrace.checkpoint.format.manifest import Chunk, Manifest
+from headrace.checkpoint.repository import commit, fetch, timeline
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.opening import Step, open_step
+from headrace.checkpoint.repository.steps import StepSeen
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.store.contract import Store
 
 
 @dataclass(frozen=True, slots=True)

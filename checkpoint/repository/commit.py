@@ -12,26 +12,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from checkpoint.format import manifest as manifests
-from checkpoint.format import names
-from checkpoint.format.chunk import digest
-from checkpoint.format.documents import Commit, Fate, Timeline, encode, read
-from checkpoint.format.manifest import Manifest
-from checkpoint.repository import lease as leases
-from checkpoint.repository import timeline
-from checkpoint.repository.lease import LeaseKeeper
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.crashpoints import declare
-from dataio.core.errors import (
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.documents import Commit, Fate, Timeline, encode, read
+from headrace.checkpoint.format.manifest import Manifest
+from headrace.checkpoint.repository import lease as leases
+from headrace.checkpoint.repository import timeline
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import (
     ConflictError,
     CorruptionError,
     DeadlineError,
-    MillraceError,
+    HeadraceError,
     MismatchError,
     NotFoundError,
     TransientError,
 )
-from dataio.store.contract import Store
+from headrace.dataio.store.contract import Store
 
 _POLL, _POLL_MAX = 0.02, 1.0
 _TURN_SECONDS = 2.0
@@ -119,7 +119,7 @@ class Wait:
 class Stop:
     """This attempt cannot become the step any more."""
 
-    error: MillraceError
+    error: HeadraceError
 
 
 Action = Committed | WriteCommit | WriteFate | Wait | Stop
@@ -257,7 +257,7 @@ def find_commit(store: Store, key: str) -> Commit | None:
         return None
     at = names.parse_step_key(key)
     if at is None or at.step != found.step:
-        raise CorruptionError(f"{key} is the COMMIT of step {found.step}", hint="run `millrace ckpt check`")
+        raise CorruptionError(f"{key} is the COMMIT of step {found.step}", hint="run `headrace ckpt check`")
     return found
 
 

@@ -16,16 +16,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from checkpoint.format import names
-from checkpoint.format.chunk import Box
-from checkpoint.format.documents import Base
-from checkpoint.format.layout import TensorSpec
-from checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
-from checkpoint.repository import commit, opening
-from checkpoint.repository import steps as repository
-from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
-from dataio.core.log import get_logger
-from dataio.store.contract import Store
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.layout import TensorSpec
+from headrace.checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
+from headrace.checkpoint.repository import commit, opening
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Store
 
 LEAST_SHARE = 4
 """A pack of a removed step is leaned on for a share of at least one in so many of its bytes."""

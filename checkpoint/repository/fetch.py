@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from threading import local
 from typing import Generic, Protocol, TypeVar
 
-from checkpoint.format import codec, delta, names
-from checkpoint.format.chunk import CHUNK_BYTES, digest
-from checkpoint.format.manifest import DELTAS, RAW
-from checkpoint.repository.ahead import in_order
-from dataio.core.errors import NotFoundError, RangeError
-from dataio.core.limits import KIB
-from dataio.core.log import get_logger
-from dataio.store.contract import Store
+from headrace.checkpoint.format import codec, delta, names
+from headrace.checkpoint.format.chunk import CHUNK_BYTES, digest
+from headrace.checkpoint.format.manifest import DELTAS, RAW
+from headrace.checkpoint.repository.ahead import in_order
+from headrace.dataio.core.errors import NotFoundError, RangeError
+from headrace.dataio.core.limits import KIB
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Store
 
 _log = get_logger(__name__)
 BATCH_BYTES = 4 * CHUNK_BYTES
@@ -111,7 +111,7 @@ def fetch(
             buffers.bytes = memoryview(bytearray(BATCH_BYTES))
         _read_batch(store, batch, rooms, getattr(buffers, "bytes", memoryview(b"")), use)
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="millrace-read") as pool:
+    with ThreadPoolExecutor(workers, thread_name_prefix="headrace-read") as pool:
         for _ in in_order(pool, one, work, 2 * workers):
             pass
 

@@ -18,12 +18,12 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from checkpoint.format import names
-from checkpoint.format.documents import VERSION, Base, Lease, encode, me
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import MillraceError, TransientError
-from dataio.core.log import get_logger
-from dataio.store.contract import Store
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import VERSION, Base, Lease, encode, me
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import HeadraceError, TransientError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Store
 
 DEFAULT_LIFE = 300.0
 _log = get_logger(__name__)
@@ -76,7 +76,7 @@ class LeaseKeeper:
         self._attempt, self._run, self._timeline, self._step = attempt, run, timeline, step
         self._bases = tuple(bases)
         self._stop = SimpleQueue[None]()  # an Event has a lock, under which the garbage collector may run
-        name = f"millrace-lease-{attempt}"
+        name = f"headrace-lease-{attempt}"
         self._thread = threading.Thread(target=_keep, args=(weakref.ref(self), self._stop), name=name, daemon=True)
         weakref.finalize(self, self._stop.put, None)  # whoever forgets a keeper lets its lease run out
 
@@ -96,7 +96,7 @@ class LeaseKeeper:
             return
         try:
             self._write()
-        except MillraceError as error:
+        except HeadraceError as error:
             _log.warning("the lease of attempt %s could not be renewed: %s", self._attempt, error)
 
     def alive(self) -> bool:
@@ -116,7 +116,7 @@ class LeaseKeeper:
         self._thread.join(self._holding.life)
         try:
             self._store.delete_many([self._key])
-        except MillraceError as error:
+        except HeadraceError as error:
             _log.warning("the lease of attempt %s could not be deleted and will run out: %s", self._attempt, error)
 
     def _write(self) -> None:

@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from checkpoint.format import manifest as manifests
-from checkpoint.format.chunk import digest
-from checkpoint.format.documents import Base
-from checkpoint.format.manifest import Manifest
-from checkpoint.repository import commit
-from checkpoint.repository.ahead import in_order
-from checkpoint.repository.commit import Attempt
-from dataio.core.errors import CorruptionError, NotFoundError
-from dataio.store.contract import Store
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.manifest import Manifest
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.ahead import in_order
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.dataio.core.errors import CorruptionError, NotFoundError
+from headrace.dataio.store.contract import Store
 
 T = TypeVar("T")
 _AT_ONCE = 8
@@ -84,7 +84,7 @@ def sealed(store: Store, run: str, base: Base) -> Sealed:
 
 def read(store: Store, found: Sealed, ranks: Sequence[int], take: Callable[[int, bytes], T]) -> list[T]:
     """What `take` makes of the manifests of these ranks, one after another, as they lie in the store."""
-    with ThreadPoolExecutor(_AT_ONCE, "millrace-manifests") as pool:
+    with ThreadPoolExecutor(_AT_ONCE, "headrace-manifests") as pool:
         coming = in_order(pool, lambda rank: _encoded(store, found, rank), ranks, _AT_ONCE)
         return [take(rank, data) for rank, data in zip(ranks, coming, strict=True)]
 
@@ -98,7 +98,7 @@ def together(found: Sealed, given: Sequence[Manifest]) -> Step:
             )
     what = manifests.check_shards(given)
     if what is not None:
-        raise CorruptionError(f"{found.attempt.fate_key}: {what}", hint="run `millrace ckpt check`")
+        raise CorruptionError(f"{found.attempt.fate_key}: {what}", hint="run `headrace ckpt check`")
     return Step(found.run, found.base, tuple(given))
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import threading
 
-from checkpoint.format import ulid
-from checkpoint.format.documents import Base
-from checkpoint.repository import steps as repository
-from checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import AccessDeniedError
-from dataio.store.contract import Store
+from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import AccessDeniedError
+from headrace.dataio.store.contract import Store
 
 
 class Parent:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from checkpoint.format import codec
-from checkpoint.format.manifest import Manifest
-from checkpoint.repository import steps as repository
-from checkpoint.repository.opening import open_step
-from dataio.core.limits import counted, format_bytes
-from dataio.store.contract import Store
+from headrace.checkpoint.format import codec
+from headrace.checkpoint.format.manifest import Manifest
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.opening import open_step
+from headrace.dataio.core.limits import counted, format_bytes
+from headrace.dataio.store.contract import Store
 
 
 @dataclass(frozen=True, slots=True)

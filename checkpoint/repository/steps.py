@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import islice
 
-from checkpoint.format import names, ulid
-from checkpoint.format.documents import FORMAT, Base, Commit, Condemned, Repo, StepName, encode, read
-from checkpoint.repository import commit, tagged, timeline
-from checkpoint.repository.commit import Attempt
-from checkpoint.repository.timeline import Segment
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.crashpoints import declare
-from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
-from dataio.core.log import get_logger, warn_once
-from dataio.store.contract import Store
+from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format.documents import FORMAT_SUFFIX, Base, Commit, Condemned, Repo, StepName, encode, read
+from headrace.checkpoint.repository import commit, tagged, timeline
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.timeline import Segment
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.contract import Store
 
 _log = get_logger(__name__)
 
@@ -58,7 +58,7 @@ def read_repo(store: Store) -> Repo | None:
         repo = read(store, names.REPO, Repo)
     except NotFoundError:
         return None
-    if repo.format != FORMAT:
+    if not repo.format.endswith(FORMAT_SUFFIX):
         raise UnsupportedError(f"{store.location.url} holds {repo.format!r:.60}, not a checkpoint repository")
     return repo
 
@@ -68,7 +68,7 @@ def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
     repo = read_repo(store)
     if repo is not None:
         return repo
-    from dataio.store.probe import require_preconditions
+    from headrace.dataio.store.probe import require_preconditions
 
     require_preconditions(store, "")
     store.put_if_absent(names.REPO, encode(Repo(id=ulid.new(clock), created=clock.time())))
@@ -155,7 +155,7 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
         if not settled(store, run, step):
             raise NotFoundError(
                 f"step {step.step} of timeline {step.timeline} of run {run} is not there, or is another attempt",
-                hint="it was never committed, or retention removed it; `millrace ckpt ls` lists the steps",
+                hint="it was never committed, or retention removed it; `headrace ckpt ls` lists the steps",
             )
         return step
     if isinstance(step, str) and step.startswith(tagged.PREFIX):
@@ -200,10 +200,10 @@ def missing(store: Store, run: str, step: int | None = None) -> MissingStepError
     if not numbers:
         return MissingStepError(f"{what}: {_no_such_run(store, run)}", hint="check the run's name")
     if step is None:
-        return MissingStepError(f"{what} yet", hint="`millrace ckpt ls` lists runs and steps")
+        return MissingStepError(f"{what} yet", hint="`headrace ckpt ls` lists runs and steps")
     others = [n for n in numbers if scan_one(store, run, n, step)]
     where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
-    return MissingStepError(f"{what}{where}", hint="`millrace ckpt ls` lists the steps")
+    return MissingStepError(f"{what}{where}", hint="`headrace ckpt ls` lists the steps")
 
 
 def warn_of_mistakes(store: Store, run: str) -> None:
@@ -267,7 +267,7 @@ def _say_what_is_hidden(store: Store, run: str) -> None:
     if left:
         _log.warning(
             "run %s starts anew: its newest timeline, %s, has no step and no past; timelines %s have steps. To go on from one of"
-            " those, restore it by a tag, or into another run (`millrace ckpt ls` lists them)",
+            " those, restore it by a tag, or into another run (`headrace ckpt ls` lists them)",
             run,
             timeline.read_timeline(store, run, numbers[-1]).timeline,
             ", ".join(map(str, left[-8:])),

@@ -1,4 +1,4 @@
-"""Tags as they lie in the repository, and the steps that they name. Giving them is `checkpoint.lifecycle.tags`.
+"""Tags as they lie in the repository, and the steps that they name. Giving them is `headrace.checkpoint.lifecycle.tags`.
 
     tags/<name>.json                the first record of a tag, number 0
     tags/_<name>.<number>.json      those of its moves and its removal, version 2
@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import ClassVar
 
-from checkpoint.format import names
-from checkpoint.format.documents import Base, Document, Who, read
-from checkpoint.repository import commit
-from checkpoint.repository.commit import Attempt
-from dataio.core.errors import NotFoundError, TransientError, UsageError
-from dataio.store.contract import ObjectInfo, Store
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base, Document, Who, read
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
+from headrace.dataio.store.contract import ObjectInfo, Store
 
 TAGS = "tags/"
 PREFIX = "tag:"
@@ -101,7 +101,7 @@ def _of(store: Store, name: str) -> list[Tag]:
     key_of(name)
     found = standing(store, name) or standing(store, name)  # a listing may miss both records of a move
     if not found:
-        raise NotFoundError(f"no tag {name}", hint="`millrace ckpt tags` lists them")
+        raise NotFoundError(f"no tag {name}", hint="`headrace ckpt tags` lists them")
     return found[name]
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpoint.format import names
-from checkpoint.format.documents import StepName, Timeline, encode, me, read
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.crashpoints import declare
-from dataio.core.errors import ConflictError, CorruptionError, NotFoundError
-from dataio.store.contract import Store
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import StepName, Timeline, encode, me, read
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError
+from headrace.dataio.store.contract import Store
 
 _TRIES = 100
 

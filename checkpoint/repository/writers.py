@@ -24,12 +24,12 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from checkpoint.format import ulid
-from checkpoint.format.documents import Base, StepName
-from checkpoint.repository import steps as repository
-from checkpoint.repository import timeline
-from dataio.core.errors import ConflictError, NotFoundError
-from dataio.store.contract import Store
+from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format.documents import Base, StepName
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import timeline
+from headrace.dataio.core.errors import ConflictError, NotFoundError
+from headrace.dataio.store.contract import Store
 
 _TRIES = 20
 """How often the place of a save is looked for while others open timelines, or retention removes the step to begin at."""

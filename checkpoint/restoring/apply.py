@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from checkpoint.ranks import Ranks
-from checkpoint.repository.opening import Step
-from checkpoint.restoring import overlaps, restore, together
-from checkpoint.restoring.overlaps import Target
-from checkpoint.restoring.restore import Reading, Saved, Want
-from checkpoint.state import fit, kinds, tree
-from checkpoint.state.build import Fit
-from checkpoint.state.flatten import Seen
-from checkpoint.state.kinds import TensorSink, TorchKinds
-from checkpoint.state.selection import Selection
-from dataio.core.errors import MismatchError
-from dataio.store.contract import Store
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring import overlaps, restore, together
+from headrace.checkpoint.restoring.overlaps import Target
+from headrace.checkpoint.restoring.restore import Reading, Saved, Want
+from headrace.checkpoint.state import fit, kinds, tree
+from headrace.checkpoint.state.build import Fit
+from headrace.checkpoint.state.flatten import Seen
+from headrace.checkpoint.state.kinds import TensorSink, TorchKinds
+from headrace.checkpoint.state.selection import Selection
+from headrace.dataio.core.errors import MismatchError
+from headrace.dataio.store.contract import Store
 
 _KINDS = TorchKinds()
 DCP_MARK = "torch.distributed.checkpoint"
-"""What the documents of `checkpoint.dcp` begin with."""
+"""What the documents of `headrace.checkpoint.dcp` begin with."""
 
 
 @dataclass(frozen=True, slots=True)

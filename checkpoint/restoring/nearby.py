@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from checkpoint.format.chunk import digest
-from checkpoint.restoring.restore import Needed
-from dataio.core.medium import file_system
-from dataio.store.contract import Store
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.restoring.restore import Needed
+from headrace.dataio.core.medium import file_system
+from headrace.dataio.store.contract import Store
 
 _OWN = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs", "ramfs"}
 _FILE = "file://"

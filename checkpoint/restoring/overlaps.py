@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint.format.chunk import Box
-from checkpoint.repository.opening import Step
-from checkpoint.restoring import restore
-from checkpoint.restoring.restore import Saved, Want
-from checkpoint.state.kinds import TensorSink, TorchKinds, as_bits, empty, name_of
-from dataio.core.errors import MismatchError
-from dataio.store.contract import Store
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring.restore import Saved, Want
+from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, as_bits, empty, name_of
+from headrace.dataio.core.errors import MismatchError
+from headrace.dataio.store.contract import Store
 
 _KINDS = TorchKinds()
 _ALIGN = 16

@@ -18,20 +18,20 @@ from typing import Any, Self
 
 import torch
 
-from checkpoint.format.chunk import Box, whole
-from checkpoint.repository import steps as repository
-from checkpoint.repository.opening import Step
-from checkpoint.restoring import restore
-from checkpoint.restoring.restore import Saved, Want
-from checkpoint.state import tree
-from checkpoint.state.build import plain
-from checkpoint.state.kinds import TensorSink, TorchKinds, empty
-from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, join, tensor_names
-from dataio.core.errors import CorruptionError, NotFoundError, UsageError
-from dataio.core.forgotten import Ending
-from dataio.core.limits import check_memory
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring.restore import Saved, Want
+from headrace.checkpoint.state import tree
+from headrace.checkpoint.state.build import plain
+from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, empty
+from headrace.checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, join, tensor_names
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, UsageError
+from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.core.limits import check_memory
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 
 class LazyTensor:

@@ -20,19 +20,19 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from checkpoint.format import dtypes, ulid
-from checkpoint.format.chunk import Box
-from checkpoint.format.documents import Base
-from checkpoint.format.manifest import Chunk, Manifest, Tensor
-from checkpoint.repository import fetch
-from checkpoint.repository import steps as repository
-from checkpoint.repository.lease import LeaseKeeper
-from checkpoint.repository.opening import Step, open_step
-from checkpoint.sharding import regions
-from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
-from dataio.core.forgotten import Ending
-from dataio.core.log import get_logger, warn_once
-from dataio.store.contract import Store
+from headrace.checkpoint.format import dtypes, ulid
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.manifest import Chunk, Manifest, Tensor
+from headrace.checkpoint.repository import fetch
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.repository.opening import Step, open_step
+from headrace.checkpoint.sharding import regions
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
+from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.contract import Store
 
 _log = get_logger(__name__)
 
@@ -273,5 +273,5 @@ class Reading:
         return CorruptionError(
             f"step {base.step} of run {self._step.run} is damaged: tensor {names_hit[0]!r:.200}{more}, "
             f"{wanted.stored} bytes at offset {wanted.offset} of {pack}",
-            hint="restore an earlier step; `millrace ckpt check` lists what else is damaged",
+            hint="restore an earlier step; `headrace ckpt check` lists what else is damaged",
         )

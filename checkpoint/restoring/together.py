@@ -20,16 +20,16 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from checkpoint.format.chunk import digest
-from checkpoint.ranks import Ranks
-from checkpoint.repository import fetch
-from checkpoint.repository.opening import Step
-from checkpoint.restoring.nearby import NODE_BYTES, bring_near, node, on_this_node, threads
-from checkpoint.restoring.restore import Needed, Reading, ReadsStraight
-from checkpoint.sharding.turns import Shared, pack_needs, shared, turns
-from checkpoint.state.kinds import memory_of
-from dataio.core.errors import CorruptionError
-from dataio.store.contract import Store
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import fetch
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring.nearby import NODE_BYTES, bring_near, node, on_this_node, threads
+from headrace.checkpoint.restoring.restore import Needed, Reading, ReadsStraight
+from headrace.checkpoint.sharding.turns import Shared, pack_needs, shared, turns
+from headrace.checkpoint.state.kinds import memory_of
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.store.contract import Store
 
 _Mine = dict[int, tuple[str, Needed]]
 

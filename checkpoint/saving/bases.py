@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checkpoint.format import delta
-from checkpoint.format.layout import PieceSpan, TensorSpec
-from checkpoint.repository import fetch
-from checkpoint.repository.dedup import Known, Stored, shard_of
-from dataio.core.errors import MillraceError
-from dataio.core.log import get_logger, warn_once
-from dataio.store.contract import Store
+from headrace.checkpoint.format import delta
+from headrace.checkpoint.format.layout import PieceSpan, TensorSpec
+from headrace.checkpoint.repository import fetch
+from headrace.checkpoint.repository.dedup import Known, Stored, shard_of
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.contract import Store
 
 _log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ class Bases:
         base = self._of[piece]
         try:
             found = fetch.read_one(self._store, base.pack.key, base.chunk)
-        except MillraceError as error:
+        except HeadraceError as error:
             warn_once(_log, f"a chunk to lean on could not be read, what leans on it is stored whole: {error}")
             return None
         if found is None:

@@ -14,20 +14,20 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from checkpoint.carry import carry, result_of
-from checkpoint.repository import commit
-from checkpoint.repository.commit import Attempt
-from checkpoint.saving import plan as plans
-from checkpoint.saving.events import Event, Released
-from checkpoint.saving.plan import PutPlan
-from checkpoint.saving.upload import ArenaBytes
-from checkpoint.tier.reading import node_tier
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.crashpoints import declare
-from dataio.core.errors import DeadlineError, MillraceError, NotFoundError, TransientError
-from dataio.core.log import get_logger, warn_once
-from dataio.sidecar.client import SaveMeter, Sidecar, Staged
-from dataio.store.contract import Store
+from headrace.checkpoint.carry import carry, result_of
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.saving import plan as plans
+from headrace.checkpoint.saving.events import Event, Released
+from headrace.checkpoint.saving.plan import PutPlan
+from headrace.checkpoint.saving.upload import ArenaBytes
+from headrace.checkpoint.tier.reading import node_tier
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import DeadlineError, HeadraceError, NotFoundError, TransientError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
+from headrace.dataio.store.contract import Store
 
 ROOM_SECONDS = 600.0
 """How long a save waits for room in the daemon before this process carries it."""
@@ -112,7 +112,7 @@ class Carriers:
             return None, None
         try:
             return sidecar, _stage(sidecar, cargo)
-        except MillraceError as error:
+        except HeadraceError as error:
             warn_once(_log, f"the sidecar did not take the save over, saving inside this process: {error}")
             unsure = sidecar.broken or isinstance(error, DeadlineError)
             self.close()
@@ -180,7 +180,7 @@ class Carriers:
             yield
             return
         over, arguments = threading.Event(), (self._store, attempt_of(cargo.plan), cargo.silent)
-        watcher = threading.Thread(target=_watch, args=(over, *arguments), name=f"millrace-nodes-{cargo.plan.step}")
+        watcher = threading.Thread(target=_watch, args=(over, *arguments), name=f"headrace-nodes-{cargo.plan.step}")
         watcher.start()
         try:
             yield
@@ -215,11 +215,11 @@ class Carriers:
         except NotFoundError:
             if released:
                 return None
-        except MillraceError:
+        except HeadraceError:
             return None
         try:
             return sidecar, _stage(sidecar, cargo)
-        except MillraceError as error:
+        except HeadraceError as error:
             _log.warning("step %d could not be staged again: %s", cargo.plan.step, error)
             return None
 
@@ -227,7 +227,7 @@ class Carriers:
         """The save's result if it was committed after all, else its error."""
         try:
             found = self._recognised(plan)
-        except MillraceError as second:
+        except HeadraceError as second:
             _log.warning("whether step %d was committed cannot be seen either: %s", plan.step, second)
             raise error from second
         if found is None:
@@ -273,7 +273,7 @@ def attempt_of(plan: PutPlan) -> Attempt:
 def _watch(over: threading.Event, store: Store, attempt: Attempt, silent: commit.Gone) -> None:
     while not over.wait(_WATCH_SECONDS):
         if silent(range(attempt.world_size)):
-            with contextlib.suppress(MillraceError):  # the store is away: the next look may see it
+            with contextlib.suppress(HeadraceError):  # the store is away: the next look may see it
                 commit.abort_without(store, attempt, silent)
 
 

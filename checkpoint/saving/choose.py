@@ -4,7 +4,8 @@ For every tensor with something new to store, three short runs of its first new 
 gives a size and a time. The upload is measured while it goes on: bytes that the store took over the time in which it was
 waited for. Storing a raw byte takes 1/upload seconds; storing it compressed takes the longer of (time to compress it, over the
 threads that do so) and (size over upload), since they overlap. The shortest wins, raw unless another is clearly shorter.
-With "delta" a difference from the chunk's base (`checkpoint.saving.bases`) is a candidate too; the time to read that base
+With "delta" a difference from the chunk's base (`headrace.checkpoint.saving.bases`) is a candidate too; the time to
+read that base
 counts as time to compress.
 Invariant: while the upload's speed is not known everything is raw, so that compression makes no save slower than none by
 more than the samples take.
@@ -18,13 +19,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpoint.format import codec, delta, dtypes
-from checkpoint.format.layout import Layout, PieceSpan, TensorSpec
-from checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
-from checkpoint.repository.dedup import Stored
-from checkpoint.saving.bases import Bases
-from dataio.core.limits import KIB, MIB
-from dataio.store.contract import Buffer
+from headrace.checkpoint.format import codec, delta, dtypes
+from headrace.checkpoint.format.layout import Layout, PieceSpan, TensorSpec
+from headrace.checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
+from headrace.checkpoint.repository.dedup import Stored
+from headrace.checkpoint.saving.bases import Bases
+from headrace.dataio.core.limits import KIB, MIB
+from headrace.dataio.store.contract import Buffer
 
 _RUN = 64 * KIB
 _RUNS = 3

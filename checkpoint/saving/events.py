@@ -1,7 +1,7 @@
 """What a carrier reports while it works, as values and as lines of JSON.
 
 Invariant: after `Released` the carrier never touches the arena again; at most one of `Done` and `Failed` ends the stream.
-Failure behaviour: `as_error` rebuilds an error of the same class from its code, and a plain `MillraceError` from a code
+Failure behaviour: `as_error` rebuilds an error of the same class from its code, and a plain `HeadraceError` from a code
 that it does not know.
 """
 
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dataio.core.errors import MillraceError
+from headrace.dataio.core.errors import HeadraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,16 @@ def to_json(event: Event) -> str:
     return json.dumps({"event": name} | {key: getattr(event, key) for key in event.__slots__})
 
 
-def failed(error: MillraceError, *, again: bool = False) -> Failed:
+def failed(error: HeadraceError, *, again: bool = False) -> Failed:
     return Failed(error.code, error.message, error.hint, again)
 
 
-def as_error(code: str, message: str, hint: str) -> MillraceError:
+def as_error(code: str, message: str, hint: str) -> HeadraceError:
     """The error that a carrier in another process reported."""
-    return _classes(MillraceError).get(code, MillraceError)(message, hint=hint)
+    return _classes(HeadraceError).get(code, HeadraceError)(message, hint=hint)
 
 
-def _classes(kind: type[MillraceError]) -> dict[str, type[MillraceError]]:
+def _classes(kind: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
     found = {kind.code: kind}
     for child in kind.__subclasses__():
         found |= {code: c for code, c in _classes(child).items() if code not in found}

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from checkpoint.format import codec, dtypes, names, ulid
-from checkpoint.format.chunk import Box
-from checkpoint.format.documents import VERSION, Base, newer
-from checkpoint.format.layout import Layout, TensorSpec, lay_out
-from dataio.core.errors import CorruptionError, UsageError
-from dataio.core.limits import MIB
-from dataio.store.contract import Location
+from headrace.checkpoint.format import codec, dtypes, names, ulid
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.documents import VERSION, Base, newer
+from headrace.checkpoint.format.layout import Layout, TensorSpec, lay_out
+from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Location
 
 MAX_BYTES = 64 * MIB
 

@@ -21,18 +21,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import msgspec
 import xxhash
 
-from checkpoint.format import manifest as manifests
-from checkpoint.format import names
-from checkpoint.format.manifest import DELTAS, Chunk, PackName
-from checkpoint.format.pack import Entry
-from checkpoint.repository.commit import FinalError
-from checkpoint.repository.dedup import Known, Stored
-from checkpoint.saving.plan import PutPlan
-from dataio.core.errors import MillraceError, NotFoundError
-from dataio.core.limits import GIB
-from dataio.core.log import get_logger
-from dataio.store.contract import Buffer, Store
-from dataio.store.wrapper import Wrapper
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.manifest import DELTAS, Chunk, PackName
+from headrace.checkpoint.format.pack import Entry
+from headrace.checkpoint.repository.commit import FinalError
+from headrace.checkpoint.repository.dedup import Known, Stored
+from headrace.checkpoint.saving.plan import PutPlan
+from headrace.dataio.core.errors import HeadraceError, NotFoundError
+from headrace.dataio.core.limits import GIB
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.wrapper import Wrapper
 
 _MOST_BYTES = 1 * GIB
 _FRAME = struct.Struct("<IQ")
@@ -154,7 +154,7 @@ class ProgressFile:
             try:
                 store.abort_upload(key, upload)
                 self.ended(key, None)
-            except MillraceError as error:
+            except HeadraceError as error:
                 _log.warning("the unfinished upload %s of %s is left on the server: %s", upload, key, error)
 
     # inside

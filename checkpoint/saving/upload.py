@@ -17,22 +17,22 @@ from typing import Protocol
 
 import xxhash
 
-from checkpoint.format import layout, pack
-from checkpoint.format import manifest as manifests
-from checkpoint.format.chunk import digest
-from checkpoint.format.manifest import Chunk, PackName
-from checkpoint.repository import dedup
-from checkpoint.repository.ahead import in_order
-from checkpoint.saving import choose
-from checkpoint.saving.bases import Bases
-from checkpoint.saving.events import Event, Progress
-from checkpoint.saving.plan import PutPlan
-from checkpoint.saving.progress import ProgressFile, add_stored
-from dataio.core.clock import Clock
-from dataio.core.crashpoints import declare
-from dataio.core.errors import CorruptionError
-from dataio.core.limits import MIB
-from dataio.store.contract import Store
+from headrace.checkpoint.format import layout, pack
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.manifest import Chunk, PackName
+from headrace.checkpoint.repository import dedup
+from headrace.checkpoint.repository.ahead import in_order
+from headrace.checkpoint.saving import choose
+from headrace.checkpoint.saving.bases import Bases
+from headrace.checkpoint.saving.events import Event, Progress
+from headrace.checkpoint.saving.plan import PutPlan
+from headrace.checkpoint.saving.progress import ProgressFile, add_stored
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Store
 
 _THREADS = 2
 _AHEAD = 8
@@ -124,7 +124,7 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
         return book.name(plan, nth).key
 
     with ThreadPoolExecutor(
-        _THREADS, thread_name_prefix="millrace-hash"
+        _THREADS, thread_name_prefix="headrace-hash"
     ) as pool:  # ends with this call, however it ends
         same = _Same(arena, pool, plan.step)
         for nth, _ in enumerate(pack.write_all(store, key_of, new_chunks(), packed, taken.took)):
@@ -176,7 +176,7 @@ class _Same:
             raise CorruptionError(
                 f"step {self._step} is not saved: its staged copy was changed while it was stored, within {piece.length} bytes "
                 f"from {piece.at} on",
-                hint="see what in the trainer writes to the memory file millrace-arena; earlier steps are untouched",
+                hint="see what in the trainer writes to the memory file headrace-arena; earlier steps are untouched",
             )
 
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from checkpoint.format.chunk import Box
-from dataio.core.errors import UnsupportedError
+from headrace.checkpoint.format.chunk import Box
+from headrace.dataio.core.errors import UnsupportedError
 
 _MOST_BOXES = 16384
 _boxes: dict[tuple[object, ...], tuple[Box, bool]] = {}

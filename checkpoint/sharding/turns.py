@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core.limits import MIB
+from headrace.dataio.core.limits import MIB
 
 TURN_BYTES = 32 * MIB
 

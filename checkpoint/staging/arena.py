@@ -20,10 +20,10 @@ import time
 import numpy as np
 import torch
 
-from checkpoint.format.layout import Layout
-from checkpoint.staging.copies import Crew, threads_here
-from dataio.core.errors import CapacityError, DeadlineError, MillraceError
-from dataio.core.log import get_logger
+from headrace.checkpoint.format.layout import Layout
+from headrace.checkpoint.staging.copies import Crew, threads_here
+from headrace.dataio.core.errors import CapacityError, DeadlineError, HeadraceError
+from headrace.dataio.core.log import get_logger
 
 _ROUND = 2 << 20
 _PAGE = 4096
@@ -36,7 +36,7 @@ class Arena:
 
     def __init__(self, size: int, crew: Crew | None = None) -> None:
         self.size = max(-(-size // _ROUND), 1) * _ROUND
-        self.fd = os.memfd_create("millrace-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create("headrace-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
@@ -144,7 +144,7 @@ class Staging:
             if self._owned or self._closed:
                 return False
             self._owned = True
-        threading.Thread(target=self._warm_up, args=(layout, _device_here()), name="millrace-warm-up").start()
+        threading.Thread(target=self._warm_up, args=(layout, _device_here()), name="headrace-warm-up").start()
         return True
 
     def give_back(self) -> None:
@@ -180,7 +180,7 @@ class Staging:
         try:
             with here:
                 self._fitting(layout)
-        except MillraceError as error:  # the save that needs the arena will say the same to somebody who listens
+        except HeadraceError as error:  # the save that needs the arena will say the same to somebody who listens
             _log.warning("the staging arena could not be made ahead of time: %s", error)
         finally:
             self.give_back()

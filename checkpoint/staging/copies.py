@@ -3,7 +3,7 @@
 Large copies are fastest by stores that go past the caches, since those need not read first what they overwrite. glibc makes such
 from a size on that it works out from the processor's last cache: a few MiB on most machines, but on a virtual one that claims its
 host's whole cache more than any piece of a state has. Only the environment at a process's start changes that (`TUNABLE`).
-`python -m checkpoint.staging.copies`, which `millrace doctor --memory` starts, measures both and says what to set.
+`python -m headrace.checkpoint.staging.copies`, which `headrace doctor --memory` starts, measures both and says what to set.
 Invariant: what is measured are copies as staging makes them, by processes with and without the setting in turn; nothing stays.
 Failure behaviour: without memory for it the program ends with the error of `CapacityError`; elsewhere than on glibc the setting
 does nothing, and nothing is advised.
@@ -24,8 +24,8 @@ from statistics import median
 
 import numpy as np
 
-from dataio.core.errors import CapacityError, MillraceError, TransientError
-from dataio.core.limits import MIB
+from headrace.dataio.core.errors import CapacityError, HeadraceError, TransientError
+from headrace.dataio.core.limits import MIB
 
 PIECE = 16 * MIB
 """What a thread copies at once."""
@@ -45,7 +45,7 @@ class Crew(ThreadPoolExecutor):
     """The threads that copy, `size` of them."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(size, thread_name_prefix="millrace-stage")
+        super().__init__(size, thread_name_prefix="headrace-stage")
         self.size = size
 
 
@@ -106,7 +106,7 @@ def measure(size: int = _BYTES, rounds: int = _ROUNDS) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """The program: see the module's text."""
     parser = argparse.ArgumentParser(
-        prog="millrace doctor --memory", description="Measure copies as staging makes them."
+        prog="headrace doctor --memory", description="Measure copies as staging makes them."
     )
     parser.add_argument("--json", action="store_true", help="report as one JSON object")
     parser.add_argument("--once", action="store_true", help="measure this process only")
@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         sys.stdout.write(f"{_report(options.json)}\n")
-    except MillraceError as error:
-        sys.stderr.write(f"millrace doctor: {error}\n")
+    except HeadraceError as error:
+        sys.stderr.write(f"headrace doctor: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -144,7 +144,7 @@ def _report(as_json: bool) -> str:
 
 
 def _started(environment: dict[str, str]) -> float:
-    command = [sys.executable, "-m", "checkpoint.staging.copies", "--once"]
+    command = [sys.executable, "-m", "headrace.checkpoint.staging.copies", "--once"]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:

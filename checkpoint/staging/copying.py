@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint.collector import held_off
-from checkpoint.format.layout import Layout, TensorSpec
-from checkpoint.staging.arena import Arena
-from checkpoint.staging.copies import LATE, PIECE, Crew
-from checkpoint.state.kinds import as_bits, has_plain_memory
-from dataio.core.crashpoints import declare
-from dataio.core.errors import DeadlineError, UsageError
-from dataio.core.limits import MIB
+from headrace.checkpoint.collector import held_off
+from headrace.checkpoint.format.layout import Layout, TensorSpec
+from headrace.checkpoint.staging.arena import Arena
+from headrace.checkpoint.staging.copies import LATE, PIECE, Crew
+from headrace.checkpoint.state.kinds import as_bits, has_plain_memory
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import DeadlineError, UsageError
+from headrace.dataio.core.limits import MIB
 
 _mid_stage = declare("ckpt.mid-stage", "the state is half copied, nothing of the attempt is stored")
 

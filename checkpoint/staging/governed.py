@@ -6,7 +6,7 @@ for what is not copied by then. Everything else (buffers such as running means, 
 copied before `save` returns.
 Invariant: a tensor is late only if its memory is that of a parameter or a state tensor of an optimizer in the saved state, on
 which the hook is, or that of a parameter which is not trained (`requires_grad` false). What changes them in another way is
-found by torch's version counters (`checkpoint.staging.copying`), and then the save fails rather than mixing two moments.
+found by torch's version counters (`headrace.checkpoint.staging.copying`), and then the save fails rather than mixing two moments.
 Failure behaviour: none of its own; an error of the copy is the save's, never the optimizer's.
 """
 

@@ -24,13 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from checkpoint.format import layout as layouts
-from checkpoint.format.chunk import CHUNK_BYTES
-from checkpoint.format.layout import Layout, Piece, TensorSpec
-from checkpoint.staging.arena import Arena
-from checkpoint.state.kinds import as_bits, has_plain_memory, memory_of
-from dataio.core.errors import DeadlineError, TransientError, UsageError
-from dataio.core.limits import MIB, format_bytes
+from headrace.checkpoint.format import layout as layouts
+from headrace.checkpoint.format.chunk import CHUNK_BYTES
+from headrace.checkpoint.format.layout import Layout, Piece, TensorSpec
+from headrace.checkpoint.staging.arena import Arena
+from headrace.checkpoint.state.kinds import as_bits, has_plain_memory, memory_of
+from headrace.dataio.core.errors import DeadlineError, TransientError, UsageError
+from headrace.dataio.core.limits import MIB, format_bytes
 
 LEAST_BYTES = 64 * MIB
 """16 chunks: what the carrier holds at once (8 hashed ahead, those being hashed, one being written), and room to copy."""
@@ -76,7 +76,7 @@ class SlicedState:
         self._error: BaseException | None = None
         self._given_up = False
         self._copied = threading.Event()
-        self._feeder = threading.Thread(target=self._feed, name="millrace-slices")
+        self._feeder = threading.Thread(target=self._feed, name="headrace-slices")
         self._feeder.start()
 
     def __len__(self) -> int:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpoint.format import dtypes
-from checkpoint.state.flatten import OTHER, Kinds, Parts, Seen
-from checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
-from dataio.core.errors import CorruptionError, MismatchError
-from dataio.core.limits import CHECKED_BYTES, check_memory
+from headrace.checkpoint.format import dtypes
+from headrace.checkpoint.state.flatten import OTHER, Kinds, Parts, Seen
+from headrace.checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
+from headrace.dataio.core.errors import CorruptionError, MismatchError
+from headrace.dataio.core.limits import CHECKED_BYTES, check_memory
 
 Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 """(dtype, shape) of every saved tensor by name."""

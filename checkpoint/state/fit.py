@@ -11,11 +11,20 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from checkpoint.state.build import Builder, Fit, Saved, called
-from checkpoint.state.flatten import MODULE, OPTIMIZER, Kinds, Seen, is_stateful, state_of
-from checkpoint.state.selection import Selection
-from checkpoint.state.tree import MAX_DEPTH, MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
-from dataio.core.errors import MismatchError, UsageError
+from headrace.checkpoint.state.build import Builder, Fit, Saved, called
+from headrace.checkpoint.state.flatten import MODULE, OPTIMIZER, Kinds, Seen, is_stateful, state_of
+from headrace.checkpoint.state.selection import Selection
+from headrace.checkpoint.state.tree import (
+    MAX_DEPTH,
+    MetaNode,
+    PartsNode,
+    StatefulNode,
+    TensorRef,
+    ValueNode,
+    ViewRef,
+    join,
+)
+from headrace.dataio.core.errors import MismatchError, UsageError
 
 _MOST_SAID = 8
 _SEQUENCES = ("namedtuple", "collections.deque")

@@ -17,9 +17,18 @@ from typing import Any, Protocol
 
 import msgspec
 
-from checkpoint.format.chunk import Box
-from checkpoint.state.tree import MAX_DEPTH, PLAIN, MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, join
-from dataio.core.errors import UsageError
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.state.tree import (
+    MAX_DEPTH,
+    PLAIN,
+    MetaNode,
+    PartsNode,
+    StatefulNode,
+    TensorRef,
+    ValueNode,
+    join,
+)
+from headrace.dataio.core.errors import UsageError
 
 MODULE, OPTIMIZER, SCHEDULER, OTHER = "module", "optimizer", "scheduler", "other"
 

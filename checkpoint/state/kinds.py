@@ -1,7 +1,8 @@
-"""What torch's objects are, for `checkpoint.state.flatten`; and the bytes of a tensor in main memory.
+"""What torch's objects are, for `headrace.checkpoint.state.flatten`; and the bytes of a tensor in main memory.
 
 Invariant: `describe` accepts exactly the tensors whose bytes can be copied and restored bit for bit: dense ones with memory
-of their own, of a type in `checkpoint.format.dtypes`, and this rank's part of a DTensor. Tensors that are made of such ones
+of their own, of a type in `headrace.checkpoint.format.dtypes`, and this rank's part of a DTensor. Tensors that are made
+of such ones
 come with their parts: sparse ones, and wrapper subclasses that say what they are made of (`__tensor_flatten__`).
 Failure behaviour: `UnsupportedError` naming the path of any other tensor.
 """
@@ -17,21 +18,21 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from checkpoint.format.chunk import whole
-from checkpoint.format.dtypes import ITEM_BYTES
-from checkpoint.sharding import placement
-from checkpoint.state import flatten as state
-from checkpoint.state import parts, values
-from checkpoint.state.flatten import Parts, Seen
-from checkpoint.state.tree import ValueNode
-from dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.checkpoint.format.chunk import whole
+from headrace.checkpoint.format.dtypes import ITEM_BYTES
+from headrace.checkpoint.sharding import placement
+from headrace.checkpoint.state import flatten as state
+from headrace.checkpoint.state import parts, values
+from headrace.checkpoint.state.flatten import Parts, Seen
+from headrace.checkpoint.state.tree import ValueNode
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 
 _INT64 = 1 << 63
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TorchKinds:
-    """See `checkpoint.state.flatten.Kinds`."""
+    """See `headrace.checkpoint.state.flatten.Kinds`."""
 
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
@@ -143,7 +144,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of an element type, as in `checkpoint.format.dtypes`."""
+    """The name of an element type, as in `headrace.checkpoint.format.dtypes`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from checkpoint.state.flatten import Parts
-from dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.checkpoint.state.flatten import Parts
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _COMPRESSED: dict[str, tuple[torch.layout, bool]] = {

@@ -19,17 +19,17 @@ from typing import Any, Protocol
 import msgspec
 import zstandard
 
-from checkpoint.format import bands, dtypes
-from checkpoint.format.chunk import Box, digest
-from checkpoint.format.layout import Layout, TensorSpec, lay_out
-from checkpoint.sharding.cover import flaw
-from checkpoint.sharding.owners import owners
-from checkpoint.state import flatten as state
-from checkpoint.state import tree
-from checkpoint.state.flatten import Kinds, Leaf
-from checkpoint.state.views import share
-from dataio.core.errors import CapacityError, MismatchError
-from dataio.core.limits import MIB, format_bytes
+from headrace.checkpoint.format import bands, dtypes
+from headrace.checkpoint.format.chunk import Box, digest
+from headrace.checkpoint.format.layout import Layout, TensorSpec, lay_out
+from headrace.checkpoint.sharding.cover import flaw
+from headrace.checkpoint.sharding.owners import owners
+from headrace.checkpoint.state import flatten as state
+from headrace.checkpoint.state import tree
+from headrace.checkpoint.state.flatten import Kinds, Leaf
+from headrace.checkpoint.state.views import share
+from headrace.dataio.core.errors import CapacityError, MismatchError
+from headrace.dataio.core.limits import MIB, format_bytes
 
 TABLE_BYTES = 64 * MIB
 """The most that one rank's table may hold."""

@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 import xxhash
 
-from checkpoint.state.kinds import as_bits, memory_of
-from checkpoint.state.prepare import Prepared, Replica
+from headrace.checkpoint.state.kinds import as_bits, memory_of
+from headrace.checkpoint.state.prepare import Prepared, Replica
 
 BLOCKS, BLOCK_BYTES = 16, 1024
 POLICIES = ("trust", "warn", "error")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 MOST = 1000
 

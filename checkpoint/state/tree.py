@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from checkpoint.format.manifest import NEWER_TREE
-from dataio.core.errors import CorruptionError, UsageError
-from dataio.core.limits import MIB, format_bytes
+from headrace.checkpoint.format.manifest import NEWER_TREE
+from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.core.limits import MIB, format_bytes
 
 MAX_DEPTH = 64
 MAX_BYTES = 32 * MIB
@@ -73,7 +73,8 @@ class PartsNode:
 
 @dataclass(frozen=True, slots=True)
 class ValueNode:
-    """Stands for a value of a type listed in `checkpoint.state.values`. `about` is plain; only `value` may hold tensors."""
+    """Stands for a value of a type listed in `headrace.checkpoint.state.values`. `about` is plain; only `value` may
+    hold tensors."""
 
     kind: str
     about: object

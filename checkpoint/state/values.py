@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from checkpoint.state.tree import PLAIN, ValueNode
-from dataio.core.errors import CorruptionError, MismatchError, UnsupportedError
+from headrace.checkpoint.state.tree import PLAIN, ValueNode
+from headrace.dataio.core.errors import CorruptionError, MismatchError, UnsupportedError
 
 _MAX_BITS = 14_284
 """The most that an integer inside of such a value may have, as in Python's texts of numbers: larger ones take long to divide."""
@@ -62,7 +62,7 @@ def taken(value: Any) -> ValueNode | None:
 def made(node: ValueNode) -> Any:
     """The value of a node of which `value` was made already."""
     if node.kind not in _MAKING:
-        raise UnsupportedError(f"values of kind {node.kind!r:.60} are not known here", hint="install a newer Millrace")
+        raise UnsupportedError(f"values of kind {node.kind!r:.60} are not known here", hint="install a newer Headrace")
     try:
         return _MAKING[node.kind](node.about, node.value)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:

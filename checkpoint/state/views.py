@@ -16,9 +16,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoint.format.chunk import whole
-from checkpoint.state.flatten import Flat, Kinds, Leaf, Seen
-from checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
+from headrace.checkpoint.format.chunk import whole
+from headrace.checkpoint.state.flatten import Flat, Kinds, Leaf, Seen
+from headrace.checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
 
 _ALIGN = 16
 """Bytes start at a multiple of the widest element."""

@@ -1,7 +1,8 @@
 """Committing what only the tier has: the store was away when it was saved, or its saver died on the way.
 
 Purpose: a step that is whole in the tiers of its nodes becomes a real one before anything is restored.
-Invariants: the ordinary protocol decides (`checkpoint.repository.commit`), under a lease that names the bases *before* they
+Invariants: the ordinary protocol decides (`headrace.checkpoint.repository.commit`), under a lease that names the bases
+*before* they
 are seen to be there; so a newer timeline, an abort by a collector, or a base that is gone stop it as they stop any late
 saver. An attempt that can never be committed any more is marked as over; nothing is deleted here.
 Failure behaviour: whatever goes wrong is logged, and the attempt stays as it was, to be tried by the next restore.
@@ -16,23 +17,23 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from checkpoint.format import manifest as manifests
-from checkpoint.format import names
-from checkpoint.format.documents import Base
-from checkpoint.format.manifest import Manifest
-from checkpoint.repository import commit
-from checkpoint.repository import steps as repository
-from checkpoint.repository.commit import Attempt
-from checkpoint.repository.lease import LeaseKeeper
-from checkpoint.tier.saving import mark_committed
-from dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MillraceError, NotFoundError
-from dataio.core.locked import locked
-from dataio.core.log import get_logger
-from dataio.store.contract import Store
-from dataio.store.tier.keeping import checked
-from dataio.store.tier.near import Recall
-from dataio.store.tier.record import Record
-from dataio.store.tier.shelf import Shelf
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.manifest import Manifest
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.tier.saving import mark_committed
+from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, HeadraceError, NotFoundError
+from headrace.dataio.core.locked import locked
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.tier.keeping import checked
+from headrace.dataio.store.tier.near import Recall
+from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.tier.shelf import Shelf
 
 TURN_SECONDS = 600.0
 """How long one call of `send` waits for other processes of the node that send, together; what is theirs they go on with."""
@@ -178,7 +179,7 @@ def _over(shelf: Shelf, record: Record) -> None:
 def _logged(what: str) -> Iterator[None]:
     try:
         yield
-    except (MillraceError, OSError) as error:
+    except (HeadraceError, OSError) as error:
         _log.warning("%s: %s", what, error)
 
 

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.format.documents import Base
-from checkpoint.repository import steps as repository
-from checkpoint.repository.opening import Step, open_step
-from checkpoint.tier import finishing
-from checkpoint.tier.saving import keeps, open_shelf
-from dataio.core.errors import ConflictError, MillraceError, TransientError
-from dataio.core.limits import format_bytes
-from dataio.core.log import get_logger
-from dataio.sidecar.client import Sidecar
-from dataio.sidecar.connection import SidecarName
-from dataio.store.contract import Store
-from dataio.store.tier.near import Near
-from dataio.store.tier.shelf import Shelf
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.opening import Step, open_step
+from headrace.checkpoint.tier import finishing
+from headrace.checkpoint.tier.saving import keeps, open_shelf
+from headrace.dataio.core.errors import ConflictError, HeadraceError, TransientError
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.sidecar.connection import SidecarName
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.tier.near import Near
+from headrace.dataio.store.tier.shelf import Shelf
 
 RECALL_SECONDS = 600.0
 """The most that one object may take on its way from the buddy."""
@@ -57,7 +57,7 @@ class NodeTier:
             return False
         try:
             return self._sidecar.recall(source, key, RECALL_SECONDS)
-        except MillraceError as error:
+        except HeadraceError as error:
             _log.warning("the buddy's copy of %s did not come: %s", key, error)
             return False
 
@@ -83,7 +83,7 @@ class NodeTier:
     def _open(self) -> Shelf | None:
         try:
             told = self._sidecar.status().get("tier") if self._sidecar is not None else None
-        except MillraceError as error:
+        except HeadraceError as error:
             _log.warning("the sidecar does not say where its tier is: %s", error)
             return None
         if not isinstance(told, dict) or not told.get("directory"):

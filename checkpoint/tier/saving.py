@@ -15,20 +15,20 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.format import manifest as manifests
-from checkpoint.format import names
-from checkpoint.format.documents import Commit
-from checkpoint.format.manifest import Manifest
-from checkpoint.repository.commit import Attempt
-from checkpoint.saving.plan import PutPlan
-from dataio.core.clock import Clock
-from dataio.core.errors import MillraceError, TransientError
-from dataio.core.log import get_logger, warn_once
-from dataio.store.contract import Store
-from dataio.store.tier.keeping import TROUBLE, Keeping
-from dataio.store.tier.record import Record
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Commit
+from headrace.checkpoint.format.manifest import Manifest
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.saving.plan import PutPlan
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.errors import HeadraceError, TransientError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.tier.keeping import TROUBLE, Keeping
+from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
 
 _log = get_logger(__name__)
 
@@ -97,7 +97,7 @@ class Holding:
     def committed(self, found: Commit) -> None:
         """The step is this attempt."""
         if self._record is not None and self._shelf is not None:
-            with contextlib.suppress(*TROUBLE, MillraceError):
+            with contextlib.suppress(*TROUBLE, HeadraceError):
                 mark_committed(self.store, self._shelf, self._record, found.committed)
 
 
@@ -127,7 +127,7 @@ def open_shelf(folder: Path, size: int, steps: int) -> Shelf | None:
     """The tier in this directory; None, said once, when it cannot be used."""
     try:
         return Shelf(folder, Limits(size, steps))
-    except (OSError, MillraceError) as error:
+    except (OSError, HeadraceError) as error:
         warn_once(_log, f"the tier in {folder} cannot be used: {error}")
         return None
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dataio.cache.events import ObjectId, Ranges, Want
-from dataio.core.errors import MillraceError, RangeError
-from dataio.core.log import get_logger
+from headrace.dataio.cache.events import ObjectId, Ranges, Want
+from headrace.dataio.core.errors import HeadraceError, RangeError
+from headrace.dataio.core.log import get_logger
 
 SHIFT = 0.25
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def _object(key: str, ranges: Ranges, find: Callable[[str], ObjectId]) -> Object
     try:
         obj = find(key)
         check_inside(obj, ranges)
-    except MillraceError as error:
+    except HeadraceError as error:
         _log.debug("not prefetching: %s", error)
         return None
     return obj

@@ -74,7 +74,7 @@ class BlockDirectory:
 
     def create(self, size: int) -> BlockFile:
         """A new empty file of `size` bytes; nothing is allocated yet."""
-        path = self.path / f"millrace-{secrets.token_hex(8)}.blocks"
+        path = self.path / f"headrace-{secrets.token_hex(8)}.blocks"
         writer = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400))
         try:
             reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

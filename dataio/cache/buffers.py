@@ -14,7 +14,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 
-from dataio.core.clock import Clock
+from headrace.dataio.core.clock import Clock
 
 IDLE_SECONDS = 5.0
 

@@ -4,7 +4,7 @@ Purpose: one interface for "give me these ranges of this object", served by the 
 its cache), by the same cache engine inside the process, or straight from the store or its files.
 Invariant: the bytes are those of the stored object; whether they are the *right* bytes is checked by the caller against the
 index's digests, since a cache disk may rot.
-Failure behaviour: errors of `dataio.core.errors`; a reader whose sidecar goes away continues by itself.
+Failure behaviour: errors of `headrace.dataio.core.errors`; a reader whose sidecar goes away continues by itself.
 """
 
 from __future__ import annotations

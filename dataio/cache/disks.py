@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from dataio.cache import kept
-from dataio.cache.blocks import BlockDirectory, BlockFile
-from dataio.cache.events import Create
-from dataio.core.clock import Clock
-from dataio.core.log import get_logger, warn_once
+from headrace.dataio.cache import kept
+from headrace.dataio.cache.blocks import BlockDirectory, BlockFile
+from headrace.dataio.cache.events import Create
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.log import get_logger, warn_once
 
 RECOVER_SECONDS = 30.0
 

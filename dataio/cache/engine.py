@@ -19,22 +19,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dataio.cache.announced import Announced, Upcoming, check_inside
-from dataio.cache.disks import Disks, Place
-from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready
-from dataio.cache.fetcher import Fetcher
-from dataio.cache.flight import Flight, Landed
-from dataio.cache.forecast import Forecast
-from dataio.cache.lease import Lease
-from dataio.cache.objects import Objects
-from dataio.cache.passing import DiskError
-from dataio.cache.plan import CachePlan
-from dataio.cache.turns import JobLimits
-from dataio.core import limits, metrics
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import MillraceError, RangeError, TransientError
-from dataio.core.log import get_logger
-from dataio.store.contract import Store
+from headrace.dataio.cache.announced import Announced, Upcoming, check_inside
+from headrace.dataio.cache.disks import Disks, Place
+from headrace.dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready
+from headrace.dataio.cache.fetcher import Fetcher
+from headrace.dataio.cache.flight import Flight, Landed
+from headrace.dataio.cache.forecast import Forecast
+from headrace.dataio.cache.lease import Lease
+from headrace.dataio.cache.objects import Objects
+from headrace.dataio.cache.passing import DiskError
+from headrace.dataio.cache.plan import CachePlan
+from headrace.dataio.cache.turns import JobLimits
+from headrace.dataio.core import limits, metrics
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import HeadraceError, RangeError, TransientError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Store
 
 ANNOUNCED = 4096
 """Ranges of one announcement that are looked at."""
@@ -187,7 +187,8 @@ class Engine:
             self._jobs[stream] = job
 
     def asked_within(self, stream: int, trace: str) -> None:
-        """The span (`dataio.core.trace.context`) within which the stream asks; what is fetched for it is recorded below that."""
+        """The span (`headrace.dataio.core.trace.context`) within which the stream asks; what is fetched for it is
+        recorded below that."""
         with self._lock:
             self._within[stream] = trace
 
@@ -352,7 +353,7 @@ class Engine:
                 self._objects.find(store, keys.popleft())
             except IndexError:
                 return
-            except MillraceError as error:
+            except HeadraceError as error:
                 _log.debug("not prefetching: %s", error)
 
     def _follow(self, stream: int, announced: Announced, store: Store, upcoming: Upcoming) -> None:

@@ -13,17 +13,17 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from dataio.cache import kept
-from dataio.cache.buffers import IDLE_SECONDS, Buffers
-from dataio.cache.events import Fetch
-from dataio.cache.flight import Flight, Landed
-from dataio.cache.passing import OvertakenError
-from dataio.cache.together import TOGETHER, Together
-from dataio.cache.turns import JobLimits, Turns
-from dataio.cache.window import Window
-from dataio.core import trace
-from dataio.core.clock import Clock
-from dataio.core.log import get_logger
+from headrace.dataio.cache import kept
+from headrace.dataio.cache.buffers import IDLE_SECONDS, Buffers
+from headrace.dataio.cache.events import Fetch
+from headrace.dataio.cache.flight import Flight, Landed
+from headrace.dataio.cache.passing import OvertakenError
+from headrace.dataio.cache.together import TOGETHER, Together
+from headrace.dataio.cache.turns import JobLimits, Turns
+from headrace.dataio.cache.window import Window
+from headrace.dataio.core import trace
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.log import get_logger
 
 LOOK_SECONDS = 0.25
 QUIET_LOOKS = 4
@@ -55,9 +55,9 @@ class Fetcher:
         self._closed = self._watching = self._woken = False
         self._mine = threading.local()
         self._threads = [
-            threading.Thread(target=self._work, name=f"millrace-cache-{n}", daemon=True) for n in range(threads)
+            threading.Thread(target=self._work, name=f"headrace-cache-{n}", daemon=True) for n in range(threads)
         ]
-        self._watch = threading.Thread(target=self._hedge, name="millrace-cache-hedge", daemon=True)
+        self._watch = threading.Thread(target=self._hedge, name="headrace-cache-hedge", daemon=True)
         for thread in [*self._threads, self._watch]:
             thread.start()
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dataio.cache.blocks import BlockFile
-from dataio.cache.events import Fetch
-from dataio.cache.passing import Part
-from dataio.store.contract import Store
+from headrace.dataio.cache.blocks import BlockFile
+from headrace.dataio.cache.events import Fetch
+from headrace.dataio.cache.passing import Part
+from headrace.dataio.store.contract import Store
 
 Landed = tuple[Fetch, BaseException | None, int]
 """A fetch that is over, its error, and the bytes from the store."""

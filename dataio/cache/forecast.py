@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataio.cache.announced import gone_from
+from headrace.dataio.cache.announced import gone_from
 
 KEPT = 1024
 FIRST_GUESS = 0.05

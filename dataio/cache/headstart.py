@@ -18,11 +18,11 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 
-from dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
-from dataio.core import limits
-from dataio.core.errors import MillraceError
-from dataio.store.contract import Store
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.wrapper import Wrapper
 
 PARALLEL = 8
 MOST_BYTES = 4 * limits.CACHE_BLOCK_BYTES
@@ -151,7 +151,7 @@ class HeadStart:
                 self._other.close()
 
     def _fetch(self, upcoming: Sequence[Range]) -> None:
-        self._pool = ThreadPoolExecutor(min(PARALLEL, len(upcoming)), "millrace-first")
+        self._pool = ThreadPoolExecutor(min(PARALLEL, len(upcoming)), "headrace-first")
         coming: _Coming = {}
         for key, offset, length in dict.fromkeys(upcoming):
             future = self._pool.submit(self._get, key, offset, length)
@@ -167,7 +167,7 @@ class HeadStart:
         """A range of what was fetched, once it is there."""
         for first, end, future in self._coming.get(key, ()):
             if first <= offset and offset + length <= end:
-                with contextlib.suppress(MillraceError, TimeoutError, CancelledError):
+                with contextlib.suppress(HeadraceError, TimeoutError, CancelledError):
                     return future.result(WAIT_SECONDS)[offset - first : offset - first + length]
         return None
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from dataio.cache.blocks import BlockFile, Descriptor
-from dataio.cache.events import ObjectId
-from dataio.core.log import get_logger
+from headrace.dataio.cache.blocks import BlockFile, Descriptor
+from headrace.dataio.cache.events import ObjectId
+from headrace.dataio.core.log import get_logger
 
-_MAGIC = b"millrace-cache-1"
+_MAGIC = b"headrace-cache-1"
 _HEAD = struct.Struct("<16sIIQ")  # magic, block size, bytes of the object's name, digest of it
 _RECORD = struct.Struct("<IQ")  # block, XXH3-64 of its bytes
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from dataio.cache.blocks import BlockFile, Descriptor
+from headrace.dataio.cache.blocks import BlockFile, Descriptor
 
 
 class Lease:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataio.core import limits
+from headrace.dataio.core import limits
 
 KEPT_BYTES = 64 * limits.MIB
 """What a thread needs more than this for is not kept for its next read."""

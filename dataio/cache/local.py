@@ -18,15 +18,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
-from dataio.cache.blocks import Descriptor
-from dataio.cache.contract import GAP_BYTES, Read, ShardReader
-from dataio.cache.lent import Lent
-from dataio.cache.opened import Opened
-from dataio.core import limits, metrics
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import MillraceError
-from dataio.store.contract import Store
-from dataio.store.direct import mostly_cached
+from headrace.dataio.cache.blocks import Descriptor
+from headrace.dataio.cache.contract import GAP_BYTES, Read, ShardReader
+from headrace.dataio.cache.lent import Lent
+from headrace.dataio.cache.opened import Opened
+from headrace.dataio.core import limits, metrics
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.direct import mostly_cached
 
 ADVISED_BYTES = 256 * limits.MIB
 PIECES = 512
@@ -82,7 +82,7 @@ class DirectReader:
                 if key not in opened:
                     opened[key] = self._opened(key)
                 prepared.append((opened[key], _runs(pieces), key, pieces))
-            except MillraceError as error:  # raised when those before it are read
+            except HeadraceError as error:  # raised when those before it are read
                 failed = error
                 break
         read = 0
@@ -162,7 +162,7 @@ class DirectReader:
     def _look(self, upcoming: Sequence[Range], at: int) -> bool:
         """Name a range to the kernel, unless it has it; False when that has to wait, since enough before it was named."""
         key, offset, length = upcoming[at]
-        with contextlib.suppress(MillraceError):  # a hint that cannot be followed; the read that comes will say why
+        with contextlib.suppress(HeadraceError):  # a hint that cannot be followed; the read that comes will say why
             descriptor = self._opened(key)
             if descriptor is not None and not mostly_cached(descriptor.fileno(), offset, length):
                 self._cached = 0
@@ -176,7 +176,7 @@ class DirectReader:
 
     def _is_here(self, key: str) -> bool:
         """Whether it is a file of this machine, or one that nobody can open."""
-        with contextlib.suppress(MillraceError):
+        with contextlib.suppress(HeadraceError):
             return self._opened(key) is not None
         return True
 

@@ -15,9 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
-from dataio.cache.events import ObjectId
-from dataio.core.clock import Clock
-from dataio.store.contract import Location, Store
+from headrace.dataio.cache.events import ObjectId
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.store.contract import Location, Store
 
 STAT_SECONDS = 30.0
 KNOWN_OBJECTS = 100_000

@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from dataio.cache.blocks import Descriptor
-from dataio.core.clock import Clock
-from dataio.core.errors import CapacityError
-from dataio.store.contract import Store
+from headrace.dataio.cache.blocks import Descriptor
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.store.contract import Store
 
 FILES = 128
 BELIEVED_SECONDS = 30.0

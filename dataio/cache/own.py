@@ -8,23 +8,23 @@ Failure behaviour: that of the readers.
 
 from __future__ import annotations
 
-from dataio.cache.contract import ShardReader
-from dataio.store.contract import Store
+from headrace.dataio.cache.contract import ShardReader
+from headrace.dataio.store.contract import Store
 
 
 def own_reader(store: Store) -> ShardReader:
     """A reader of `store` for this process alone. Each of the two is imported where it is needed."""
     if not _has_files(store):
-        from dataio.cache.headstart import HeadStart
+        from headrace.dataio.cache.headstart import HeadStart
 
         return HeadStart(store, _cached)
-    from dataio.cache.local import DirectReader
+    from headrace.dataio.cache.local import DirectReader
 
     return DirectReader(store, lambda: _cached(store))
 
 
 def _cached(store: Store) -> ShardReader:
-    from dataio.cache.reader import PrivateReader
+    from headrace.dataio.cache.reader import PrivateReader
 
     return PrivateReader(store)
 

@@ -16,8 +16,8 @@ import threading
 
 import xxhash
 
-from dataio.cache.blocks import BlockFile
-from dataio.cache.kept import KeptFile, digest
+from headrace.dataio.cache.blocks import BlockFile
+from headrace.dataio.cache.kept import KeptFile, digest
 
 
 class DiskError(Exception):

@@ -16,15 +16,15 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dataio.cache.blocks import MappedFile, fill, map_file
-from dataio.cache.contract import Read, copy_into, one_by_one
-from dataio.cache.engine import Engine
-from dataio.cache.lease import Lease
-from dataio.cache.lent import Lent
-from dataio.core import limits
-from dataio.core.errors import DeadlineError
-from dataio.core.forgotten import Ending
-from dataio.store.contract import Store
+from headrace.dataio.cache.blocks import MappedFile, fill, map_file
+from headrace.dataio.cache.contract import Read, copy_into, one_by_one
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.lease import Lease
+from headrace.dataio.cache.lent import Lent
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import DeadlineError
+from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.store.contract import Store
 
 WAIT_SECONDS = 300.0
 MAPPED_FILES = 64

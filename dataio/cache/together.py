@@ -13,15 +13,15 @@ from __future__ import annotations
 import os
 import weakref
 
-from dataio.cache.blocks import Descriptor
-from dataio.cache.buffers import IDLE_SECONDS
-from dataio.cache.flight import Flight, Landed
-from dataio.cache.opened import Opened
-from dataio.cache.passing import DiskError
-from dataio.core import metrics
-from dataio.core.clock import Clock
-from dataio.core.errors import MillraceError
-from dataio.store.contract import Store
+from headrace.dataio.cache.blocks import Descriptor
+from headrace.dataio.cache.buffers import IDLE_SECONDS
+from headrace.dataio.cache.flight import Flight, Landed
+from headrace.dataio.cache.opened import Opened
+from headrace.dataio.cache.passing import DiskError
+from headrace.dataio.core import metrics
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.store.contract import Store
 
 TOGETHER = 4
 
@@ -75,7 +75,7 @@ class Together:
     def _file(self, flight: Flight) -> Descriptor | None:
         try:
             file = self._opened.get(flight.store, flight.key)
-        except MillraceError:  # said by the store, when it is asked
+        except HeadraceError:  # said by the store, when it is asked
             return None
         self._here[flight.store] = file is not None
         return file

@@ -1,4 +1,4 @@
-"""`millrace trace`: where the time of many ranks went, and their event logs as one trace for Perfetto or chrome://tracing.
+"""`headrace trace`: where the time of many ranks went, and their event logs as one trace for Perfetto or chrome://tracing.
 
 Invariant: files are read line by line and written as they are read, so memory does not grow with them; every (host, process)
 is one track with its rank as its name. Standard output holds the result only, with --json one object.
@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.core.options import Parser
-from dataio.core.outputs import written_whole
-from dataio.core.spent import SAVE, WAIT, Process, by_name, trained
-from dataio.core.trace import HEADER, VERSION
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.core.options import Parser
+from headrace.dataio.core.outputs import written_whole
+from headrace.dataio.core.spent import SAVE, WAIT, Process, by_name, trained
+from headrace.dataio.core.trace import HEADER, VERSION
 
 LINE_BYTES = 64 << 10
 PROCESSES = 1 << 16
@@ -32,8 +32,8 @@ SHOWN = 16
 def trace(argv: list[str]) -> int:
     """The sub-command's entry point."""
     parser = Parser(
-        prog="millrace trace",
-        description="Say where the time went by event logs (MILLRACE_EVENTS=DIR); with -o also make one trace of them "
+        prog="headrace trace",
+        description="Say where the time went by event logs (HEADRACE_EVENTS=DIR); with -o also make one trace of them "
         "for ui.perfetto.dev.",
         epilog="exit codes: 0 done · 1 lines that are no events were skipped · 2 wrong use",
     )
@@ -101,9 +101,9 @@ def _found(paths: Iterable[Path]) -> list[Path]:
         elif path.is_file():
             files.append(path)
         else:
-            raise NotFoundError(f"there is no {path}", hint="name event logs, or the directory of MILLRACE_EVENTS")
+            raise NotFoundError(f"there is no {path}", hint="name event logs, or the directory of HEADRACE_EVENTS")
     if not files:
-        raise NotFoundError("these directories hold no event logs", hint="set MILLRACE_EVENTS=DIR for the trainers")
+        raise NotFoundError("these directories hold no event logs", hint="set HEADRACE_EVENTS=DIR for the trainers")
     return files
 
 
@@ -135,7 +135,7 @@ class _Reader:
                 value = _parsed(line)
                 if HEADER in value:
                     if value[HEADER] != VERSION:
-                        raise UsageError(f"{path} is an event log of version {value[HEADER]}", hint="update Millrace")
+                        raise UsageError(f"{path} is an event log of version {value[HEADER]}", hint="update Headrace")
                     track, names = self._track(value)
                     yield from names
                 elif track is None:

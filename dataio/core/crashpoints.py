@@ -1,9 +1,9 @@
 """Named places where a test kills the process, to prove what a crash there leaves behind.
 
-Invariant: a point is declared once, at import, with what a crash there means; `MILLRACE_CRASH=<name>` or `<name>#<n>` makes
+Invariant: a point is declared once, at import, with what a crash there means; `HEADRACE_CRASH=<name>` or `<name>#<n>` makes
 the process kill itself with SIGKILL when it reaches that point for the first or n-th time, and at no other place. The
-name is first appended to the file `MILLRACE_CRASH_MARK`, so that a test can assert that its fault fired.
-With `MILLRACE_HOLD=<name>` the first process that comes to the point writes its name and number into that file and waits
+name is first appended to the file `HEADRACE_CRASH_MARK`, so that a test can assert that its fault fired.
+With `HEADRACE_HOLD=<name>` the first process that comes to the point writes its name and number into that file and waits
 there until
 `<mark>.go` exists, so that a test can kill *others* at that point.
 Failure behaviour: with the variables unset a point costs two attribute reads. A name that nobody declared never fires,
@@ -28,9 +28,9 @@ class CrashPoint:
 
     def __init__(self, name: str, meaning: str, environ: Mapping[str, str] = os.environ) -> None:
         self.name, self.meaning = name, meaning
-        wanted, _, nth = environ.get("MILLRACE_CRASH", "").partition("#")
+        wanted, _, nth = environ.get("HEADRACE_CRASH", "").partition("#")
         self._left = int(nth or 1) if wanted == name else 0
-        self._held = environ.get("MILLRACE_HOLD", "") == name
+        self._held = environ.get("HEADRACE_HOLD", "") == name
 
     def __call__(self) -> None:
         if self._left:
@@ -44,7 +44,7 @@ class CrashPoint:
 
 def _waits(name: str, environ: Mapping[str, str] = os.environ) -> None:
     """Whoever comes to the held point first stays there; who comes later, in this process or another, passes."""
-    mark = environ["MILLRACE_CRASH_MARK"]
+    mark = environ["HEADRACE_CRASH_MARK"]
     try:
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -70,7 +70,7 @@ def declared() -> dict[str, str]:
 
 
 def _die(name: str) -> None:
-    mark = os.environ.get("MILLRACE_CRASH_MARK")
+    mark = os.environ.get("HEADRACE_CRASH_MARK")
     if mark:
         with open(mark, "a") as file:
             file.write(name + "\n")

@@ -1,6 +1,6 @@
 """Errors, grouped by what the one who catches them should do.
 
-Invariant: every error that Millrace raises on purpose derives from `MillraceError`, carries a stable `code`, names the
+Invariant: every error that Headrace raises on purpose derives from `HeadraceError`, carries a stable `code`, names the
 thing that failed and, in `hint`, the next step. Secrets are redacted from the text before it is stored.
 Failure behaviour: an error of another type that reaches the command line is a bug and is reported as one.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from dataio.core.redact import redact
+from headrace.dataio.core.redact import redact
 
 MORE_MEMORY = "raise the limit (ulimit -v, the job's or the container's), or give less to do at once"
 """The next step for whoever got no more memory."""
 
 
-class MillraceError(Exception):
+class HeadraceError(Exception):
     """Base of all errors raised on purpose.
 
     `code` is stable and machine-readable; `exit_code` is what the command line returns for it.
@@ -33,7 +33,7 @@ class MillraceError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
-class UsageError(MillraceError):
+class UsageError(HeadraceError):
     """The caller's mistake: the same call will fail again until the caller changes it."""
 
     code = "usage"
@@ -64,7 +64,7 @@ class MismatchError(UsageError):
     code = "mismatch"
 
 
-class TransientError(MillraceError):
+class TransientError(HeadraceError):
     """Passing trouble; the same call may succeed later. Retries within the budget were already made."""
 
     code = "transient"
@@ -93,21 +93,21 @@ class SlowDownError(TransientError):
         self.seconds = seconds
 
 
-class CorruptionError(MillraceError):
+class CorruptionError(HeadraceError):
     """Stored bytes are not what was written. The damaged bytes are never returned."""
 
     code = "corruption"
     exit_code = 4
 
 
-class ConflictError(MillraceError):
+class ConflictError(HeadraceError):
     """Another writer got there first; says who."""
 
     code = "conflict"
     exit_code = 5
 
 
-class CapacityError(MillraceError):
+class CapacityError(HeadraceError):
     """A limit or a full disk: nothing was lost, but this request was not admitted."""
 
     code = "capacity"

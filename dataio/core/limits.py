@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from dataio.core.errors import MORE_MEMORY, CapacityError, UsageError
+from headrace.dataio.core.errors import MORE_MEMORY, CapacityError, UsageError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -1,6 +1,6 @@
-"""Logging: standard library loggers under `millrace`, without secrets and terminal escapes, tracebacks included.
+"""Logging: standard library loggers under `headrace`, without secrets and terminal escapes, tracebacks included.
 
-Invariant: importing Millrace configures nothing of the application's logging; only `setup` (used by the command line and
+Invariant: importing Headrace configures nothing of the application's logging; only `setup` (used by the command line and
 the daemon) installs a handler. Redaction happens in the logger itself, so it holds for the application's handlers too.
 A line of the program logs at most `RECORDS` records in `SECONDS`; the next record says how many were left out. So strangers that
 are refused a thousand times a second fill no disk.
@@ -14,10 +14,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-from dataio.core.redact import printable, redact
+from headrace.dataio.core.redact import printable, redact
 
-_ROOT = "millrace"
-_ONCE_LIMIT, _ONCE = 1000, "millrace_once"
+_ROOT = "headrace"
+_ONCE_LIMIT, _ONCE = 1000, "headrace_once"
 RECORDS, SECONDS = 100, 60.0
 _FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _said: set[str] = set()
@@ -54,7 +54,7 @@ class _Line:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `millrace.<name>`; `name` is usually `__name__`."""
+    """The logger `headrace.<name>`; `name` is usually `__name__`."""
     logger = logging.getLogger(f"{_ROOT}.{name}")
     if not any(isinstance(f, _Redacting) for f in logger.filters):
         logger.addFilter(_Redacting())
@@ -69,7 +69,7 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 
 
 def setup(level: str = "INFO") -> None:
-    """Send Millrace's log to standard error: for programs that are Millrace's own."""
+    """Send Headrace's log to standard error: for programs that are Headrace's own."""
     root = logging.getLogger(_ROOT)
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -1,4 +1,4 @@
-"""The metrics that Millrace counts, in one registry, by Prometheus conventions.
+"""The metrics that Headrace counts, in one registry, by Prometheus conventions.
 
 Invariant: every metric is declared in this file with its unit in its name, and label values come from small fixed sets
 (never a key, a URL or a step), so that the number of series is bounded.
@@ -14,46 +14,46 @@ REGISTRY = CollectorRegistry()
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 store_requests = Counter(
-    "millrace_store_requests", "Requests to a store", ["backend", "operation", "outcome"], registry=REGISTRY
+    "headrace_store_requests", "Requests to a store", ["backend", "operation", "outcome"], registry=REGISTRY
 )
 store_seconds = Histogram(
-    "millrace_store_seconds",
+    "headrace_store_seconds",
     "Time that an operation of a store took, each try by itself; a listing's with that of its reader",
     ["backend", "operation"],
     buckets=_SECONDS,
     registry=REGISTRY,
 )
 store_bytes = Counter(
-    "millrace_store_bytes", "Payload bytes to and from a store", ["backend", "direction"], registry=REGISTRY
+    "headrace_store_bytes", "Payload bytes to and from a store", ["backend", "direction"], registry=REGISTRY
 )
 cache_bytes = Counter(
-    "millrace_cache_bytes", "Bytes asked of the node cache, by where they came from", ["source"], registry=REGISTRY
+    "headrace_cache_bytes", "Bytes asked of the node cache, by where they came from", ["source"], registry=REGISTRY
 )
-cache_resident_bytes = Gauge("millrace_cache_resident_bytes", "Bytes that the node cache holds", registry=REGISTRY)
+cache_resident_bytes = Gauge("headrace_cache_resident_bytes", "Bytes that the node cache holds", registry=REGISTRY)
 tier_read_bytes = Counter(
-    "millrace_tier_read_bytes", "Bytes of checkpoints read, by where they were", ["source"], registry=REGISTRY
+    "headrace_tier_read_bytes", "Bytes of checkpoints read, by where they were", ["source"], registry=REGISTRY
 )
-loader_samples = Counter("millrace_loader_samples", "Samples delivered", ["outcome"], registry=REGISTRY)
+loader_samples = Counter("headrace_loader_samples", "Samples delivered", ["outcome"], registry=REGISTRY)
 loader_wait_seconds = Histogram(
-    "millrace_loader_wait_seconds", "Time a trainer waited for a batch", buckets=_SECONDS, registry=REGISTRY
+    "headrace_loader_wait_seconds", "Time a trainer waited for a batch", buckets=_SECONDS, registry=REGISTRY
 )
 quarantined_samples = Counter(
-    "millrace_quarantined_samples", "Samples refused, by reason code", ["reason"], registry=REGISTRY
+    "headrace_quarantined_samples", "Samples refused, by reason code", ["reason"], registry=REGISTRY
 )
 checkpoint_bytes = Counter(
-    "millrace_checkpoint_bytes", "Bytes of state saved, by what became of them", ["kind"], registry=REGISTRY
+    "headrace_checkpoint_bytes", "Bytes of state saved, by what became of them", ["kind"], registry=REGISTRY
 )
-checkpoint_saves = Counter("millrace_checkpoint_saves", "Saves by outcome", ["outcome"], registry=REGISTRY)
+checkpoint_saves = Counter("headrace_checkpoint_saves", "Saves by outcome", ["outcome"], registry=REGISTRY)
 checkpoint_replicas_diverged = Counter(
-    "millrace_checkpoint_replicas_diverged",
+    "headrace_checkpoint_replicas_diverged",
     "Tensors found in a save that should be the same on several ranks and are not",
     registry=REGISTRY,
 )
 checkpoint_stall_seconds = Histogram(
-    "millrace_checkpoint_stall_seconds", "Time save() held the trainer", buckets=_SECONDS, registry=REGISTRY
+    "headrace_checkpoint_stall_seconds", "Time save() held the trainer", buckets=_SECONDS, registry=REGISTRY
 )
 checkpoint_waited_seconds = Histogram(
-    "millrace_checkpoint_waited_seconds",
+    "headrace_checkpoint_waited_seconds",
     "Time the trainer was held after save() by what was still being copied",
     buckets=_SECONDS,
     registry=REGISTRY,

@@ -10,7 +10,7 @@ import argparse
 import math
 from typing import NoReturn
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 MOST = (1 << 31) - 1
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.log import get_logger, warn_once
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 EXIT_SECONDS = 2.0
@@ -82,11 +82,11 @@ def find(environ: Mapping[str, str]) -> OpenTelemetry | None:
         trace = importlib.import_module("opentelemetry.trace")
         sdk = importlib.import_module("opentelemetry.sdk.trace")
         if isinstance(trace.get_tracer_provider(), sdk.TracerProvider):
-            return OpenTelemetry(trace.get_tracer("millrace"))
-        return OpenTelemetry(_exporting(sdk, environ).get_tracer("millrace")) if exported else None
+            return OpenTelemetry(trace.get_tracer("headrace"))
+        return OpenTelemetry(_exporting(sdk, environ).get_tracer("headrace")) if exported else None
     except ImportError as error:
         warn_once(
-            _log, f"no spans are sent, though the environment names a collector: {error}; pip install 'millrace[otel]'"
+            _log, f"no spans are sent, though the environment names a collector: {error}; pip install 'headrace[otel]'"
         )
         return None
 
@@ -96,7 +96,7 @@ def _exporting(sdk: Any, environ: Mapping[str, str]) -> Any:
     exporter = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
     resources = importlib.import_module("opentelemetry.sdk.resources")
     batches = importlib.import_module("opentelemetry.sdk.trace.export").BatchSpanProcessor
-    service = {} if environ.get("OTEL_SERVICE_NAME") else {"service.name": "millrace"}
+    service = {} if environ.get("OTEL_SERVICE_NAME") else {"service.name": "headrace"}
     provider = sdk.TracerProvider(resource=resources.Resource.create(service), shutdown_on_exit=False)
     provider.add_span_processor(batches(exporter))
     _LastWords(provider)
@@ -123,7 +123,7 @@ class _LastWords:
         self._thread.join(EXIT_SECONDS)
 
     def _started(self) -> threading.Thread:
-        thread = threading.Thread(target=self._wait, name="millrace-otel", daemon=True)
+        thread = threading.Thread(target=self._wait, name="headrace-otel", daemon=True)
         thread.start()
         return thread
 
@@ -133,4 +133,4 @@ class _LastWords:
 
 
 def _attributes(about: Mapping[str, Value]) -> dict[str, Value]:
-    return {f"millrace.{name}": value for name, value in about.items()}
+    return {f"headrace.{name}": value for name, value in about.items()}

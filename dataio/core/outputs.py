@@ -39,7 +39,7 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def written_aside(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
     """A file to write beside `path`, whose name it gets at the end, whatever has it now."""
-    temporary = path.with_name(f".millrace-{secrets.token_hex(8)}.tmp")
+    temporary = path.with_name(f".headrace-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             yield file

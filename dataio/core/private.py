@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from dataio.core.errors import AccessDeniedError
+from headrace.dataio.core.errors import AccessDeniedError
 
 
 def private_directory(path: Path) -> Path:

@@ -13,7 +13,7 @@ import re
 
 import blake3
 
-from dataio.core.errors import CorruptionError
+from headrace.dataio.core.errors import CorruptionError
 
 _SEAL = re.compile(rb',\n "digest": "([0-9a-f]{64})"\n\}\n\Z')
 _END = b"\n}\n"

@@ -13,7 +13,7 @@ import math
 import re
 from typing import Any
 
-from dataio.core import limits
+from headrace.dataio.core import limits
 
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)  # an open string ends with the text: linear
 

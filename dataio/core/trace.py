@@ -2,8 +2,8 @@
 
 Purpose: `with span("loader.wait", batch=7): ...` shows up in Nsight Systems where the package nvtx is there and the process runs
 under a profiler or uses nvtx itself (NVTX_DISABLE turns it off), as a line of JSON in
-`$MILLRACE_EVENTS/rank-<rank>-<pid>.jsonl` where that variable names a directory, and as a span of OpenTelemetry
-(`dataio.core.otel`). `context()` names the current span to another process, which gives it to `record`.
+`$HEADRACE_EVENTS/rank-<rank>-<pid>.jsonl` where that variable names a directory, and as a span of OpenTelemetry
+(`headrace.dataio.core.otel`). `context()` names the current span to another process, which gives it to `record`.
 Invariant: with none of them, a span costs one call and allocates nothing. A process writes at most two files of `FILE_BYTES`: the
 newest and, as `….1`, the one before; what is older is dropped.
 Failure behaviour: an event log that cannot be written costs one warning and ends; a span never raises, and never hides an
@@ -26,12 +26,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dataio.core import otel
-from dataio.core.limits import MIB
-from dataio.core.log import get_logger, warn_once
+from headrace.dataio.core import otel
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.core.log import get_logger, warn_once
 
 FILE_BYTES = 64 * MIB
-HEADER = "millrace_events"
+HEADER = "headrace_events"
 VERSION = 1
 PROFILERS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
 """One of these is in the environment of a process that NVIDIA's tools look at."""
@@ -89,7 +89,7 @@ class Tracer:
     """Where spans go: decided once, from the environment."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        directory = environ.get("MILLRACE_EVENTS")
+        directory = environ.get("HEADRACE_EVENTS")
         self._events = EventLog(directory, environ.get("RANK", "0")) if directory else None
         self._disabled = bool(environ.get("NVTX_DISABLE"))
         self._profiled = any(environ.get(name) for name in PROFILERS)
@@ -125,13 +125,13 @@ class Tracer:
     def _span(self, name: str, about: Mapping[str, Value]) -> Iterator[None]:
         began, clock = time.time(), time.perf_counter()
         if self._nvtx is not None:
-            self._nvtx.push_range(name, domain="millrace")
+            self._nvtx.push_range(name, domain="headrace")
         try:
             with self._otel.span(name, about) if self._otel is not None else _NOTHING:
                 yield
         finally:
             if self._nvtx is not None:
-                self._nvtx.pop_range(domain="millrace")
+                self._nvtx.pop_range(domain="headrace")
             if self._events is not None:
                 self._events.write(name, began, time.perf_counter() - clock, about)
 

@@ -21,19 +21,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
-from dataio.core.limits import counted
-from dataio.shards.query import conditions as query
-from dataio.shards.query import kept
-from dataio.shards.query.kept import Rows
-from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.query.repeats import repeated_keys
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
-from dataio.shards.versions.mounting import mount_of, named_by, with_mounts
-from dataio.shards.view import Opened
-from dataio.store.contract import Location, Store
-from dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
+from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
+from headrace.dataio.core.limits import counted
+from headrace.dataio.shards.query import conditions as query
+from headrace.dataio.shards.query import kept
+from headrace.dataio.shards.query.kept import Rows
+from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.query.repeats import repeated_keys
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
+from headrace.dataio.shards.versions.mounting import mount_of, named_by, with_mounts
+from headrace.dataio.shards.view import Opened
+from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
 
 _NAMED = 5
 
@@ -113,7 +113,7 @@ def merge(dataset: Opened, others: Sequence[Opened], message: str) -> tuple[Vers
                     raise ConflictError(
                         f"the datasets that are to be merged call two places {mount.name!r:.100}: {known.url!r:.200} and "
                         f"{mount.url!r:.200}",
-                        hint="merge only datasets that Millrace wrote: it gives each place a name of its own",
+                        hint="merge only datasets that Headrace wrote: it gives each place a name of its own",
                     )
             for shard in guest.shards:
                 if shards.setdefault(shard.key, shard).size != shard.size:

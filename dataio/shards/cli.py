@@ -1,8 +1,8 @@
-"""`millrace info`, `ls` and `cat`, and what other commands print with.
+"""`headrace info`, `ls` and `cat`, and what other commands print with.
 
 Invariant: standard output holds results only (with `--json`, JSON only), progress goes to standard error and only to a
 terminal. Names from files are printed without control characters.
-Failure behaviour: errors are raised for `dataio.cli` to report.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import UsageError
-from dataio.core.limits import counted
-from dataio.core.options import Parser, count
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import counted
+from headrace.dataio.core.options import Parser, count
 
 if TYPE_CHECKING:
-    from dataio.shards.contract import Sample
-    from dataio.shards.dataset import Dataset
-    from dataio.shards.report import PackReport
+    from headrace.dataio.shards.contract import Sample
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.report import PackReport
 
 _LISTED = 50
 _TEXT = {"txt", "json", "vtt", "srt", "csv", "tsv", "xml", "cls"}
@@ -34,14 +34,14 @@ _SPOOL_BYTES = 64 * limits.MIB
 
 
 def info(argv: list[str]) -> int:
-    """`millrace info DATASET`"""
+    """`headrace info DATASET`"""
     parser = _parser("info", "Say what a dataset holds: samples, hours, bytes, codecs and sizes.")
     _add_dataset(parser)
     _add_where(parser)
     _add_json(parser)
     args = parser.parse_args(argv)
-    from dataio.shards.dataset import Dataset
-    from dataio.shards.summary import summary
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.summary import summary
 
     with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
         found = summary(_narrowed(dataset, args.where))
@@ -53,14 +53,14 @@ def info(argv: list[str]) -> int:
 
 
 def ls(argv: list[str]) -> int:
-    """`millrace ls DATASET`"""
+    """`headrace ls DATASET`"""
     parser = _parser("ls", "List the samples of a dataset, in the order of their numbers.")
     _add_dataset(parser)
     _add_where(parser)
     parser.add_argument("--limit", metavar="N", type=count, help="list only the first N")
     _add_json(parser, "one JSON object a line")
     args = parser.parse_args(argv)
-    from dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.dataset import Dataset
 
     with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
         for number, sample in enumerate(_narrowed(dataset, args.where)):
@@ -74,16 +74,16 @@ def ls(argv: list[str]) -> int:
 
 
 def cat(argv: list[str]) -> int:
-    """`millrace cat DATASET KEY`"""
+    """`headrace cat DATASET KEY`"""
     parser = _parser("cat", "Write one member of one sample to standard output, after its checksum was verified.")
     _add_dataset(parser)
-    parser.add_argument("key", metavar="KEY", help="the sample's key, as `millrace ls` prints it")
+    parser.add_argument("key", metavar="KEY", help="the sample's key, as `headrace ls` prints it")
     parser.add_argument(
         "--ext", help="which member, such as mp4 (default: the video, else the sound, else the only one)"
     )
     args = parser.parse_args(argv)
-    from dataio.shards.dataset import Dataset
-    from dataio.shards.members import chunks, find_member
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.members import chunks, find_member
 
     with (
         Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset,
@@ -94,7 +94,7 @@ def cat(argv: list[str]) -> int:
         if sys.stdout.isatty() and member.ext not in _TEXT:
             raise UsageError(
                 f"{member.ext} of {args.key!r} is no text for a terminal",
-                hint="send it to a file or a program (> file), or use `millrace export`",
+                hint="send it to a file or a program (> file), or use `headrace export`",
             )
         for piece in chunks(dataset.store, sample, member):
             spool.write(piece)
@@ -109,9 +109,9 @@ def cat(argv: list[str]) -> int:
 
 def _parser(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
     return Parser(
-        prog=f"millrace {name}",
+        prog=f"headrace {name}",
         description=description,
-        epilog=epilog or "exit codes: see millrace --help",
+        epilog=epilog or "exit codes: see headrace --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -134,7 +134,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--where",
         metavar="CONDITION",
-        help='only these samples: "duration > 2 and height >= 720" (millrace filter --help)',
+        help='only these samples: "duration > 2 and height >= 720" (headrace filter --help)',
     )
 
 

@@ -1,7 +1,7 @@
-"""`millrace log`, `tag`, `diff`, `filter`, `remove` and `merge`.
+"""`headrace log`, `tag`, `diff`, `filter`, `remove` and `merge`.
 
-Invariant: as in `dataio.shards.cli`: standard output holds results only.
-Failure behaviour: errors are raised for `dataio.cli` to report; `diff` returns 1 when the versions differ.
+Invariant: as in `headrace.dataio.shards.cli`: standard output holds results only.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report; `diff` returns 1 when the versions differ.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, NotFoundError, UsageError
-from dataio.core.limits import counted
-from dataio.core.options import count
-from dataio.shards.cli import _add_dataset, _add_json, _add_trust, _parser, _print_json, _printable, _version
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
+from headrace.dataio.core.limits import counted
+from headrace.dataio.core.options import count
+from headrace.dataio.shards.cli import _add_dataset, _add_json, _add_trust, _parser, _print_json, _printable, _version
 
 if TYPE_CHECKING:
-    from dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.dataset import Dataset
 
 _SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 _KEYS_BYTES = limits.GIB
@@ -34,14 +34,14 @@ color_transfer, caption (or text), has_video, has_audio, has_text and the promot
 
 
 def log(argv: list[str]) -> int:
-    """`millrace log DATASET`"""
+    """`headrace log DATASET`"""
     parser = _parser("log", "List the versions of a dataset, newest first. An asterisk marks saved views.")
     parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
     parser.add_argument("--limit", metavar="N", type=count, help="list only the newest N")
     _add_json(parser, "one JSON object a line")
     args = parser.parse_args(argv)
-    from dataio.shards.versions.history import history
-    from dataio.store.open import open_store
+    from headrace.dataio.shards.versions.history import history
+    from headrace.dataio.store.open import open_store
 
     number = 0
     with open_store(args.dataset) as store:
@@ -61,20 +61,20 @@ def log(argv: list[str]) -> int:
                 break
     if not number:
         raise NotFoundError(
-            f"there is no dataset at {args.dataset}", hint="check the address, or make one with `millrace pack`"
+            f"there is no dataset at {args.dataset}", hint="check the address, or make one with `headrace pack`"
         )
     return 0
 
 
 def tag(argv: list[str]) -> int:
-    """`millrace tag DATASET [NAME]`"""
+    """`headrace tag DATASET [NAME]`"""
     parser = _parser("tag", "Give a version a name, which never moves; without NAME, list the names.")
     _add_dataset(parser)
     parser.add_argument("name", metavar="NAME", nargs="?", help="letters, digits, '.', '_' and '-'; not a digit first")
     _add_json(parser)
     args = parser.parse_args(argv)
-    from dataio.shards.versions import tags
-    from dataio.store.open import open_store
+    from headrace.dataio.shards.versions import tags
+    from headrace.dataio.store.open import open_store
 
     with open_store(args.dataset) as store:
         if args.name:
@@ -92,12 +92,12 @@ def tag(argv: list[str]) -> int:
 
 
 def diff(argv: list[str]) -> int:
-    """`millrace diff DATASET OLD [NEW]`"""
+    """`headrace diff DATASET OLD [NEW]`"""
     parser = _parser(
         "diff",
         "Say which samples were added (+), removed (-) or changed (~) from version OLD to version NEW, by key.\n"
         "A sample changed when its members, its text or its fields did, not when it only lies elsewhere.",
-        "exit codes: 0 no difference · 1 they differ · others as in millrace --help",
+        "exit codes: 0 no difference · 1 they differ · others as in headrace --help",
     )
     parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
     parser.add_argument("old", metavar="OLD", type=_version, help="a version or tag")
@@ -107,7 +107,7 @@ def diff(argv: list[str]) -> int:
     _add_trust(parser)
     _add_json(parser, "one JSON object a line, the counts last")
     args = parser.parse_args(argv)
-    from dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.dataset import Dataset
 
     with (
         Dataset(args.dataset, args.old, trust_mounts=args.trust_mounts) as old,
@@ -128,19 +128,19 @@ def diff(argv: list[str]) -> int:
 
 
 def filter_(argv: list[str]) -> int:
-    """`millrace filter DATASET CONDITION`"""
+    """`headrace filter DATASET CONDITION`"""
     parser = _parser(
         "filter",
         "Save the samples that meet a condition as a version of their own, for others to open by its number or a tag.\n"
-        f"The newest version stays what it is. To look before saving, use `millrace ls --where`.\n{_CONDITION}",
+        f"The newest version stays what it is. To look before saving, use `headrace ls --where`.\n{_CONDITION}",
     )
     _add_dataset(parser)
     parser.add_argument("condition", metavar="CONDITION", help="which samples")
     parser.add_argument("--tag", metavar="NAME", help="give the version this name")
     _add_message(parser)
     args = parser.parse_args(argv)
-    from dataio.shards.dataset import Dataset
-    from dataio.shards.versions import tags
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.versions import tags
 
     with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
         if args.tag:
@@ -153,13 +153,13 @@ def filter_(argv: list[str]) -> int:
 
 
 def remove(argv: list[str]) -> int:
-    """`millrace remove DATASET [KEY...]`"""
+    """`headrace remove DATASET [KEY...]`"""
     parser = _parser(
         "remove",
         f"Make a version without some samples. Older versions keep them, and no bytes are freed.\n{_CONDITION}",
     )
     parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
-    parser.add_argument("keys", metavar="KEY", nargs="*", help="the samples' keys, as `millrace ls` prints them")
+    parser.add_argument("keys", metavar="KEY", nargs="*", help="the samples' keys, as `headrace ls` prints them")
     parser.add_argument("--keys-from", metavar="FILE", help="a file with a key on every line; - for standard input")
     parser.add_argument("--where", metavar="CONDITION", help="the samples that meet this")
     _add_trust(parser)
@@ -167,8 +167,8 @@ def remove(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     keys = [*args.keys, *(_keys_from(args.keys_from) if args.keys_from else ())]
     if bool(keys) == bool(args.where):
-        raise UsageError("say which samples: either keys or --where", hint="`millrace ls --where` shows them first")
-    from dataio.shards.dataset import Dataset
+        raise UsageError("say which samples: either keys or --where", hint="`headrace ls --where` shows them first")
+    from headrace.dataio.shards.dataset import Dataset
 
     with Dataset(args.dataset, trust_mounts=args.trust_mounts) as dataset:
         if args.where:
@@ -180,7 +180,7 @@ def remove(argv: list[str]) -> int:
 
 
 def merge(argv: list[str]) -> int:
-    """`millrace merge DATASET OTHER...`"""
+    """`headrace merge DATASET OTHER...`"""
     parser = _parser(
         "merge",
         "Make a version of DATASET that also holds the samples of other datasets. Their shards and indexes stay where they are,\n"
@@ -191,7 +191,7 @@ def merge(argv: list[str]) -> int:
     _add_trust(parser)
     _add_message(parser)
     args = parser.parse_args(argv)
-    from dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.dataset import Dataset
 
     with contextlib.ExitStack() as stack:
         dataset = stack.enter_context(Dataset(args.dataset, trust_mounts=args.trust_mounts))
@@ -201,7 +201,7 @@ def merge(argv: list[str]) -> int:
 
 
 def _add_message(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--message", metavar="TEXT", default="", help="what the version is, for `millrace log`")
+    parser.add_argument("-m", "--message", metavar="TEXT", default="", help="what the version is, for `headrace log`")
     _add_json(parser)
 
 

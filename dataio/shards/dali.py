@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
-from dataio.core.errors import NotFoundError, UnsupportedError
+from headrace.dataio.core.errors import NotFoundError, UnsupportedError
 
 if TYPE_CHECKING:
-    from dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.dataset import Dataset
 
 _VERSION = "v1.1"
 
@@ -25,7 +25,7 @@ def dali_index(dataset: Dataset, shard: str) -> str:
     table = dataset.columns(["shard", "members"])
     rows = table.filter(pc.equal(table["shard"], shard))["members"]
     if shard not in {known.key for known in dataset.document.shards}:
-        raise NotFoundError(f"{dataset.url} version {dataset.version} has no shard {shard!r}", hint="`millrace info`")
+        raise NotFoundError(f"{dataset.url} version {dataset.version} has no shard {shard!r}", hint="`headrace info`")
     return "\n".join([f"{_VERSION} {len(rows)}", *(_line(members.as_py(), shard) for members in rows)]) + "\n"
 
 

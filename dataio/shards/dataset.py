@@ -16,23 +16,23 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from dataio.core import limits
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.shards import members
-from dataio.shards.contract import Files, Sample
-from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions import tags
-from dataio.shards.versions.mounting import with_mounts
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.shards import members
+from headrace.dataio.shards.contract import Files, Sample
+from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import tags
+from headrace.dataio.shards.versions.mounting import with_mounts
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from dataio.shards.diff import Diff
-    from dataio.shards.report import PackReport
-    from dataio.shards.view import View
+    from headrace.dataio.shards.diff import Diff
+    from headrace.dataio.shards.report import PackReport
+    from headrace.dataio.shards.view import View
 
 CHECKED_AT_OPEN = 16 * limits.MIB
 _ROWS_AT_ONCE = 1024
@@ -44,7 +44,7 @@ class Dataset:
     `storage_options` go to `open_store`; a store that was opened here is closed by `close` or the `with` statement. Datasets
     made from this one (`where`, `remove`, …) share its store: closing one of them closes it for all.
     `trust_mounts` lets the dataset name folders of this machine, private hosts and other S3 endpoints
-    (`dataio.shards.versions.mounting`).
+    (`headrace.dataio.shards.versions.mounting`).
     `report` is what `pack` has to say about a dataset that it just made.
     """
 
@@ -148,12 +148,12 @@ class Dataset:
 
     @property
     def table(self) -> pa.Table:
-        """The whole index (`dataio.shards.index.rows.SCHEMA`), one row a sample; `columns` reads only what is needed."""
+        """The whole index (`headrace.dataio.shards.index.rows.SCHEMA`), one row a sample; `columns` reads only what is needed."""
         return self.index.columns()
 
     def columns(self, names: Sequence[str]) -> pa.Table:
-        """These columns of `dataio.shards.index.rows.SCHEMA`, one row a sample, read now."""
-        from dataio.shards.index import rows as index  # with Arrow, which looking up samples does without
+        """These columns of `headrace.dataio.shards.index.rows.SCHEMA`, one row a sample, read now."""
+        from headrace.dataio.shards.index import rows as index  # with Arrow, which looking up samples does without
 
         unknown = [name for name in names if name not in index.SCHEMA.names]
         if unknown:
@@ -194,7 +194,7 @@ class Dataset:
 
     def find(self, key: str) -> Sample:
         """The sample of this key, or `NotFoundError`; reads keys until it is found."""
-        from dataio.shards.index import kernels as pc
+        from headrace.dataio.shards.index import kernels as pc
 
         start = 0
         for table in self.index.tables(["key"]):
@@ -202,7 +202,7 @@ class Dataset:
             if number >= 0:
                 return self.sample(start + number)
             start += table.num_rows
-        raise NotFoundError(f"{self.url} has no sample {key!r}", hint="`millrace ls` lists the keys")
+        raise NotFoundError(f"{self.url} has no sample {key!r}", hint="`headrace ls` lists the keys")
 
     def read(self, sample: Sample, ext: str) -> bytes:
         """The bytes of one member, straight from the store, their checksum verified."""
@@ -217,17 +217,18 @@ class Dataset:
     def where(self, condition: str) -> Dataset:
         """The samples that meet `condition`, numbered anew from 0: a view of this version, or of this view.
 
-        `condition` is one boolean expression in SQL over `dataio.shards.query.predicate.COLUMNS` and the promoted fields of the
+        `condition` is one boolean expression in SQL over `headrace.dataio.shards.query.predicate.COLUMNS` and the
+        promoted fields of the
         samples' JSON: `"duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"`. A sample of which it is
         null is left out. `UsageError` for anything else. The answer is fixed: it does not follow later versions.
         """
-        from dataio.shards import view
+        from headrace.dataio.shards import view
 
         return self._with(view.narrow(self, condition))
 
     def save(self, message: str = "") -> Dataset:
         """Make this view a version, which others open by its number or a tag; the newest version stays what it is."""
-        from dataio.shards import changes
+        from headrace.dataio.shards import changes
 
         return self._at(changes.save(self, message))
 
@@ -236,7 +237,7 @@ class Dataset:
 
         Nothing is rewritten and no bytes are freed. `NotFoundError` names keys that nothing has.
         """
-        from dataio.shards import changes
+        from headrace.dataio.shards import changes
 
         return self._at(changes.remove(self, keys, where, message))
 
@@ -246,7 +247,7 @@ class Dataset:
         `ConflictError` names a key that two of them hold. Of other versions of this very dataset, samples that are there
         already are not added again.
         """
-        from dataio.shards import changes
+        from headrace.dataio.shards import changes
 
         return self._at(*changes.merge(self, others, message))
 
@@ -258,7 +259,7 @@ class Dataset:
 
     def diff(self, other: Dataset) -> Diff:
         """What changed from this version to `other`, by key."""
-        from dataio.shards.diff import diff
+        from headrace.dataio.shards.diff import diff
 
         return diff(self, other)
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataio.shards.query.predicate import connect
-from dataio.shards.view import Opened
+from headrace.dataio.shards.query.predicate import connect
+from headrace.dataio.shards.view import Opened
 
 _COLUMNS = ("key", "members", "text", "fields")
 _AT_ONCE = 10_000

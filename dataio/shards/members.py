@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import xxhash
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, NotFoundError, RangeError
-from dataio.shards.contract import Member, Sample
-from dataio.store.contract import Store
-from dataio.store.mounts import url_of
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, RangeError
+from headrace.dataio.shards.contract import Member, Sample
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import url_of
 
 _CHUNK = 8 * limits.MIB
 

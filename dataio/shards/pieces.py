@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import xxhash
 
-from dataio.core import limits
-from dataio.shards.contract import Pieces
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import Pieces
 
 LEAST = 1 * limits.MIB
 SIZE = 256 * limits.KIB

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from dataio.core import limits
-from dataio.core.errors import NotFoundError, RangeError, TransientError
-from dataio.store.contract import Store
-from dataio.store.mounts import url_of
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import NotFoundError, RangeError, TransientError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import url_of
 
 WINDOW = 16 * limits.MIB
 

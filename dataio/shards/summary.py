@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pyarrow.compute as pc
 
-from dataio.shards.dataset import Dataset
-from dataio.shards.versions import tags
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.versions import tags
 
 MOST_TAGS = 200
 _COLUMNS = ("duration", "width", "height", "frames", "video_codec", "audio_codec", "sample_rate", "text")

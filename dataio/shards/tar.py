@@ -20,8 +20,8 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, TransientError, UnsupportedError
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, TransientError, UnsupportedError
 
 BLOCK = 512
 END = bytes(2 * BLOCK)

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import blake3
 import msgspec
 
-from dataio.shards.query import conditions as query
-from dataio.shards.query.kept import Rows
-from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.versions.documents import Lineage, Source, VersionDocument
-from dataio.store.contract import Store
+from headrace.dataio.shards.query import conditions as query
+from headrace.dataio.shards.query.kept import Rows
+from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.versions.documents import Lineage, Source, VersionDocument
+from headrace.dataio.store.contract import Store
 
 
 @dataclass(frozen=True)

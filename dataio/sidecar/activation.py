@@ -14,7 +14,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 FIRST = 3
 MOST = 1024

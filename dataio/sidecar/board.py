@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
-from dataio.sidecar import messages as m
+from headrace.dataio.sidecar import messages as m
 
 JOBS, PROCESSES, DEPARTED, SOURCES = 32, 2048, 256, 64
 OTHER = "other"

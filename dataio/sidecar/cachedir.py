@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataio.cache.disks import Place
-from dataio.core import limits
-from dataio.core.errors import UsageError
-from dataio.core.log import get_logger
-from dataio.core.private import private_directory
-from dataio.sidecar.config import CacheTier
+from headrace.dataio.cache.disks import Place
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.private import private_directory
+from headrace.dataio.sidecar.config import CacheTier
 
 _log = get_logger(__name__)
 

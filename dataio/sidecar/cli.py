@@ -1,4 +1,4 @@
-"""`millrace sidecar run`, `millrace sidecar status` and `millrace sidecar forget`."""
+"""`headrace sidecar run`, `headrace sidecar status` and `headrace sidecar forget`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dataio.core import log
-from dataio.core.errors import TransientError
-from dataio.core.options import Parser
-from dataio.sidecar import notify, settings
+from headrace.dataio.core import log
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.options import Parser
+from headrace.dataio.sidecar import notify, settings
 
-COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "checkpoint.carry")}
+COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "headrace.checkpoint.carry")}
 """What carries out a staged job, by its kind. Named here by a string: this floor knows nothing of what it starts."""
 
 
@@ -25,7 +25,7 @@ def sidecar(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="millrace sidecar", description="The node's daemon: shared cache and staged checkpoints.")
+    parser = Parser(prog="headrace sidecar", description="The node's daemon: shared cache and staged checkpoints.")
     actions = parser.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", help="run the daemon in the foreground until SIGTERM, which drains it")
     run.add_argument(
@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from dataio.sidecar.server import Daemon
-    from dataio.store.open import open_location
+    from headrace.dataio.sidecar.server import Daemon
+    from headrace.dataio.store.open import open_location
 
     given = {name: text for name, text in vars(options).items() if name != "action" and text is not None}
     found = settings.read(given, commands=COMMANDS)
@@ -74,12 +74,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from dataio.sidecar import cli_status
+    from headrace.dataio.sidecar import cli_status
 
     return cli_status.status(options)
 
 
 def _forget(options: argparse.Namespace) -> int:
-    from dataio.sidecar.tier.cli_forget import forget
+    from headrace.dataio.sidecar.tier.cli_forget import forget
 
     return forget(options)

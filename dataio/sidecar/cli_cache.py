@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from dataio.core.limits import format_bytes
+from headrace.dataio.core.limits import format_bytes
 
 State = dict[str, Any]
 

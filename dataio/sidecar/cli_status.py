@@ -1,4 +1,4 @@
-"""`millrace sidecar status`: what the page shows, in the terminal.
+"""`headrace sidecar status`: what the page shows, in the terminal.
 
 Invariant: text from the daemon is printed as text, never as markup or control characters.
 Failure behaviour: `NotFoundError` when no daemon answers, `AccessDeniedError` where this user may not ask; with `--watch`
@@ -19,12 +19,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dataio.core.errors import MillraceError, NotFoundError
-from dataio.core.limits import format_bytes
-from dataio.sidecar import cli_cache
-from dataio.sidecar.connection import Sidecar
-from dataio.sidecar.paths import default_socket
-from dataio.store.oserrors import translated
+from headrace.dataio.core.errors import HeadraceError, NotFoundError
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.sidecar import cli_cache
+from headrace.dataio.sidecar.connection import Sidecar
+from headrace.dataio.sidecar.paths import default_socket
+from headrace.dataio.store.oserrors import translated
 
 WATCH_SECONDS = 2.0
 PIPE_WIDTH = 200
@@ -54,7 +54,7 @@ def ask(options: argparse.Namespace) -> State:
         where = options.socket or default_socket()
         with translated(f"asking at {where}"), contextlib.suppress(FileNotFoundError):
             os.stat(where)  # raises where this user may not look
-        raise NotFoundError(f"no sidecar answers on {where}", hint="start one: millrace sidecar run")
+        raise NotFoundError(f"no sidecar answers on {where}", hint="start one: headrace sidecar run")
     with found:
         return found.status()
 
@@ -75,7 +75,7 @@ def _watch(options: argparse.Namespace) -> int:
         while True:
             try:
                 live.update(view(ask(options)), refresh=True)
-            except MillraceError as error:
+            except HeadraceError as error:
                 live.update(Text(f"{error}; looking again", "red"), refresh=True)
             time.sleep(WATCH_SECONDS)
 

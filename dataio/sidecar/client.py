@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from dataio.cache.contract import ShardReader
-from dataio.cache.own import own_reader
-from dataio.core.log import get_logger, warn_once
-from dataio.sidecar.paths import chosen
-from dataio.sidecar.reporting import LoaderMeter, SaveMeter
-from dataio.store.contract import Store
+from headrace.dataio.cache.contract import ShardReader
+from headrace.dataio.cache.own import own_reader
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.sidecar.paths import chosen
+from headrace.dataio.sidecar.reporting import LoaderMeter, SaveMeter
+from headrace.dataio.store.contract import Store
 
 if TYPE_CHECKING:
-    from dataio.sidecar.connection import Sidecar, SidecarName, Staged
+    from headrace.dataio.sidecar.connection import Sidecar, SidecarName, Staged
 
 __all__ = ["LoaderMeter", "SaveMeter", "Sidecar", "Staged", "open_reader"]
 
@@ -23,14 +23,14 @@ _log = get_logger(__name__)
 def __getattr__(name: str) -> object:
     """With all that it takes to speak to a daemon, for those who do."""
     if name in ("Sidecar", "Staged"):
-        return getattr(importlib.import_module("dataio.sidecar.connection"), name)
+        return getattr(importlib.import_module("headrace.dataio.sidecar.connection"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter | None = None) -> ShardReader:
     """A reader of `store`'s objects: through the node's sidecar while one answers, else by a cache inside this process.
 
-    `sidecar` is "auto" (the default socket, or none where MILLRACE_SIDECAR=off), a socket's path, or None for never. Which it
+    `sidecar` is "auto" (the default socket, or none where HEADRACE_SIDECAR=off), a socket's path, or None for never. Which it
     is, and why, is logged once. The sidecar is told what `meter` says. A sidecar that dies is done without, and used again when
     it is back; the bytes are the same.
     """
@@ -40,6 +40,6 @@ def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter 
         why = "it was opened with secrets or other options that never leave this process"
         warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}")
         return own_reader(store)
-    from dataio.sidecar.reader import SidecarReader
+    from headrace.dataio.sidecar.reader import SidecarReader
 
     return SidecarReader(store, sidecar, meter=meter)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataio.cache.turns import JobLimits
-from dataio.core import limits
-from dataio.core.errors import UsageError
-from dataio.sidecar.tier.config import Address, TierConfig
+from headrace.dataio.cache.turns import JobLimits
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.sidecar.tier.config import Address, TierConfig
 
 RESTART = (
     "socket",

@@ -26,13 +26,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from dataio.core.errors import ConflictError, DeadlineError, MillraceError, TransientError
-from dataio.core.log import get_logger, warn_once
-from dataio.core.trace import context, span
-from dataio.sidecar import messages as m
-from dataio.sidecar import paths, wire
-from dataio.sidecar.spin import Spin
-from dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.core.errors import ConflictError, DeadlineError, HeadraceError, TransientError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.trace import context, span
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import paths, wire
+from headrace.dataio.sidecar.spin import Spin
+from headrace.dataio.sidecar.transfer.memfd import sealed
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 30.0
@@ -114,7 +114,7 @@ class Staged:
             if self._broken:
                 raise self._broken
         raise DeadlineError(
-            f"waited {limit:g} s for job {self.token} {what}", hint="it goes on; see: millrace sidecar status"
+            f"waited {limit:g} s for job {self.token} {what}", hint="it goes on; see: headrace sidecar status"
         )
 
     def heard(self, event: m.JobEvent) -> None:
@@ -160,7 +160,7 @@ class Sidecar:
         self.reporting: Callable[[], m.Report | None] = lambda: None
         """Asked once a tick for what to report, where the daemon understands that."""
         self._reports = self.goes_on = False
-        self._thread = threading.Thread(target=self._receive, name="millrace-sidecar", daemon=True)
+        self._thread = threading.Thread(target=self._receive, name="headrace-sidecar", daemon=True)
 
     @classmethod
     def find(cls, sidecar: SidecarName = "auto") -> Sidecar | None:
@@ -172,7 +172,7 @@ class Sidecar:
             return cls._connect(path)
         except (PermissionError, ConflictError) as error:  # somebody else's
             warn_once(_log, f"the sidecar on {path} is not for this user: {getattr(error, 'strerror', error)}")
-        except (OSError, MillraceError) as error:
+        except (OSError, HeadraceError) as error:
             _log.debug("no sidecar on %s: %s", path, error)
         return None
 
@@ -223,7 +223,7 @@ class Sidecar:
         has room, then it is a `CapacityError`. The caller keeps its own descriptor, and must not write to the arena before
         `Staged.wait_released` returns.
         """
-        plan_fd = sealed("millrace-plan", plan)
+        plan_fd = sealed("headrace-plan", plan)
         try:
             with span("sidecar.stage", kind=kind):
                 within = context()
@@ -365,7 +365,7 @@ class Sidecar:
                 if left >= TICK_SECONDS or self._poll.poll(left * 1000):
                     self._take(wait=left >= TICK_SECONDS)
             self.spin.waited(time.monotonic() - began if slot.over else math.inf, looked=looks)
-        except MillraceError as error:
+        except HeadraceError as error:
             self._break(error.message)
         except (OSError, ValueError) as error:
             self._break(str(error))
@@ -401,7 +401,7 @@ class Sidecar:
                     self._require_life()
                     self._housekeeping()
                     self._report()
-        except MillraceError as error:
+        except HeadraceError as error:
             reason = error.message
         except (OSError, ValueError) as error:
             reason = str(error)

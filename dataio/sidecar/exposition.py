@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from dataio.sidecar.board import Board, Totals
-from dataio.sidecar.saves import Saves
+from headrace.dataio.sidecar.board import Board, Totals
+from headrace.dataio.sidecar.saves import Saves
 
 _COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
     ("wall_seconds", "Time of a job's trainers since their first batch was asked for", lambda t: t.wall),
@@ -72,12 +72,12 @@ class JobMetrics(Collector):
     def _of_jobs(self) -> Iterable[Metric]:
         totals = self._board.totals()
         for name, help_line, value in _COUNTERS:
-            counter = CounterMetricFamily(f"millrace_job_{name}", help_line, labels=["job"])
+            counter = CounterMetricFamily(f"headrace_job_{name}", help_line, labels=["job"])
             for job, total in totals.items():
                 counter.add_metric([job], value(total))
             yield counter
         read = CounterMetricFamily(
-            "millrace_job_read_bytes", "Bytes delivered, by whether the cache had them", labels=["job", "source"]
+            "headrace_job_read_bytes", "Bytes delivered, by whether the cache had them", labels=["job", "source"]
         )
         for job, total in totals.items():
             late = min(total.waited, total.read)
@@ -86,13 +86,13 @@ class JobMetrics(Collector):
         yield read
 
     def _of_board(self) -> Iterable[Metric]:
-        trainers = GaugeMetricFamily("millrace_job_trainers", "Processes of a job", labels=["job"])
+        trainers = GaugeMetricFamily("headrace_job_trainers", "Processes of a job", labels=["job"])
         goodput = GaugeMetricFamily(
-            "millrace_job_goodput_ratio", "Share of the last minute that was computed", labels=["job"]
+            "headrace_job_goodput_ratio", "Share of the last minute that was computed", labels=["job"]
         )
-        step = GaugeMetricFamily("millrace_job_last_committed_step", "Newest committed step", labels=["job"])
+        step = GaugeMetricFamily("headrace_job_last_committed_step", "Newest committed step", labels=["job"])
         when = GaugeMetricFamily(
-            "millrace_job_last_commit_timestamp_seconds", "When it was committed, Unix time", labels=["job"]
+            "headrace_job_last_commit_timestamp_seconds", "When it was committed, Unix time", labels=["job"]
         )
         for line in self._board.jobs(0.0):
             name = str(line["job"])
@@ -104,32 +104,32 @@ class JobMetrics(Collector):
         yield from (trainers, goodput, step, when)
 
     def _of_saves(self) -> Iterable[Metric]:
-        ended = CounterMetricFamily("millrace_staged_saves", "Staged checkpoints that ended", labels=["outcome"])
+        ended = CounterMetricFamily("headrace_staged_saves", "Staged checkpoints that ended", labels=["outcome"])
         for outcome, number in self._saves.outcomes.items():
             ended.add_metric([outcome], number)
         yield ended
         flying = sum(save["state"] not in ("committed", "failed") for save in self._saves.listed())
-        yield GaugeMetricFamily("millrace_staged_saves_in_flight", "Staged checkpoints on their way", flying)
+        yield GaugeMetricFamily("headrace_staged_saves_in_flight", "Staged checkpoints on their way", flying)
         room = self._saves.room()
         for name, help_line in _ROOM:
             if name in room:
-                yield GaugeMetricFamily(f"millrace_staged_{name}", help_line, room[name])
+                yield GaugeMetricFamily(f"headrace_staged_{name}", help_line, room[name])
         yield CounterMetricFamily(
-            "millrace_staged_retries", "Workers started after one that failed", room.get("retries", 0)
+            "headrace_staged_retries", "Workers started after one that failed", room.get("retries", 0)
         )
 
     def _of_cache(self) -> Iterable[Metric]:
         cache, tiers = self._figures()
         if "fetched_bytes" in cache:
             yield CounterMetricFamily(
-                "millrace_cache_fetched_bytes", "Bytes fetched from stores into the cache", int(cache["fetched_bytes"])
+                "headrace_cache_fetched_bytes", "Bytes fetched from stores into the cache", int(cache["fetched_bytes"])
             )
         for name, help_line in _CACHE:
             if name in cache:
-                yield GaugeMetricFamily(f"millrace_cache_{name}", help_line, int(cache[name]))
+                yield GaugeMetricFamily(f"headrace_cache_{name}", help_line, int(cache[name]))
         if "reads_ready" in cache:
             reads = CounterMetricFamily(
-                "millrace_cache_announced_reads",
+                "headrace_cache_announced_reads",
                 "Announced reads, by whether they were there in time",
                 labels=["outcome"],
             )
@@ -141,13 +141,13 @@ class JobMetrics(Collector):
 
 def _of_tiers(tiers: Sequence[Mapping[str, object]]) -> Iterable[Metric]:
     hits = CounterMetricFamily(
-        "millrace_cache_tier_hit_bytes", "Bytes that a tier had when they were asked for", labels=["tier"]
+        "headrace_cache_tier_hit_bytes", "Bytes that a tier had when they were asked for", labels=["tier"]
     )
     for number, tier in enumerate(tiers):
         hits.add_metric([str(number)], float(str(tier["hit_bytes"])))
     yield hits
     for name, help_line in _TIERS:
-        family = GaugeMetricFamily(f"millrace_cache_tier_{name}", help_line, labels=["tier"])
+        family = GaugeMetricFamily(f"headrace_cache_tier_{name}", help_line, labels=["tier"])
         for number, tier in enumerate(tiers):
             _add(family, str(number), tier[name])
         yield family

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import msgspec
 
-from dataio.core.errors import CapacityError, DeadlineError, UsageError
-from dataio.sidecar import messages as m
+from headrace.dataio.core.errors import CapacityError, DeadlineError, UsageError
+from headrace.dataio.sidecar import messages as m
 
 OPENS = 64
 HELD = 1024

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import MillraceError, UsageError
-from dataio.store.contract import Location
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.store.contract import Location
 
 VERSION = 1
 NORMAL, PREEMPTION = 0, 1
@@ -299,16 +299,16 @@ def location(where: Where) -> Location:
 
 def error_fields(error: BaseException) -> tuple[str, str, str]:
     """Code, message and hint to send for `error`, cut to what a message may hold."""
-    if isinstance(error, MillraceError):
+    if isinstance(error, HeadraceError):
         return error.code[:64], error.message[:4096], error.hint[:4096]
-    return MillraceError.code, f"{type(error).__name__}: {error}"[:4096], ""
+    return HeadraceError.code, f"{type(error).__name__}: {error}"[:4096], ""
 
 
-def error_of(code: str, message: str, hint: str) -> MillraceError:
-    """The error class with this code, or `MillraceError` for an unknown one."""
-    classes: list[type[MillraceError]] = [MillraceError]
+def error_of(code: str, message: str, hint: str) -> HeadraceError:
+    """The error class with this code, or `HeadraceError` for an unknown one."""
+    classes: list[type[HeadraceError]] = [HeadraceError]
     for cls in classes:
         if cls.code == code:
             return cls(message, hint=hint)
         classes.extend(cls.__subclasses__())
-    return MillraceError(message, hint=hint)
+    return HeadraceError(message, hint=hint)

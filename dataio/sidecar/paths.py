@@ -13,30 +13,30 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dataio.core.errors import ConflictError, UsageError
-from dataio.core.private import private_directory
+from headrace.dataio.core.errors import ConflictError, UsageError
+from headrace.dataio.core.private import private_directory
 
 SOCKET_PATH_BYTES = 107
 """The most that a Unix socket's address holds on Linux."""
 OFF = "off"
-"""What `$MILLRACE_SIDECAR` says where no sidecar shall be used."""
+"""What `$HEADRACE_SIDECAR` says where no sidecar shall be used."""
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$MILLRACE_SIDECAR`, or `millrace/sidecar.sock` in `$XDG_RUNTIME_DIR`, or in a directory of this user's in /tmp."""
-    named = environ.get("MILLRACE_SIDECAR")
+    """`$HEADRACE_SIDECAR`, or `headrace/sidecar.sock` in `$XDG_RUNTIME_DIR`, or in a directory of this user's in /tmp."""
+    named = environ.get("HEADRACE_SIDECAR")
     if named and named != OFF:
         return Path(named)
     if runtime := environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "millrace" / "sidecar.sock"
-    return Path(f"/tmp/millrace-{os.geteuid()}/sidecar.sock")
+        return Path(runtime) / "headrace" / "sidecar.sock"
+    return Path(f"/tmp/headrace-{os.geteuid()}/sidecar.sock")
 
 
 def chosen(sidecar: str | os.PathLike[str] | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The socket that a client means by `sidecar`: "auto" is the default one, unless `$MILLRACE_SIDECAR` is `off`."""
+    """The socket that a client means by `sidecar`: "auto" is the default one, unless `$HEADRACE_SIDECAR` is `off`."""
     if sidecar != "auto":
         return None if sidecar is None else Path(sidecar)
-    return None if environ.get("MILLRACE_SIDECAR") == OFF else default_socket(environ)
+    return None if environ.get("HEADRACE_SIDECAR") == OFF else default_socket(environ)
 
 
 def claim(socket: Path, *, there: bool = False) -> int:

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataio.cache.blocks import Descriptor
-from dataio.core.errors import MillraceError
-from dataio.core.log import get_logger
-from dataio.sidecar import wire
+from headrace.dataio.cache.blocks import Descriptor
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import wire
 
 OUTBOX_BYTES = 1 << 20
 READS = 8
@@ -102,7 +102,7 @@ class Peer:
                     return
         except BlockingIOError:
             return
-        except (OSError, MillraceError) as error:
+        except (OSError, HeadraceError) as error:
             self.close(str(error))
 
     def _hand_out(self, frames: list[wire.Frame]) -> None:

@@ -16,23 +16,23 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from dataio.cache.announced import gone_from
-from dataio.cache.blocks import MappedFile, map_file
-from dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
-from dataio.cache.own import own_reader
-from dataio.cache.reader import Ranges, covered, stream
-from dataio.core import limits, metrics
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import MillraceError
-from dataio.core.forgotten import Ending
-from dataio.core.log import get_logger, warn_once
-from dataio.core.trace import context, span
-from dataio.sidecar import messages as m
-from dataio.sidecar import paths
-from dataio.sidecar.connection import Sidecar, SidecarName
-from dataio.sidecar.reporting import LoaderMeter
-from dataio.sidecar.wire import close_all
-from dataio.store.contract import Store
+from headrace.dataio.cache.announced import gone_from
+from headrace.dataio.cache.blocks import MappedFile, map_file
+from headrace.dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
+from headrace.dataio.cache.own import own_reader
+from headrace.dataio.cache.reader import Ranges, covered, stream
+from headrace.dataio.core import limits, metrics
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.trace import context, span
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import paths
+from headrace.dataio.sidecar.connection import Sidecar, SidecarName
+from headrace.dataio.sidecar.reporting import LoaderMeter
+from headrace.dataio.sidecar.wire import close_all
+from headrace.dataio.store.contract import Store
 
 RETRY_SECONDS = 3.0
 _LOOKING = 0.05
@@ -156,7 +156,7 @@ class SidecarReader:
                     return found
                 # no room in the daemon's cache: exactly these bytes, and no blocks that would be thrown away
                 return stream(self._store, key, ranges)
-            except (MillraceError, OSError) as error:
+            except (HeadraceError, OSError) as error:
                 warn_once(_log, f"the sidecar could not serve {self._where.url}, so this process does: {error}")
         return self._own().read(key, ranges)
 
@@ -179,7 +179,7 @@ class SidecarReader:
         with self._announcing:  # each goes on from the one before
             try:
                 connection.tell(self._announcement(connection, upcoming))
-            except MillraceError as error:
+            except HeadraceError as error:
                 self._told = None
                 _log.debug("not announced: %s", error)
 
@@ -336,7 +336,7 @@ class SidecarReader:
         what = "the sidecar is gone from" if lost else "no sidecar answers on"
         warn_once(
             _log,
-            f"{what} {paths.chosen(self._sidecar)}: this process reads shards by itself (start one: millrace sidecar run)",
+            f"{what} {paths.chosen(self._sidecar)}: this process reads shards by itself (start one: headrace sidecar run)",
         )
 
     def _own(self) -> ShardReader:

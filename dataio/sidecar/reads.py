@@ -17,17 +17,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from dataio.cache.engine import Engine
-from dataio.cache.lease import Lease
-from dataio.cache.objects import source_named
-from dataio.core.log import get_logger
-from dataio.sidecar import machine
-from dataio.sidecar import messages as m
-from dataio.sidecar.board import Board
-from dataio.sidecar.reporting import group_of
-from dataio.sidecar.served import Client, Tasks
-from dataio.sidecar.stores import Stores
-from dataio.store.contract import Location, Store
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.lease import Lease
+from headrace.dataio.cache.objects import source_named
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import machine
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.board import Board
+from headrace.dataio.sidecar.reporting import group_of
+from headrace.dataio.sidecar.served import Client, Tasks
+from headrace.dataio.sidecar.stores import Stores
+from headrace.dataio.store.contract import Location, Store
 
 _log = get_logger(__name__)
 

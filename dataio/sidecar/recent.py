@@ -22,7 +22,7 @@ class _Said:
 
 
 class Recent(logging.Handler):
-    """A handler of the logger `millrace`."""
+    """A handler of the logger `headrace`."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -14,17 +14,17 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:  # imported where a daemon asks
-    from dataio.sidecar import messages as m
+    from headrace.dataio.sidecar import messages as m
 
 _NAME = 64
 
 
 def group_name(environ: Mapping[str, str] = os.environ) -> str:
-    """What the job is called by processes that know no run: `$MILLRACE_JOB`, the Slurm job, or the process group."""
-    if named := environ.get("MILLRACE_JOB"):
+    """What the job is called by processes that know no run: `$HEADRACE_JOB`, the Slurm job, or the process group."""
+    if named := environ.get("HEADRACE_JOB"):
         return named[:_NAME]
     if slurm := environ.get("SLURM_JOB_ID"):
         return f"slurm {slurm}"[:_NAME]
@@ -76,7 +76,7 @@ class LoaderMeter:
 
     def report(self) -> m.Report | None:
         """The totals up to now; None before the first batch was asked for."""
-        from dataio.sidecar import messages as m
+        from headrace.dataio.sidecar import messages as m
 
         with self._lock:
             if self._began is None:
@@ -123,7 +123,7 @@ class SaveMeter:
 
     def report(self) -> m.Report | None:
         """The totals up to now."""
-        from dataio.sidecar import messages as m
+        from headrace.dataio.sidecar import messages as m
 
         with self._lock:
             return m.Report(

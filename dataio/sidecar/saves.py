@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dataio.sidecar import messages as m
+from headrace.dataio.sidecar import messages as m
 
 KEPT = 16
 LISTED = 32

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from dataio.sidecar import machine
-from dataio.sidecar import messages as m
-from dataio.sidecar.peer import Peer
-from dataio.sidecar.transfer.job import Job
+from headrace.dataio.sidecar import machine
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.peer import Peer
+from headrace.dataio.sidecar.transfer.job import Job
 
 
 @dataclass(slots=True, eq=False)

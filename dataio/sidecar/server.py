@@ -21,30 +21,30 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from dataio.cache.engine import Engine
-from dataio.core import limits
-from dataio.core.errors import MillraceError, UsageError
-from dataio.core.log import get_logger
-from dataio.core.medium import medium
-from dataio.sidecar import activation, memory, paths
-from dataio.sidecar.board import POINT_SECONDS
-from dataio.sidecar.cachedir import CacheDirectories
-from dataio.sidecar.config import RESTART, Config
-from dataio.sidecar.exposition import Figures
-from dataio.sidecar.messages import VERSION
-from dataio.sidecar.pulse import Pulse
-from dataio.sidecar.reads import Reads
-from dataio.sidecar.served import Tasks
-from dataio.sidecar.serving import Clients
-from dataio.sidecar.staging import Staging
-from dataio.sidecar.status import StatusServer
-from dataio.sidecar.stores import Stores
-from dataio.sidecar.tier.room import Tier
-from dataio.sidecar.transfer.jobs import Jobs
-from dataio.sidecar.transfer.patience import Patience
-from dataio.sidecar.transfer.schedule import Schedule
-from dataio.sidecar.view import View
-from dataio.store.contract import Location, Store
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.medium import medium
+from headrace.dataio.sidecar import activation, memory, paths
+from headrace.dataio.sidecar.board import POINT_SECONDS
+from headrace.dataio.sidecar.cachedir import CacheDirectories
+from headrace.dataio.sidecar.config import RESTART, Config
+from headrace.dataio.sidecar.exposition import Figures
+from headrace.dataio.sidecar.messages import VERSION
+from headrace.dataio.sidecar.pulse import Pulse
+from headrace.dataio.sidecar.reads import Reads
+from headrace.dataio.sidecar.served import Tasks
+from headrace.dataio.sidecar.serving import Clients
+from headrace.dataio.sidecar.staging import Staging
+from headrace.dataio.sidecar.status import StatusServer
+from headrace.dataio.sidecar.stores import Stores
+from headrace.dataio.sidecar.tier.room import Tier
+from headrace.dataio.sidecar.transfer.jobs import Jobs
+from headrace.dataio.sidecar.transfer.patience import Patience
+from headrace.dataio.sidecar.transfer.schedule import Schedule
+from headrace.dataio.sidecar.view import View
+from headrace.dataio.store.contract import Location, Store
 
 _log = get_logger(__name__)
 
@@ -163,7 +163,7 @@ class Daemon:
         """SIGHUP: limits from the configuration, and stores opened anew, with the credentials of now."""
         try:
             config = self._reload_config() if self._reload_config is not None else self._config
-        except MillraceError as error:
+        except HeadraceError as error:
             _log.error("the configuration stays as it was: %s", error)
             return
         if self._given is not None:

@@ -14,19 +14,19 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 
-from dataio.cache.engine import Engine
-from dataio.cache.lease import Lease
-from dataio.core import limits
-from dataio.core.errors import MillraceError
-from dataio.core.log import get_logger
-from dataio.sidecar import machine, wire
-from dataio.sidecar import messages as m
-from dataio.sidecar.board import Board
-from dataio.sidecar.peer import Peer
-from dataio.sidecar.reads import Reads
-from dataio.sidecar.served import Client
-from dataio.sidecar.staging import Staging
-from dataio.sidecar.view import fitting
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.lease import Lease
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import machine, wire
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.board import Board
+from headrace.dataio.sidecar.peer import Peer
+from headrace.dataio.sidecar.reads import Reads
+from headrace.dataio.sidecar.served import Client
+from headrace.dataio.sidecar.staging import Staging
+from headrace.dataio.sidecar.view import fitting
 
 HELLO_SECONDS = 10.0
 LISTED_CLIENTS = 64
@@ -137,7 +137,7 @@ class Clients:
     def _received(self, client: Client, payload: bytes, descriptors: tuple[int, ...]) -> None:
         try:
             message = m.decode_from_client(payload)
-        except MillraceError as error:
+        except HeadraceError as error:
             wire.close_all(descriptors)
             client.carry_out([machine.HangUp(error.message)])
             return

@@ -1,7 +1,7 @@
 """The daemon's settings: one list of names, for the flags, the environment and the configuration file.
 
-Purpose: `cache_bytes` is `--cache-bytes`, `MILLRACE_SIDECAR_CACHE_BYTES`, and the key `cache_bytes` of the TOML file that
-`--config` or `MILLRACE_SIDECAR_CONFIG` names. The first of these that says something counts.
+Purpose: `cache_bytes` is `--cache-bytes`, `HEADRACE_SIDECAR_CACHE_BYTES`, and the key `cache_bytes` of the TOML file that
+`--config` or `HEADRACE_SIDECAR_CONFIG` names. The first of these that says something counts.
 Invariant: nothing is ignored: an unknown key, in the file or in the environment, is an error, as is a value that is none.
 Failure behaviour: `UsageError` naming the setting, where it stands and what it may be.
 """
@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataio.core.errors import UsageError
-from dataio.core.limits import KIB, memory_bytes, parse_bytes
-from dataio.sidecar.config import CacheTier, Config
-from dataio.sidecar.paths import default_socket
-from dataio.sidecar.tier import config as tier
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import KIB, memory_bytes, parse_bytes
+from headrace.dataio.sidecar.config import CacheTier, Config
+from headrace.dataio.sidecar.paths import default_socket
+from headrace.dataio.sidecar.tier import config as tier
 
-PREFIX = "MILLRACE_SIDECAR_"
+PREFIX = "HEADRACE_SIDECAR_"
 FILE_BYTES = 64 * KIB
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -120,7 +120,7 @@ def _level(text: str) -> str:
 
 
 SETTINGS = (
-    Setting("socket", _path, None, "default: $MILLRACE_SIDECAR, or a private directory of this user", "PATH"),
+    Setting("socket", _path, None, "default: $HEADRACE_SIDECAR, or a private directory of this user", "PATH"),
     Setting(
         "cache_dir",
         cache_tiers,
@@ -238,4 +238,4 @@ def _only_known(given: Mapping[str, object], where: str, spelt: Callable[[str], 
 
 
 def default_cache() -> Path:
-    return Path(tempfile.gettempdir()) / f"millrace-cache-{os.geteuid()}"
+    return Path(tempfile.gettempdir()) / f"headrace-cache-{os.geteuid()}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from dataio.core import trace
-from dataio.sidecar import messages as m
+from headrace.dataio.core import trace
+from headrace.dataio.sidecar import messages as m
 
 
 def job_span(kind: str, about: str, within: str) -> Callable[[m.JobEvent], None]:

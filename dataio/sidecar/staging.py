@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 
-from dataio.core.errors import MillraceError
-from dataio.sidecar import machine
-from dataio.sidecar import messages as m
-from dataio.sidecar.saves import Saves
-from dataio.sidecar.served import Client, Tasks
-from dataio.sidecar.spans import job_span
-from dataio.sidecar.tier.room import Tier
-from dataio.sidecar.transfer.job import Job
-from dataio.sidecar.transfer.jobs import Jobs
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.sidecar import machine
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.saves import Saves
+from headrace.dataio.sidecar.served import Client, Tasks
+from headrace.dataio.sidecar.spans import job_span
+from headrace.dataio.sidecar.tier.room import Tier
+from headrace.dataio.sidecar.transfer.job import Job
+from headrace.dataio.sidecar.transfer.jobs import Jobs
 
 
 class Staging:
@@ -47,7 +47,7 @@ class Staging:
         """Tell the client of a job that was staged earlier."""
         try:
             job = self._jobs.find(token)
-        except MillraceError as error:
+        except HeadraceError as error:
             client.carry_out(client.session.refused(request, error))
             return
         self._answer(client, request, job)
@@ -69,9 +69,9 @@ class Staging:
         for job in client.staging:
             self._jobs.withdraw(job)
 
-    def _staged(self, client: Client, request: int, answer: Job | MillraceError) -> None:
+    def _staged(self, client: Client, request: int, answer: Job | HeadraceError) -> None:
         client.staging = [job for job in client.staging if job is not answer]
-        if isinstance(answer, MillraceError):
+        if isinstance(answer, HeadraceError):
             client.carry_out(client.session.refused(request, answer))
         else:
             self._answer(client, request, answer)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from prometheus_client import generate_latest
 
-from dataio.core.metrics import REGISTRY
+from headrace.dataio.core.metrics import REGISTRY
 
 HEAD_BYTES = 8 << 10
 HEAD_SECONDS = 5.0
@@ -154,7 +154,7 @@ def is_own(fields: bytes) -> bool:
 @cache
 def page() -> Page:
     """The document, put together from its parts once."""
-    folder = resources.files("dataio.sidecar") / "page"
+    folder = resources.files("headrace.dataio.sidecar") / "page"
     parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     body = parts["html"].replace("/*css*/", parts["css"]).replace("/*js*/", parts["js"])
     hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}

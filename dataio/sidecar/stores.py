@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataio.cache.objects import source_of
-from dataio.core.errors import CapacityError
-from dataio.core.log import get_logger
-from dataio.store.contract import Location, Store
+from headrace.dataio.cache.objects import source_of
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Location, Store
 
 OLD_SECONDS = 60.0
 _log = get_logger(__name__)

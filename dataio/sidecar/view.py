@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from dataio.core.errors import CapacityError
-from dataio.core.metrics import REGISTRY
-from dataio.sidecar.board import POINT_SECONDS, POINTS, WINDOW_POINTS, Board, Totals, rates, slept
-from dataio.sidecar.exposition import Figures, JobMetrics
-from dataio.sidecar.recent import Recent
-from dataio.sidecar.saves import Saves
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.core.metrics import REGISTRY
+from headrace.dataio.sidecar.board import POINT_SECONDS, POINTS, WINDOW_POINTS, Board, Totals, rates, slept
+from headrace.dataio.sidecar.exposition import Figures, JobMetrics
+from headrace.dataio.sidecar.recent import Recent
+from headrace.dataio.sidecar.saves import Saves
 
 _Point = tuple[float, int, Totals]
 
@@ -39,11 +39,11 @@ class View(Collector):
         self._metrics = JobMetrics(self.board, self.saves, figures)
 
     def start(self) -> None:
-        logging.getLogger("millrace").addHandler(self._recent)
+        logging.getLogger("headrace").addHandler(self._recent)
         REGISTRY.register(self)
 
     def close(self) -> None:
-        logging.getLogger("millrace").removeHandler(self._recent)
+        logging.getLogger("headrace").removeHandler(self._recent)
         REGISTRY.unregister(self)
 
     def tick(self) -> bool:

@@ -19,8 +19,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dataio.core import limits
-from dataio.core.errors import UsageError
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import UsageError
 
 DESCRIPTORS = 2
 """The most that one frame may carry."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from dataio.core.errors import CapacityError
-from dataio.core.limits import format_bytes
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.core.limits import format_bytes
 
 
 @dataclass(eq=False, slots=True)

@@ -18,7 +18,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.core.errors import UnsupportedError, UsageError
 
 _MOUNTED: Mapping[str, Mapping[str, type]] = {
     "file": {"direct": bool},

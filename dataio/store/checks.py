@@ -6,9 +6,9 @@ Invariant: pure functions; nothing is read or written. Failure behaviour: `Usage
 
 from __future__ import annotations
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, RangeError, UsageError
-from dataio.store.contract import Buffer
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, RangeError, UsageError
+from headrace.dataio.store.contract import Buffer
 
 CONDITIONAL_BYTES = limits.JSON_DOCUMENT_BYTES
 """The most that `put_if_absent` takes: a document, small enough for one request and for being read back."""

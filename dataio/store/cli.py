@@ -1,9 +1,9 @@
-"""`millrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? With --memory: does this
-machine copy a state as fast as it could (`checkpoint.staging.copies`, a program of its own)?
+"""`headrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? With --memory: does this
+machine copy a state as fast as it could (`headrace.checkpoint.staging.copies`, a program of its own)?
 
 Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check; a folder that was not
 there before is not there afterwards. With --json exactly one JSON object goes to standard output.
-Failure behaviour: a store that cannot be used raises its error (exit codes of `dataio.cli`); one that works, but not for
+Failure behaviour: a store that cannot be used raises its error (exit codes of `headrace.dataio.cli`); one that works, but not for
 several writers, gets its report and the exit code of `UnsupportedError`.
 """
 
@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
-from dataio.core.options import Parser, count
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.store.posix import TEMPORARY
-from dataio.store.probe import certify, probe_preconditions
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.options import Parser, count
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.posix import TEMPORARY
+from headrace.dataio.store.probe import certify, probe_preconditions
 
-_COPIES = "checkpoint.staging.copies"
+_COPIES = "headrace.checkpoint.staging.copies"
 _MULTIPART_BYTES = 9 << 20  # more than one part
 
 
@@ -46,7 +46,7 @@ class Check:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Run `millrace doctor` with these arguments; the exit code."""
+    """Run `headrace doctor` with these arguments; the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.memory:
@@ -61,7 +61,7 @@ def doctor(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="millrace doctor",
+        prog="headrace doctor",
         description="Say whether a store gives what datasets and shared checkpoints need.",
         epilog="exit codes: 0 good for everything · 2 wrong use, no access, or not for several writers · 3 unreachable",
     )
@@ -81,7 +81,7 @@ def _thousand(text: str) -> int:
 
 
 def _examine(store: Store, rounds: int, writers: int) -> list[Check]:
-    scratch = f"millrace-doctor-{uuid.uuid4().hex}"
+    scratch = f"headrace-doctor-{uuid.uuid4().hex}"
     try:
         checks = [_timed(name, functools.partial(step, store, scratch)) for name, step in _STEPS]
         if rounds and all(check.ok for check in checks):
@@ -173,7 +173,7 @@ def _clear(store: Store, scratch: str) -> None:
     """Delete what a failed check left; the check's own error matters more than one of the clearing."""
     try:
         store.delete_many([info.key for info in store.list(scratch)])
-    except MillraceError:
+    except HeadraceError:
         return
 
 
@@ -185,7 +185,7 @@ def _verdict(store: Store, checks: Sequence[Check]) -> str:
         return "good for datasets and for checkpoints with several writers"
     if failed == ["conditional write"]:
         return "good for reading and for a single writer; several writers would overwrite each other"
-    return "not good for Millrace: " + ", ".join(failed) + " failed"
+    return "not good for Headrace: " + ", ".join(failed) + " failed"
 
 
 def _print(store: Store, checks: Sequence[Check], options: argparse.Namespace) -> None:

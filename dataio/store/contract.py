@@ -13,7 +13,7 @@ Invariants, for every implementation:
 * *Idempotent.* Every operation may be retried with the same arguments: `put_if_absent` because the body carries the
   writer's nonce, so the same body read back means that this writer had won.
 
-Failure behaviour: only errors of `dataio.core.errors` are raised. `NotFoundError`: key or bucket absent.
+Failure behaviour: only errors of `headrace.dataio.core.errors` are raised. `NotFoundError`: key or bucket absent.
 `AccessDeniedError`: credentials. `TransientError`: still failing after bounded retries. `CapacityError`: no space, or
 above a limit of the call. `UsageError`: a malformed key or range. Nothing is ever partly returned: a buffer that could
 not be filled raises, and its content is then undefined.
@@ -30,9 +30,9 @@ from typing import Self
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.store.uploads import UploadLog
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.store.uploads import UploadLog
 
 Buffer = bytes | bytearray | memoryview
 """Readable bytes; a memoryview must be contiguous."""

@@ -1,4 +1,4 @@
-"""O_DIRECT: large ranges straight into the caller's buffer, past the page cache. Writing so is `dataio.store.writer`'s.
+"""O_DIRECT: large ranges straight into the caller's buffer, past the page cache. Writing so is `headrace.dataio.store.writer`'s.
 
 Purpose: a shard that is read once and cached elsewhere should not push everything else out of the page cache; it also
 costs about a quarter of the CPU. It does not help what is read again soon, so reading so is asked for, never assumed; and what

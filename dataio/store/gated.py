@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from dataio.store.contract import Buffer, Store
-from dataio.store.uploads import UploadLog
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.uploads import UploadLog
+from headrace.dataio.store.wrapper import Wrapper
 
 
 class Gated(Wrapper):

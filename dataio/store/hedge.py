@@ -2,7 +2,7 @@
 
 Invariants: reads only, since only they may be sent twice at no risk. Both requests read into buffers of their own, never
 the caller's, because the slower one goes on writing after the call has returned; so only reads up to `max_bytes` are
-hedged, and memory stays below `threads * max_bytes`. The share of extra requests is that of `dataio.store.tail`. With no
+hedged, and memory stays below `threads * max_bytes`. The share of extra requests is that of `headrace.dataio.store.tail`. With no
 thread free, a read is passed through as it is.
 Failure behaviour: if one request fails the other decides; if both fail, the error of the first. `close` waits for the
 slower ones.
@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from dataio.core import limits
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.store.checks import writable_bytes
-from dataio.store.contract import ObjectInfo, Store
-from dataio.store.tail import Tail
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.core import limits
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.store.checks import writable_bytes
+from headrace.dataio.store.contract import ObjectInfo, Store
+from headrace.dataio.store.tail import Tail
+from headrace.dataio.store.wrapper import Wrapper
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Hedge(Wrapper):
         super().__init__(inner)
         self.tail, self._max_bytes, self._clock = tail or Tail(), max_bytes, clock
         self._lock, self._free = threading.Lock(), threading.Semaphore(threads)
-        self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="millrace-hedge")
+        self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="headrace-hedge")
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
         if max_bytes > self._max_bytes:

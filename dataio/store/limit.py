@@ -1,6 +1,6 @@
 """One memory budget for all that reads and writes: bytes and requests in flight, over any number of stores and threads.
 
-Invariants: those of `dataio.store.admission`: never more in flight than the budget, first come first served. Every
+Invariants: those of `headrace.dataio.store.admission`: never more in flight than the budget, first come first served. Every
 operation declares what it may hold: a buffer's size, a body's, `max_bytes` for `get`, some parts for `put_multipart`,
 nothing for the others.
 Failure behaviour: a request above the whole budget, or behind a full queue, is a `CapacityError` at once; one that waited
@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from dataio.core import limits
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import DeadlineError
-from dataio.store.admission import Admission
-from dataio.store.contract import Store
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.core import limits
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import DeadlineError
+from headrace.dataio.store.admission import Admission
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.wrapper import Wrapper
 
 T = TypeVar("T")
 _TURN_SECONDS = 1.0

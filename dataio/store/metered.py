@@ -11,13 +11,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from dataio.core import limits
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import MillraceError
-from dataio.core.metrics import store_bytes, store_requests, store_seconds
-from dataio.store.contract import Buffer, ObjectInfo, Store
-from dataio.store.uploads import UploadLog
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.core import limits
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.metrics import store_bytes, store_requests, store_seconds
+from headrace.dataio.store.contract import Buffer, ObjectInfo, Store
+from headrace.dataio.store.uploads import UploadLog
+from headrace.dataio.store.wrapper import Wrapper
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class Metered(Wrapper):
         except GeneratorExit:  # the reader of a listing has seen enough
             raise
         except BaseException as error:
-            outcome = error.code if isinstance(error, MillraceError) else "raised"
+            outcome = error.code if isinstance(error, HeadraceError) else "raised"
             raise
         finally:
             self._requests(operation, outcome).inc()

@@ -18,9 +18,9 @@ import heapq
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from dataio.core import limits
-from dataio.core.errors import NotFoundError, UnsupportedError, UsageError
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
 
 PREFIX = "mounts/"
 OPTION = "mounts"

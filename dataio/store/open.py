@@ -3,7 +3,7 @@
 Invariant: the back-end is chosen by the URL's scheme alone, imported only then, and wrapped in metrics and the one retry
 policy.
 Failure behaviour: a scheme that fsspec does not know either raises `UnsupportedError` naming the known ones. Opening
-makes no request, so a missing bucket or wrong credentials show at the first operation (or in `millrace doctor URL`).
+makes no request, so a missing bucket or wrong credentials show at the first operation (or in `headrace doctor URL`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 
-from dataio.core.errors import UnsupportedError, UsageError
-from dataio.core.redact import has_secrets
-from dataio.store.allowed import sendable
-from dataio.store.contract import Location, Store
+from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.core.redact import has_secrets
+from headrace.dataio.store.allowed import sendable
+from headrace.dataio.store.contract import Location, Store
 
 _SUPPORTED = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
 
@@ -24,10 +24,10 @@ _SUPPORTED = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
 def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
     """The store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or any other scheme of fsspec.
 
-    `storage_options` are for S3 (see `dataio.store.s3config`): s3fs's own names, and `endpoint_url`, `region`,
+    `storage_options` are for S3 (see `headrace.dataio.store.s3config`): s3fs's own names, and `endpoint_url`, `region`,
     `path_style`, `client`. What is not given comes from the AWS variables and profiles. A directory takes `direct` (large
     reads past the page cache). For other schemes they are the file system's own, and the store has the limits of
-    `dataio.store.other`. `mounts` adds other stores below `mounts/<name>/` (`dataio.store.mounts`).
+    `headrace.dataio.store.other`. `mounts` adds other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`).
     """
     given: object = url
     if not isinstance(given, (str, os.PathLike)):
@@ -36,7 +36,7 @@ def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
         )
     text = os.fspath(url)
     if "mounts" in storage_options:
-        from dataio.store.mounts import open_mounts
+        from headrace.dataio.store.mounts import open_mounts
 
         return open_mounts(open_store(text, **_without_mounts(storage_options)), storage_options["mounts"], open_store)
     scheme, separator, rest = text.partition("://")
@@ -83,9 +83,9 @@ def _without_mounts(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def _posix(path: str, options: dict[str, object]) -> Store:
-    from dataio.store.metered import Metered
-    from dataio.store.posix import PosixStore
-    from dataio.store.retry import Retry
+    from headrace.dataio.store.metered import Metered
+    from headrace.dataio.store.posix import PosixStore
+    from headrace.dataio.store.retry import Retry
 
     if unknown := sorted(options.keys() - {"direct"}):
         raise UsageError(f"unknown storage option {', '.join(unknown)} of a directory", hint="known is direct")
@@ -106,9 +106,9 @@ def _path_of(rest: str, url: str) -> str:
 def _other(scheme: str, rest: str, options: dict[str, object]) -> Store:
     from fsspec.registry import known_implementations, registry
 
-    from dataio.store.metered import Metered
-    from dataio.store.other import FsspecStore
-    from dataio.store.retry import Retry
+    from headrace.dataio.store.metered import Metered
+    from headrace.dataio.store.other import FsspecStore
+    from headrace.dataio.store.retry import Retry
 
     if scheme not in registry and scheme not in known_implementations:
         raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {_SUPPORTED}")
@@ -116,9 +116,9 @@ def _other(scheme: str, rest: str, options: dict[str, object]) -> Store:
 
 
 def _s3(url: str, options: dict[str, object]) -> Store:
-    from dataio.store.metered import Metered
-    from dataio.store.retry import Retry
-    from dataio.store.s3 import S3Store
-    from dataio.store.s3config import parse
+    from headrace.dataio.store.metered import Metered
+    from headrace.dataio.store.retry import Retry
+    from headrace.dataio.store.s3 import S3Store
+    from headrace.dataio.store.s3config import parse
 
     return Retry(Metered(S3Store(parse(url, options)), "s3"))

@@ -1,7 +1,8 @@
 """From errno to the error of its remedy.
 
-Invariant: every `OSError` inside `translated` leaves it as an error of `dataio.core.errors` that names what was being done.
-Failure behaviour: an errno that is not in the tables becomes a plain `MillraceError` with the system's own words.
+Invariant: every `OSError` inside `translated` leaves it as an error of `headrace.dataio.core.errors` that names what
+was being done.
+Failure behaviour: an errno that is not in the tables becomes a plain `HeadraceError` with the system's own words.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import errno
 import os
 from collections.abc import Iterator
 
-from dataio.core.errors import (
+from headrace.dataio.core.errors import (
     MORE_MEMORY,
     AccessDeniedError,
     CapacityError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     TransientError,
     UsageError,
@@ -27,7 +28,7 @@ AMBIGUOUS = {errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """What the process itself may not have more of, whatever it is doing."""
 
-_REMEDIES: list[tuple[set[int], type[MillraceError], str]] = [
+_REMEDIES: list[tuple[set[int], type[HeadraceError], str]] = [
     ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, CapacityError, "free space, or raise the quota or the file size limit"),
     ({errno.EMFILE, errno.ENFILE}, CapacityError, "raise the process's limits (ulimit -n)"),
     ({errno.ENOMEM}, CapacityError, MORE_MEMORY),
@@ -53,10 +54,10 @@ def translated(doing: str) -> Iterator[None]:
         raise from_os_error(error, doing) from error
 
 
-def from_os_error(error: OSError, doing: str) -> MillraceError:
+def from_os_error(error: OSError, doing: str) -> HeadraceError:
     """The error of the remedy for `error`."""
     text = f"{doing}: {os.strerror(error.errno) if error.errno else error}"
     for numbers, kind, hint in _REMEDIES:
         if error.errno in numbers:
             return kind(text, hint=hint)
-    return MillraceError(text)
+    return HeadraceError(text)

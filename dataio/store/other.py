@@ -6,9 +6,9 @@ Invariants: only file systems of `_ATOMIC`, whose `pipe_file` is one request tha
 body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, since it publishes what
 an exception cut short. Nothing is cached. `put_if_absent` works in `memory://`, within the process that has it, and
 nowhere else. Host and port come from the URL where `options` do not name them. With the option `public_only`, HTTP connects to
-public addresses only (`dataio.store.allowed`).
+public addresses only (`headrace.dataio.store.allowed`).
 Failure behaviour: what the file system does not give is an `UnsupportedError`. Listings are collected and sorted, at most
-`LISTED` keys. Errors are translated by their Python class; one of a library's own class becomes a plain `MillraceError`.
+`LISTED` keys. Errors are translated by their Python class; one of a library's own class becomes a plain `HeadraceError`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from dataio.core import limits
-from dataio.core.errors import (
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import (
     AccessDeniedError,
     CapacityError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
     UsageError,
 )
-from dataio.core.redact import has_secrets, without_secrets
-from dataio.store.allowed import PrivateAddressError, public_socket, sendable
-from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from dataio.store.oserrors import from_os_error
+from headrace.dataio.core.redact import has_secrets, without_secrets
+from headrace.dataio.store.allowed import PrivateAddressError, public_socket, sendable
+from headrace.dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from headrace.dataio.store.oserrors import from_os_error
 
 WRITE_BYTES = 256 * limits.MIB
 LISTED = 1_000_000
@@ -237,7 +237,7 @@ class FsspecStore(Store):
         doing = f"at {self._name(key)}"
         try:
             yield
-        except MillraceError:
+        except HeadraceError:
             raise
         except Exception as error:
             raise _from(_cause(error), doing) from error
@@ -304,7 +304,7 @@ def _info(key: str, entry: Mapping[str, Any]) -> ObjectInfo:
 def _no_ranges(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"{name}: the server answered a request for a range with the whole object",
-        hint="Millrace needs a server that supports ranged reads; see `millrace doctor URL`",
+        hint="Headrace needs a server that supports ranged reads; see `headrace doctor URL`",
     )
 
 
@@ -321,7 +321,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _from(error: BaseException, doing: str) -> MillraceError:
+def _from(error: BaseException, doing: str) -> HeadraceError:
     status = getattr(error, "status", None)
     if isinstance(getattr(error, "os_error", None), PrivateAddressError):
         return AccessDeniedError(
@@ -346,4 +346,4 @@ def _from(error: BaseException, doing: str) -> MillraceError:
         return from_os_error(error, doing)
     if isinstance(error, ValueError) and "range request" in str(error):
         return _no_ranges(doing)
-    return MillraceError(f"{doing}: {type(error).__name__}: {error}")
+    return HeadraceError(f"{doing}: {type(error).__name__}: {error}")

@@ -1,12 +1,13 @@
 """The storage contract on a directory: a local file system, NFS, or any other that has `link` and `fsync`.
 
-Invariants: bytes are first written to a hidden file under `<root>/.millrace-tmp`, fsynced, and only then named by `rename`
+Invariants: bytes are first written to a hidden file under `<root>/.headrace-tmp`, fsynced, and only then named by `rename`
 (`put`, `put_multipart`) or `link` (`put_if_absent`); then the directories from the object's own up to the root are fsynced,
 whoever made them. So a killed writer leaves at most a hidden file. The writer holds a lock (flock) on it until it has its name; a
 later writer removes a hidden file that is a day old by the file system's own clock and that no process has locked.
 Below the root no symbolic link is followed, neither to read nor to write nor to list.
 
-Failure behaviour: an errno becomes the error of its remedy (`dataio.store.oserrors`). `link` answering EEXIST, or failing in
+Failure behaviour: an errno becomes the error of its remedy (`headrace.dataio.store.oserrors`). `link` answering EEXIST,
+or failing in
 a way that leaves the outcome open (an NFS reply that was lost), is settled by reading the object back, as the contract says.
 An fsync that fails is final (`_sync`): the kernel reports a lost write once, so a second fsync would only seem to succeed.
 A delete is not fsynced: after a crash of the machine a deleted object may be there again.
@@ -27,25 +28,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.crashpoints import declare
-from dataio.core.errors import (
+from headrace.dataio.core import limits
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import (
     AmbiguousWriteError,
     CapacityError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
 )
-from dataio.core.filesystem import is_local
-from dataio.store import nolinks
-from dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from dataio.store.direct import fill_directly, fill_together
-from dataio.store.oserrors import AMBIGUOUS, from_os_error, translated
-from dataio.store.writer import FileWriter
+from headrace.dataio.core.filesystem import is_local
+from headrace.dataio.store import nolinks
+from headrace.dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from headrace.dataio.store.direct import fill_directly, fill_together
+from headrace.dataio.store.oserrors import AMBIGUOUS, from_os_error, translated
+from headrace.dataio.store.writer import FileWriter
 
-TEMPORARY = ".millrace-tmp"
+TEMPORARY = ".headrace-tmp"
 _STALE_SECONDS = 24 * 3600.0
 _STALE_SCAN = 1024
 _PUBLISH_TRIES = 16
@@ -60,7 +61,7 @@ _named = declare("store.posix.named", "the object has its new content; its direc
 class PosixStore(Store):
     """Objects as files under `root`, which is made on the first write.
 
-    `direct` reads large ranges past the page cache where that is possible (`dataio.store.direct`), of all objects.
+    `direct` reads large ranges past the page cache where that is possible (`headrace.dataio.store.direct`), of all objects.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = False) -> None:
@@ -231,7 +232,7 @@ class PosixStore(Store):
                 os.unlink(path)
 
     def _new_file(self) -> tuple[str, int]:
-        """A hidden file, open and locked; `millrace doctor` may take its empty folder away, so try a few times."""
+        """A hidden file, open and locked; `headrace doctor` may take its empty folder away, so try a few times."""
         for _ in range(_PUBLISH_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 folder = self._temporary_folder()
@@ -384,7 +385,7 @@ def _sync(fd: int, path: str) -> None:
         found = from_os_error(error, f"writing: fsync of {path!r}")
         if not isinstance(found, TransientError):
             raise
-        raise MillraceError(
+        raise HeadraceError(
             f"{found.message}: what was written there may be lost",
             hint="check the disk or mount, then write it again; what was durable before is as it was",
         ) from error

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dataio.core.errors import UnsupportedError
-from dataio.store.contract import Store
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.store.contract import Store
 
-_HINT = "give one writer its own repository, or use a store that keeps If-None-Match (`millrace doctor URL` tells)"
+_HINT = "give one writer its own repository, or use a store that keeps If-None-Match (`headrace doctor URL` tells)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _race(store: Store, key: str, writers: int, pool: concurrent.futures.Executo
 @contextmanager
 def _scratch(store: Store, prefix: str) -> Iterator[str]:
     base = prefix.strip("/") + "/" if prefix.strip("/") else ""
-    key = f"{base}millrace-probe-{uuid.uuid4().hex}"
+    key = f"{base}headrace-probe-{uuid.uuid4().hex}"
     try:
         yield key
     finally:
@@ -97,4 +97,4 @@ def _scratch(store: Store, prefix: str) -> Iterator[str]:
 
 
 def _body() -> bytes:
-    return b"millrace probe " + uuid.uuid4().hex.encode()
+    return b"headrace probe " + uuid.uuid4().hex.encode()

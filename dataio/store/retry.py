@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import msgspec
 
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import SlowDownError, TransientError
-from dataio.core.limits import counted
-from dataio.store.contract import ObjectInfo, Store
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import SlowDownError, TransientError
+from headrace.dataio.core.limits import counted
+from headrace.dataio.store.contract import ObjectInfo, Store
+from headrace.dataio.store.wrapper import Wrapper
 
 T = TypeVar("T")
 

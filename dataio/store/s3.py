@@ -2,7 +2,7 @@
 
 Invariants: `put_if_absent` is one single PUT with `If-None-Match: *`, never a multipart upload; whatever leaves its outcome open
 (412, 409, a time-out, a lost answer, a 5xx) is settled by reading the object back. Nothing is cached: no listing, no size.
-No request is retried here but the parts of an upload; `dataio.store.retry.Retry` does the rest.
+No request is retried here but the parts of an upload; `headrace.dataio.store.retry.Retry` does the rest.
 Failure behaviour: see `s3errors`. A PUT takes at most 5 GiB, and a conditional one `checks.CONDITIONAL_BYTES`.
 """
 
@@ -14,26 +14,26 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from dataio.core import limits
-from dataio.core.errors import (
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import (
     AccessDeniedError,
     AmbiguousWriteError,
     CapacityError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     TransientError,
     UsageError,
 )
-from dataio.store import s3read
-from dataio.store.checks import check_conditional_size, check_prefix, too_large, writable_bytes
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from dataio.store.retry import Policy, call_async
-from dataio.store.s3client import connect
-from dataio.store.s3config import S3Config
-from dataio.store.s3errors import NoSuchUploadError, PreconditionError, UnreachableError
-from dataio.store.s3session import flat, length_of
-from dataio.store.s3upload import Notes, Upload, blocks
-from dataio.store.uploads import UploadLog
+from headrace.dataio.store import s3read
+from headrace.dataio.store.checks import check_conditional_size, check_prefix, too_large, writable_bytes
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from headrace.dataio.store.retry import Policy, call_async
+from headrace.dataio.store.s3client import connect
+from headrace.dataio.store.s3config import S3Config
+from headrace.dataio.store.s3errors import NoSuchUploadError, PreconditionError, UnreachableError
+from headrace.dataio.store.s3session import flat, length_of
+from headrace.dataio.store.s3upload import Notes, Upload, blocks
+from headrace.dataio.store.uploads import UploadLog
 
 PUT_BYTES = 5 * limits.GIB
 _DELETE_BATCH = 1000
@@ -149,7 +149,7 @@ class S3Store(Store):
         full = self._config.full_key(key)
         await self._session.call("put_object", f"writing {self._name(key)}", Key=full, Body=body, **conditions)
 
-    def _won(self, key: str, data: Buffer, cause: MillraceError) -> bool:
+    def _won(self, key: str, data: Buffer, cause: HeadraceError) -> bool:
         """Whether the object holds this writer's body; the answer to its PUT did not tell."""
         try:
             return self.get(key, max_bytes=len(memoryview(data).cast("B")) if memoryview(data).nbytes else 0) == bytes(

@@ -11,12 +11,19 @@ from typing import Any
 import aiohttp
 import botocore.exceptions as boto
 
-from dataio.core.errors import AccessDeniedError, MillraceError, TransientError, UsageError
-from dataio.store.s3config import S3Config
-from dataio.store.s3errors import CERTIFICATE_HINT, CHECK_KEYS, NETWORK_HINT, REACH_HINT, UnreachableError, from_answer
+from headrace.dataio.core.errors import AccessDeniedError, HeadraceError, TransientError, UsageError
+from headrace.dataio.store.s3config import S3Config
+from headrace.dataio.store.s3errors import (
+    CERTIFICATE_HINT,
+    CHECK_KEYS,
+    NETWORK_HINT,
+    REACH_HINT,
+    UnreachableError,
+    from_answer,
+)
 
 
-def translation(error: Exception, config: S3Config, doing: str) -> MillraceError | None:
+def translation(error: Exception, config: S3Config, doing: str) -> HeadraceError | None:
     """The error to raise instead of `error`."""
     if isinstance(error, boto.ClientError):
         return _from_client_error(error, config, doing)
@@ -25,14 +32,14 @@ def translation(error: Exception, config: S3Config, doing: str) -> MillraceError
     return None
 
 
-def _from_client_error(error: Any, config: S3Config, doing: str) -> MillraceError:
+def _from_client_error(error: Any, config: S3Config, doing: str) -> HeadraceError:
     said, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
     status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders", {})
     words = str(said.get("Message", ""))
     return from_answer(status, str(said.get("Code", "")), words, headers.get("retry-after"), config, doing)
 
 
-def _from_transport(error: Exception, config: S3Config, doing: str) -> MillraceError:
+def _from_transport(error: Exception, config: S3Config, doing: str) -> HeadraceError:
     text = f"{doing}: {config.endpoint}: {_words(error)}"
     match error:
         case boto.NoCredentialsError() | boto.PartialCredentialsError() | boto.CredentialRetrievalError():
@@ -49,7 +56,7 @@ def _from_transport(error: Exception, config: S3Config, doing: str) -> MillraceE
             return TransientError(text, hint=NETWORK_HINT)
         case boto.IncompleteReadError() | boto.ResponseStreamingError():
             return TransientError(text, hint=NETWORK_HINT)
-    return MillraceError(text)
+    return HeadraceError(text)
 
 
 def _never_connected(error: Any) -> bool:

@@ -12,7 +12,7 @@ import aiobotocore.session
 from aiobotocore.credentials import AioCredentials, create_credential_resolver
 from botocore.credentials import ReadOnlyCredentials
 
-from dataio.store.s3credentials import Rotating
+from headrace.dataio.store.s3credentials import Rotating
 
 
 async def resolved(profile: str | None) -> Any:
@@ -42,7 +42,7 @@ class _Signing(AioCredentials):  # type: ignore[misc] # aiobotocore has no types
     """What botocore asks for every request it signs."""
 
     def __init__(self, credentials: Rotating) -> None:
-        super().__init__("rotating", "rotating", method="millrace")
+        super().__init__("rotating", "rotating", method="headrace")
         self._credentials = credentials
 
     async def get_frozen_credentials(self) -> Any:

@@ -13,10 +13,10 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dataio.core import limits
-from dataio.core.errors import UsageError
-from dataio.core.redact import has_secrets, redact
-from dataio.store.contract import check_key
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.redact import has_secrets, redact
+from headrace.dataio.store.contract import check_key
 
 CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
 CONNECTIONS = 32
@@ -160,7 +160,7 @@ class S3Config:
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "max_pool_connections": CONNECTIONS,
-            # digests of Millrace's own formats guard the content; servers differ in what else they accept
+            # digests of Headrace's own formats guard the content; servers differ in what else they accept
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             "s3": {"addressing_style": style, "payload_signing_enabled": False},
@@ -196,7 +196,7 @@ def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = 
         shareable=not hidden,
         credentials=hidden,
         ca_bundle=environ.get("AWS_CA_BUNDLE") or None,
-        client=_client(options.get("client") or environ.get("MILLRACE_S3") or None),
+        client=_client(options.get("client") or environ.get("HEADRACE_S3") or None),
     )
 
 
@@ -207,7 +207,7 @@ _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 def _client(name: object) -> str | None:
     if name is not None and name not in CLIENTS:
         raise UsageError(
-            f"{name!r} is no S3 client", hint=f"set MILLRACE_S3 or the option client to {' or '.join(CLIENTS)}"
+            f"{name!r} is no S3 client", hint=f"set HEADRACE_S3 or the option client to {' or '.join(CLIENTS)}"
         )
     return str(name) if name else None
 

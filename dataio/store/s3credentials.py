@@ -75,7 +75,7 @@ class Rotating:
     async def _resolved(self) -> Any:
         if self.profile is None and (keys := of_variables(os.environ)):
             return keys
-        from dataio.store import s3chain
+        from headrace.dataio.store import s3chain
 
         return await s3chain.resolved(self.profile)
 

@@ -20,14 +20,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from dataio.core import limits
-from dataio.core.errors import AccessDeniedError
-from dataio.store.s3config import S3Config
-from dataio.store.s3credentials import Keys
-from dataio.store.s3errors import CHECK_KEYS, translated_s3
-from dataio.store.s3here import Here
-from dataio.store.s3pages import Pages, behind_a_proxy
-from dataio.store.s3session import S3Session, flat
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import AccessDeniedError
+from headrace.dataio.store.s3config import S3Config
+from headrace.dataio.store.s3credentials import Keys
+from headrace.dataio.store.s3errors import CHECK_KEYS, translated_s3
+from headrace.dataio.store.s3here import Here
+from headrace.dataio.store.s3pages import Pages, behind_a_proxy
+from headrace.dataio.store.s3session import S3Session, flat
 
 _PUT_BYTES = 64 * limits.MIB
 _KEYS_SECONDS = 10.0
@@ -119,7 +119,7 @@ class FastSession(S3Session):
             return page if page is not None else await super()._request(operation, doing, parameters)
         if operation not in _NATIVE or flat(parameters.get("Body")).nbytes > _PUT_BYTES:
             return await super()._request(operation, doing, parameters)
-        from dataio.store import s3native
+        from headrace.dataio.store import s3native
 
         native = await self._connected(doing)
         with translated_s3(self.config, doing):
@@ -130,7 +130,7 @@ class FastSession(S3Session):
         """One step between the loop and obstore's threads instead of two, each of which costs more than the request."""
 
         async def request() -> memoryview:
-            from dataio.store import s3native
+            from headrace.dataio.store import s3native
 
             native = await self._connected(doing)
             with translated_s3(self.config, doing):
@@ -141,7 +141,7 @@ class FastSession(S3Session):
 
     async def _connected(self, doing: str) -> Any:
         """obstore's client for the credentials of now: botocore refreshes those that expire."""
-        from dataio.store import s3native
+        from headrace.dataio.store import s3native
 
         keys = await self._keys(doing)
         known = self._native  # which `reconnect` forgets

@@ -3,7 +3,7 @@
 Invariants: obstore says in text alone what happened, so status, code and message are read from the server's XML inside it, and a
 failure of transport from the words of its kind. Its text is shown nowhere, also not as the cause in a traceback, since it
 repeats requests and answers.
-Failure behaviour: text that says nothing known becomes a plain `MillraceError` with the first line's words.
+Failure behaviour: text that says nothing known becomes a plain `HeadraceError` with the first line's words.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from obstore.exceptions import BaseError
 
-from dataio.core.errors import MillraceError, TransientError, UnsupportedError, UsageError
-from dataio.store.s3config import S3Config
-from dataio.store.s3errors import CERTIFICATE_HINT, NETWORK_HINT, REACH_HINT, UnreachableError, from_answer
+from headrace.dataio.core.errors import HeadraceError, TransientError, UnsupportedError, UsageError
+from headrace.dataio.store.s3config import S3Config
+from headrace.dataio.store.s3errors import CERTIFICATE_HINT, NETWORK_HINT, REACH_HINT, UnreachableError, from_answer
 
 _TEXT_BYTES = 64 << 10
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -30,7 +30,7 @@ _OS_WORDS = re.compile(
 
 @contextlib.contextmanager
 def translated_native(config: S3Config, doing: str) -> Iterator[None]:
-    """Turn obstore's errors into Millrace's, without obstore's own as their cause."""
+    """Turn obstore's errors into Headrace's, without obstore's own as their cause."""
     try:
         yield
     except (BaseError, FileNotFoundError) as error:
@@ -40,7 +40,7 @@ def translated_native(config: S3Config, doing: str) -> Iterator[None]:
     raise found from None
 
 
-def _translated(text: str, config: S3Config, doing: str) -> MillraceError:
+def _translated(text: str, config: S3Config, doing: str) -> HeadraceError:
     if status := _STATUS.search(text):
         code, message = _CODE.search(text), _MESSAGE.search(text)
         words = html.unescape(message[1]) if message else ""
@@ -49,7 +49,7 @@ def _translated(text: str, config: S3Config, doing: str) -> MillraceError:
     if "NotPartial" in text:
         return UnsupportedError(
             f"{where} answered a request for a range with the whole object",
-            hint="Millrace needs a server that supports ranged reads; see `millrace doctor URL`",
+            hint="Headrace needs a server that supports ranged reads; see `headrace doctor URL`",
         )
     if "certificate" in text.lower():
         return UsageError(f"{where}: the server's certificate is not trusted", hint=CERTIFICATE_HINT)
@@ -57,7 +57,7 @@ def _translated(text: str, config: S3Config, doing: str) -> MillraceError:
         return UnreachableError(f"{where}: {_words(text)}", hint=REACH_HINT)
     if "HttpError" in text or "reqwest" in text:
         return TransientError(f"{where}: {_words(text)}", hint=NETWORK_HINT)
-    return MillraceError(f"{where}: {text.partition(chr(10))[0][:300]}")
+    return HeadraceError(f"{where}: {text.partition(chr(10))[0][:300]}")
 
 
 def _words(text: str) -> str:

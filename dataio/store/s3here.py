@@ -29,13 +29,13 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dataio.core import limits
-from dataio.core.errors import MillraceError, TransientError, UsageError
-from dataio.store.s3config import S3Config
-from dataio.store.s3credentials import Keys
-from dataio.store.s3errors import CERTIFICATE_HINT, NETWORK_HINT, REACH_HINT, UnreachableError
-from dataio.store.s3pages import quoted, refusal, signed
-from dataio.store.s3session import closed_in_use
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import HeadraceError, TransientError, UsageError
+from headrace.dataio.store.s3config import S3Config
+from headrace.dataio.store.s3credentials import Keys
+from headrace.dataio.store.s3errors import CERTIFICATE_HINT, NETWORK_HINT, REACH_HINT, UnreachableError
+from headrace.dataio.store.s3pages import quoted, refusal, signed
+from headrace.dataio.store.s3session import closed_in_use
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -190,7 +190,7 @@ class Here:
         where = f"{doing}: {self._config.endpoint}"
         try:
             yield
-        except MillraceError:
+        except HeadraceError:
             raise
         except (OSError, EOFError, http.client.IncompleteRead) as error:
             if self._closed:
@@ -199,7 +199,7 @@ class Here:
             words = "the body ended early" if short else str(error) or "the read timed out"
             raise TransientError(f"{where}: {words}", hint=NETWORK_HINT) from error
         except (ValueError, http.client.HTTPException) as error:
-            raise MillraceError(f"{where} answered something that is no HTTP: {error}") from error
+            raise HeadraceError(f"{where} answered something that is no HTTP: {error}") from error
 
     def _leave(self, connection: http.client.HTTPConnection, done: bool) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 """Single requests through native obstore, which `s3fast` sends for what it does not do by itself.
 
 Invariants: one request a call (obstore's retries are off); bodies stream in chunks of about `_CHUNK` bytes. Credentials are
-given to obstore as values, never looked up by it. Payloads are not hashed for the signature; digests of Millrace's own formats
+given to obstore as values, never looked up by it. Payloads are not hashed for the signature; digests of Headrace's own formats
 guard the content.
 Failure behaviour: see `s3fasterrors`.
 """
@@ -15,11 +15,11 @@ from typing import Any
 import obstore
 from obstore.store import S3Store as _Native
 
-from dataio.core import limits
-from dataio.store.s3config import S3Config
-from dataio.store.s3credentials import Keys
-from dataio.store.s3fasterrors import translated_native
-from dataio.store.s3session import flat
+from headrace.dataio.core import limits
+from headrace.dataio.store.s3config import S3Config
+from headrace.dataio.store.s3credentials import Keys
+from headrace.dataio.store.s3fasterrors import translated_native
+from headrace.dataio.store.s3session import flat
 
 _CHUNK = 1 * limits.MIB
 _WHOLE_REQUEST = timedelta(hours=1)

@@ -21,11 +21,11 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from typing import Any
 
-from dataio.core import limits
-from dataio.core.errors import MillraceError, TransientError, UsageError
-from dataio.store.s3config import S3Config
-from dataio.store.s3credentials import Keys
-from dataio.store.s3errors import CERTIFICATE_HINT, NETWORK_HINT, REACH_HINT, UnreachableError, from_answer
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import HeadraceError, TransientError, UsageError
+from headrace.dataio.store.s3config import S3Config
+from headrace.dataio.store.s3credentials import Keys
+from headrace.dataio.store.s3errors import CERTIFICATE_HINT, NETWORK_HINT, REACH_HINT, UnreachableError, from_answer
 
 _PAGE_BYTES = 16 * limits.MIB
 """A thousand keys of 1 KiB, percent-encoded, are 4 MiB."""
@@ -63,7 +63,7 @@ class Pages:
         try:
             return listing(body) | {"ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": found}}
         except (ValueError, ET.ParseError) as error:
-            raise MillraceError(
+            raise HeadraceError(
                 f"{doing}: {self._config.endpoint} answered something that is no listing: {error}"
             ) from error
 
@@ -92,7 +92,7 @@ class Pages:
             words = "the body ended early" if isinstance(error, EOFError) else str(error) or "the read timed out"
             raise TransientError(f"{where}: {words}", hint=NETWORK_HINT) from error
         except (ValueError, asyncio.LimitOverrunError) as error:
-            raise MillraceError(f"{where} answered something that is no HTTP: {error}") from error
+            raise HeadraceError(f"{where} answered something that is no HTTP: {error}") from error
         finally:
             writer.transport.abort()
 
@@ -150,7 +150,7 @@ def canonical(query: Mapping[str, str]) -> str:
     return "&".join(f"{name}={value}" for name, value in pairs)
 
 
-def refusal(status: int, body: bytes, retry_after: str | None, config: S3Config, doing: str) -> MillraceError:
+def refusal(status: int, body: bytes, retry_after: str | None, config: S3Config, doing: str) -> HeadraceError:
     """The error for an answer that is none of success."""
     code = words = ""
     if body.lstrip().startswith(b"<"):

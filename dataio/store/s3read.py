@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from dataio.core.errors import RangeError, TransientError, UnsupportedError
-from dataio.store.checks import check_range, writable_bytes
-from dataio.store.s3session import S3Session, each, length_of
+from headrace.dataio.core.errors import RangeError, TransientError, UnsupportedError
+from headrace.dataio.store.checks import check_range, writable_bytes
+from headrace.dataio.store.s3session import S3Session, each, length_of
 
 GAP_BYTES = 64 << 10
 SPAN_BYTES = 8 << 20
@@ -161,7 +161,7 @@ def _check_answer(answer: dict[str, Any], name: str, span: Span) -> None:
         return
     raise UnsupportedError(
         f"{name}: the server answered a request for bytes {span.start} to {span.stop} with status {status} and {length} bytes",
-        hint="Millrace needs a server that supports ranged reads; see `millrace doctor URL`",
+        hint="Headrace needs a server that supports ranged reads; see `headrace doctor URL`",
     )
 
 

@@ -24,11 +24,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextvars import Context
 from typing import Any, TypeGuard, TypeVar, TypeVarTuple
 
-from dataio.core.errors import AccessDeniedError, MillraceError, UsageError
-from dataio.core.forgotten import Ending
-from dataio.store.s3config import S3Config
-from dataio.store.s3credentials import Keys, Rotating
-from dataio.store.s3errors import translated_s3
+from headrace.dataio.core.errors import AccessDeniedError, HeadraceError, UsageError
+from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.store.s3config import S3Config
+from headrace.dataio.store.s3credentials import Keys, Rotating
+from headrace.dataio.store.s3errors import translated_s3
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -141,7 +141,7 @@ def length_of(answer: Mapping[str, Any], where: str) -> int:
     """How long the object is, by the answer's header."""
     size = answer.get("ContentLength")
     if not isinstance(size, int):
-        raise MillraceError(f"{where} did not say how long the object is", hint="see whether this is an S3 server")
+        raise HeadraceError(f"{where} did not say how long the object is", hint="see whether this is an S3 server")
     return size
 
 
@@ -229,7 +229,7 @@ class _Worker:
                 if self._client is None:
                     import s3fs  # with botocore and aiohttp, half a second: only for who needs them
 
-                    from dataio.store import s3chain
+                    from headrace.dataio.store import s3chain
 
                     arguments = self._config.s3fs_arguments()
                     if credentials := await self.credentials():
@@ -271,7 +271,7 @@ class _Worker:
         if self._loop is None:
             loop = _Loop()
             self._client_lock = asyncio.Lock()
-            thread = threading.Thread(target=self._serve, args=(loop,), name="millrace-s3", daemon=True)
+            thread = threading.Thread(target=self._serve, args=(loop,), name="headrace-s3", daemon=True)
             thread.start()
             self._loop, self._thread = loop, thread
         return self._loop

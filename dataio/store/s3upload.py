@@ -21,22 +21,22 @@ from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dataio.core import limits
-from dataio.core.crashpoints import declare
-from dataio.core.errors import AmbiguousWriteError, CapacityError, MillraceError, NotFoundError
-from dataio.core.log import get_logger
-from dataio.store.contract import Buffer
-from dataio.store.retry import Policy, call_async
-from dataio.store.s3errors import NoSuchUploadError
-from dataio.store.s3session import S3Session
-from dataio.store.uploads import UploadLog
+from headrace.dataio.core import limits
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import AmbiguousWriteError, CapacityError, HeadraceError, NotFoundError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.retry import Policy, call_async
+from headrace.dataio.store.s3errors import NoSuchUploadError
+from headrace.dataio.store.s3session import S3Session
+from headrace.dataio.store.uploads import UploadLog
 
 PART_BYTES = 8 * limits.MIB
 _PARTS_PER_SIZE, _SIZES = 2500, 4
 """2,500 parts each of 8, 16, 32 and 64 MiB: S3 allows 10,000, and some servers want equal parts, which the first 20 GB are."""
 MAX_BYTES = sum(PART_BYTES << i for i in range(_SIZES)) * _PARTS_PER_SIZE
 IN_FLIGHT = 4
-_NONCE = "millrace-upload"
+_NONCE = "headrace-upload"
 _logger = get_logger(__name__)
 _part_sent = declare(
     "store.s3.part-sent", "some parts are uploaded, the upload is not completed; the object is as it was"
@@ -146,7 +146,7 @@ class Upload:
                 self._notes.log.ended(self._notes.key, None)
         except NoSuchUploadError:
             pass
-        except MillraceError as error:
+        except HeadraceError as error:
             _logger.warning("the unfinished upload %s of %s is left on the server: %s", self._id, self._name, error)
 
     async def _cancel(self) -> None:

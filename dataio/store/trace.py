@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from dataio.store.contract import Store
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.wrapper import Wrapper
 
 T = TypeVar("T")
 Span = Callable[[str, Mapping[str, str | int]], AbstractContextManager[object]]

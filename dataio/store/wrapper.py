@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from dataio.core import limits
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store
-from dataio.store.uploads import UploadLog
+from headrace.dataio.core import limits
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.dataio.store.uploads import UploadLog
 
 T = TypeVar("T")
 MULTIPART_BYTES = 64 * limits.MIB

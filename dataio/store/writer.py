@@ -23,8 +23,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from dataio.store.contract import Buffer
-from dataio.store.direct import ALIGN, LEAST_BYTES, REFUSALS
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.direct import ALIGN, LEAST_BYTES, REFUSALS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,7 +105,7 @@ class _Ahead:
         self._block: _Block | None = None
         self._start = self._end = 0
         self._free: list[_Block] = []
-        self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="millrace-write")
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="headrace-write")
         self._writing: deque[Future[None]] = deque()
         self._flags, self._direct = fcntl.fcntl(fd, fcntl.F_GETFL), False
         with contextlib.suppress(OSError):  # a file system that refuses at once

@@ -1,9 +1,10 @@
-"""What every store must do, as tests to inherit: for Millrace's back-ends and for those of others.
+"""What every store must do, as tests to inherit: for Headrace's back-ends and for those of others.
 
 Use: subclass `StoreConformance` in a test module with a fixture `store` (an empty, open store) and a fixture `store_url` (by
 which `open_store` finds the same store from another process); subclass `StoreMachine` with `open_empty` for the stateful
 comparison with a model.
-Invariant: each test is a sentence of `dataio.store.contract`. Failure behaviour: a store that breaks the contract fails a test.
+Invariant: each test is a sentence of `headrace.dataio.store.contract`. Failure behaviour: a store that breaks the
+contract fails a test.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from dataio.core.errors import CapacityError, NotFoundError, UsageError
-from dataio.store.checks import CONDITIONAL_BYTES
-from dataio.store.contract import Store
-from dataio.store.open import open_location
+from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
+from headrace.dataio.store.checks import CONDITIONAL_BYTES
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_location
 
 MIB = 1 << 20
 BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a\nb", "a\0", "a\\b", "\ud800", "x" * 1025]
@@ -333,10 +334,10 @@ class StoreConformance:
 
 
 class _writer(subprocess.Popen[bytes]):
-    """`dataio.testing.writer` with these arguments; killed at the end of a `with` block."""
+    """`headrace.dataio.testing.writer` with these arguments; killed at the end of a `with` block."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "dataio.testing.writer", *arguments]
+        command = [sys.executable, "-m", "headrace.dataio.testing.writer", *arguments]
         super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 

@@ -15,19 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dataio.core import limits
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.errors import (
+from headrace.dataio.core import limits
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import (
     AccessDeniedError,
     AmbiguousWriteError,
     CapacityError,
     CorruptionError,
-    MillraceError,
+    HeadraceError,
     SlowDownError,
     TransientError,
 )
-from dataio.store.contract import Store
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.wrapper import Wrapper
 
 T = TypeVar("T")
 
@@ -46,14 +46,14 @@ class Fault(enum.Enum):
     DELAY = "it succeeds after `seconds`"
 
 
-_BEFORE: dict[Fault, type[MillraceError]] = {
+_BEFORE: dict[Fault, type[HeadraceError]] = {
     Fault.TRANSIENT: TransientError,
     Fault.SLOW_DOWN: SlowDownError,
     Fault.DENIED: AccessDeniedError,
     Fault.FULL: CapacityError,
     Fault.CORRUPT: CorruptionError,
 }
-_AFTER: dict[Fault, type[MillraceError]] = {Fault.LOST_ANSWER: TransientError, Fault.AMBIGUOUS: AmbiguousWriteError}
+_AFTER: dict[Fault, type[HeadraceError]] = {Fault.LOST_ANSWER: TransientError, Fault.AMBIGUOUS: AmbiguousWriteError}
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dataio.core.errors import TransientError
-from dataio.store.contract import Buffer, Store
-from dataio.store.uploads import UploadLog
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.uploads import UploadLog
+from headrace.dataio.store.wrapper import Wrapper
 
 
 @dataclass(frozen=True, slots=True)

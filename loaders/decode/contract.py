@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from dataio.core.errors import MillraceError
-from dataio.core.limits import GIB
-from dataio.shards.contract import VideoInfo
-from loaders.clip import Wanted
-from loaders.decode.geometry import Fit
-from loaders.partial.file import Media
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.limits import GIB
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.partial.file import Media
 
 if TYPE_CHECKING:  # a process that decodes for another needs no torch
     import numpy as np
@@ -68,7 +68,7 @@ class Decoder(Protocol):
 
     name: str
 
-    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         """The clip of every request, or what is wrong with it, in the same order."""
         ...
 

@@ -23,7 +23,7 @@ from av.filter import Graph
 from av.filter.context import FilterContext
 from av.video.frame import VideoFrame
 
-from loaders.decode.contract import Color
+from headrace.loaders.decode.contract import Color
 
 U8 = npt.NDArray[np.uint8]
 Chain = tuple[tuple[str, str], ...]

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
-from dataio.core.log import get_logger, warn_once
-from loaders.decode import nvdec, resize
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.trim import mux, open_window
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.loaders.decode import nvdec, resize
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.trim import mux, open_window
 
 GPU_BATCH = 16
 """Clips that one run of the GPU pipeline decodes together."""
@@ -83,8 +83,8 @@ class DaliDecoder:
         self._idle: list[_Pipeline] = []
         self._lock = threading.Lock()
 
-    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
-        results: list[Decoded | MillraceError] = []
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
+        results: list[Decoded | HeadraceError] = []
         for start in range(0, len(requests), self._batch):
             results += self._decode_some(requests[start : start + self._batch])
         return results
@@ -93,22 +93,22 @@ class DaliDecoder:
         with self._lock:
             self._idle.clear()
 
-    def _decode_some(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+    def _decode_some(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         prepared = [self._prepare(request) for request in requests]
-        good = [(number, feed) for number, (feed, _) in enumerate(prepared) if not isinstance(feed, MillraceError)]
-        frames: dict[int, torch.Tensor | MillraceError] = {}
+        good = [(number, feed) for number, (feed, _) in enumerate(prepared) if not isinstance(feed, HeadraceError)]
+        frames: dict[int, torch.Tensor | HeadraceError] = {}
         if good:
             decoded = self._run_safely([feed for _, feed in good])
             frames = dict(zip((number for number, _ in good), decoded, strict=True))
         results = []
         for number, (feed, wanted) in enumerate(prepared):
-            outcome = feed if isinstance(feed, MillraceError) else frames[number]
+            outcome = feed if isinstance(feed, HeadraceError) else frames[number]
             results.append(
-                outcome if isinstance(outcome, MillraceError) else _checked(outcome, wanted, requests[number])
+                outcome if isinstance(outcome, HeadraceError) else _checked(outcome, wanted, requests[number])
             )
         return results
 
-    def _prepare(self, request: Request) -> tuple[_Feed | MillraceError, _Wanted]:
+    def _prepare(self, request: Request) -> tuple[_Feed | HeadraceError, _Wanted]:
         try:
             with open_window(request) as window:
                 if not window.stamped or len(window.packets) != len(window.times):
@@ -118,10 +118,10 @@ class DaliDecoder:
                 picks = window.picks
                 # for a frame that is asked for again DALI would go back to the key frame
                 return (mux(window), tuple(dict.fromkeys(picks))), (picks, window.pts)
-        except MillraceError as error:
+        except HeadraceError as error:
             return error, ((), ())
 
-    def _run_safely(self, feeds: list[_Feed]) -> list[torch.Tensor | MillraceError]:
+    def _run_safely(self, feeds: list[_Feed]) -> list[torch.Tensor | HeadraceError]:
         try:
             return list(self._run(feeds))
         except (RuntimeError, MemoryError) as error:  # the latter also for memory of the GPU
@@ -181,7 +181,7 @@ def copied(outputs: Any) -> list[torch.Tensor]:
     return found
 
 
-def _checked(frames: torch.Tensor, wanted: _Wanted, request: Request) -> Decoded | MillraceError:
+def _checked(frames: torch.Tensor, wanted: _Wanted, request: Request) -> Decoded | HeadraceError:
     picks, pts = wanted
     places = {pick: place for place, pick in enumerate(dict.fromkeys(picks))}
     expected = (len(places), request.info.height, request.info.width, 3)

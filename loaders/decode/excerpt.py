@@ -21,12 +21,12 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
-from dataio.core import limits
-from dataio.shards.contract import KeyFrame, VideoInfo
-from loaders.clip import Wanted
-from loaders.partial import boxes
-from loaders.partial.boxes import Boxes, Edit, Ints, Stored
-from loaders.partial.file import Media
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.loaders.clip import Wanted
+from headrace.loaders.partial import boxes
+from headrace.loaders.partial.boxes import Boxes, Edit, Ints, Stored
+from headrace.loaders.partial.file import Media
 
 FEW = 2_000
 """Frames; of a video that has fewer, libav has read the tables as quickly."""

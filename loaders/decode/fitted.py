@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from av.video.frame import VideoFrame
 
-from loaders.decode import convert, resize
-from loaders.decode.canvas import sheet
-from loaders.decode.contract import Request
-from loaders.decode.convert import U8, Chain, Converter, Part
-from loaders.decode.geometry import Axis, Fit, axes
+from headrace.loaders.decode import convert, resize
+from headrace.loaders.decode.canvas import sheet
+from headrace.loaders.decode.contract import Request
+from headrace.loaders.decode.convert import U8, Chain, Converter, Part
+from headrace.loaders.decode.geometry import Axis, Fit, axes
 
 _WORTH = 0.95  # of the pixels; leaving away less gains nothing
 Scale = Callable[[torch.Tensor], torch.Tensor]

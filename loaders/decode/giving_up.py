@@ -2,7 +2,7 @@
 
 Purpose: a loader that closes does not wait for the rest of a clip, however long that takes to decode.
 Invariant: an event holds for one thread, inside one block; outside of such blocks `check` does nothing.
-Failure behaviour: `GivenUp`, which is nobody's damage and no `MillraceError`, passes all handlers of samples.
+Failure behaviour: `GivenUp`, which is nobody's damage and no `HeadraceError`, passes all handlers of samples.
 """
 
 from __future__ import annotations

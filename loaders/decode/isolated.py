@@ -16,22 +16,22 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from dataio.core.errors import CorruptionError, DeadlineError, MillraceError, UsageError
-from dataio.shards.contract import AudioInfo
-from dataio.shards.workers.process import WorkerPool, run_module
-from loaders.decode import resize, worker
-from loaders.decode.contract import MAX_CLIP_BYTES, Decoded, Request
-from loaders.decode.pyav import is_quick
-from loaders.partial.file import Given, Media, PartialFile
-from loaders.sound.decode import F32
-from loaders.sound.spec import AudioSpec
+from headrace.dataio.core.errors import CorruptionError, DeadlineError, HeadraceError, UsageError
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.workers.process import WorkerPool, run_module
+from headrace.loaders.decode import resize, worker
+from headrace.loaders.decode.contract import MAX_CLIP_BYTES, Decoded, Request
+from headrace.loaders.decode.pyav import is_quick
+from headrace.loaders.partial.file import Given, Media, PartialFile
+from headrace.loaders.sound.decode import F32
+from headrace.loaders.sound.spec import AudioSpec
 
 SECONDS = 60.0
 """How long a process may take for one clip or window."""
 _HEADER = 1 << 20
 _ASKED = 8
 """So often a process may lack a piece of a file; then it gets all of it."""
-COMMAND = run_module("loaders.decode.worker")
+COMMAND = run_module("headrace.loaders.decode.worker")
 
 
 class IsolatedDecoder:
@@ -46,7 +46,7 @@ class IsolatedDecoder:
         most = min(MAX_CLIP_BYTES + _HEADER, (1 << 32) - 1)
         self._pool = WorkerPool(command, worker.HELLO, workers, answer_bytes=most)
 
-    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         return [self._decode(request) for request in requests]
 
     def hear(
@@ -62,13 +62,13 @@ class IsolatedDecoder:
     def close(self) -> None:
         self._pool.close()
 
-    def _decode(self, request: Request) -> Decoded | MillraceError:
+    def _decode(self, request: Request) -> Decoded | HeadraceError:
         fit = request.fit if is_quick(request) else None
         try:
             done = self._ask(
                 request.data, lambda sent: worker.See(sent, request.info, request.wanted, request.color, fit)
             )
-        except MillraceError as error:
+        except HeadraceError as error:
             return error
         clip = len(request.wanted.values)
         expected = (clip, request.info.height, request.info.width, 3) if fit is None else (clip, 3, *fit.size)

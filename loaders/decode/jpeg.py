@@ -12,9 +12,9 @@ from typing import Any
 
 import simplejpeg
 
-from dataio.shards.contract import VideoInfo
-from dataio.shards.media.container import IMAGE_EXTENSIONS
-from loaders.decode.contract import Request
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.loaders.decode.contract import Request
 
 _CHANNELS = frozenset(["YCbCr", "RGB", "Gray"])
 

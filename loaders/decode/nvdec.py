@@ -17,10 +17,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from dataio.core.errors import UnsupportedError
-from dataio.shards.contract import VideoInfo
-from dataio.shards.media import bitstream
-from loaders.decode.trim import Window
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.media import bitstream
+from headrace.loaders.decode.trim import Window
 
 CODECS = frozenset(["h264", "hevc", "vp9", "av1"])
 FORMATS = frozenset(["yuv420p"])

@@ -19,16 +19,16 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError, MillraceError
-from dataio.shards.media import bitstream, images
-from dataio.shards.media.container import IMAGE_EXTENSIONS
-from loaders.decode import jpeg
-from loaders.decode.canvas import Canvas, Paintable, Quick, Whole
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.convert import U8, Converter
-from loaders.decode.giving_up import check
-from loaders.decode.together import Several, grouped, union
-from loaders.decode.trim import NoStartError, Window, open_window, tells_all
+from headrace.dataio.core.errors import CorruptionError, HeadraceError
+from headrace.dataio.shards.media import bitstream, images
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.loaders.decode import jpeg
+from headrace.loaders.decode.canvas import Canvas, Paintable, Quick, Whole
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.convert import U8, Converter
+from headrace.loaders.decode.giving_up import check
+from headrace.loaders.decode.together import Several, grouped, union
+from headrace.loaders.decode.trim import NoStartError, Window, open_window, tells_all
 
 _WITH_MESSAGES = frozenset(["h264", "hevc"])
 _SKIPPING = frozenset(["h264", "hevc"])
@@ -48,8 +48,8 @@ class PyAVDecoder:
     def __init__(self) -> None:
         self._mine = threading.local()
 
-    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
-        done = dict[int, Decoded | MillraceError]()
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
+        done = dict[int, Decoded | HeadraceError]()
         for numbers in grouped(requests):
             done.update(zip(numbers, self._together([requests[n] for n in numbers]), strict=True))
         return [done[number] for number in range(len(requests))]
@@ -57,17 +57,17 @@ class PyAVDecoder:
     def close(self) -> None:
         self._mine = threading.local()
 
-    def _together(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+    def _together(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         """Requests that begin at one key frame; where that fails, each by itself."""
         if len(requests) > 1:
-            with contextlib.suppress(MillraceError):
+            with contextlib.suppress(HeadraceError):
                 return list(_decoded_together(requests, self._converter))
         return [self._decode(request) for request in requests]
 
-    def _decode(self, request: Request) -> Decoded | MillraceError:
+    def _decode(self, request: Request) -> Decoded | HeadraceError:
         try:
             canvas, pts = _drawn(request, lambda: _canvas(request, self._converter))
-        except MillraceError as error:
+        except HeadraceError as error:
             return error
         return _made(canvas, pts)
 
@@ -99,7 +99,7 @@ def _canvas(request: Request, converter: Converter) -> Any:
         return Whole(request, converter)
     if is_quick(request):
         return Quick(request, fit, converter)
-    from loaders.decode.fitted import Fitted
+    from headrace.loaders.decode.fitted import Fitted
 
     return Fitted(request, fit, converter)
 
@@ -160,7 +160,7 @@ def _from_keys(request: Request, begin: Callable[[], Surface]) -> tuple[Surface,
                 return _clip(replace(window, bare=bare), earlier, begin()), pts
         except CorruptionError as error:
             first = first or error
-        except MillraceError as error:
+        except HeadraceError as error:
             raise first or error from error
     assert first is not None
     raise first

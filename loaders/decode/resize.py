@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from loaders.decode.geometry import Fit, covering, offset
+from headrace.loaders.decode.geometry import Fit, covering, offset
 
 
 def fit(

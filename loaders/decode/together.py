@@ -16,10 +16,10 @@ import msgspec
 from av.video.frame import VideoFrame
 from msgspec.structs import replace
 
-from dataio.shards.media.container import IMAGE_EXTENSIONS
-from loaders.clip import Wanted
-from loaders.decode.canvas import Canvas
-from loaders.decode.contract import Request
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.canvas import Canvas
+from headrace.loaders.decode.contract import Request
 
 
 def beginning(ext: str, wanted: Wanted) -> Hashable:

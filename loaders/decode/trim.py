@@ -31,17 +31,17 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 from msgspec.structs import replace
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
-from dataio.shards.contract import KeyFrame, VideoInfo
-from dataio.shards.media import bitstream
-from dataio.shards.media.bitstream import is_shown
-from dataio.shards.media.container import check_complete
-from loaders.clip import Wanted
-from loaders.decode.contract import MAX_CLIP_BYTES, Request
-from loaders.decode.excerpt import Excerpt, excerpt, pays
-from loaders.decode.giving_up import check
-from loaders.partial.file import Media
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
+from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.dataio.shards.media import bitstream
+from headrace.dataio.shards.media.bitstream import is_shown
+from headrace.dataio.shards.media.container import check_complete
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.contract import MAX_CLIP_BYTES, Request
+from headrace.loaders.decode.excerpt import Excerpt, excerpt, pays
+from headrace.loaders.decode.giving_up import check
+from headrace.loaders.partial.file import Media
 
 _EXPANDED = 4
 _CUT_OFF, _BLOCK = 2, 128

@@ -17,19 +17,19 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
-from dataio.shards.contract import AudioInfo, VideoInfo
-from dataio.shards.media.facts import decode_other, encode_other
-from dataio.shards.workers.probe_worker import die_with_parent, read_frame, write_frame
-from loaders.clip import Wanted
-from loaders.decode.contract import Color, Request
-from loaders.decode.geometry import Fit
-from loaders.decode.pyav import clip_of
-from loaders.partial.file import Given, GivenFile, Media, MissingError
-from loaders.sound.decode import decode_audio
-from loaders.sound.spec import AudioSpec
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.shards.contract import AudioInfo, VideoInfo
+from headrace.dataio.shards.media.facts import decode_other, encode_other
+from headrace.dataio.shards.workers.probe_worker import die_with_parent, read_frame, write_frame
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.contract import Color, Request
+from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.pyav import clip_of
+from headrace.loaders.partial.file import Given, GivenFile, Media, MissingError
+from headrace.loaders.sound.decode import decode_audio
+from headrace.loaders.sound.spec import AudioSpec
 
-HELLO = b"millrace decode 1"
+HELLO = b"headrace decode 1"
 ERRORS = {kind.code: kind for kind in (CorruptionError, UnsupportedError, CapacityError)}
 
 
@@ -88,7 +88,7 @@ def answer(task: Task) -> Answer:
     """Do what is asked."""
     try:
         return _see(task) if isinstance(task, See) else _listen(task)
-    except MillraceError as error:
+    except HeadraceError as error:
         return Failed(error.code, error.message, error.hint)
     except MissingError as error:
         return Missing(error.number)

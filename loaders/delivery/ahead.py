@@ -22,14 +22,14 @@ from concurrent.futures import Future
 
 import msgspec
 
-from dataio.core.errors import MillraceError
-from dataio.shards.contract import Files
-from loaders.contract import Coming, Place
-from loaders.delivery.batch import Batch
-from loaders.delivery.memory import Closed, Memory
-from loaders.delivery.prefetch import Prefetcher
-from loaders.samples.source import Range, Source, spans
-from loaders.works.foreseen import Foreseen
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.shards.contract import Files
+from headrace.loaders.contract import Coming, Place
+from headrace.loaders.delivery.batch import Batch
+from headrace.loaders.delivery.memory import Closed, Memory
+from headrace.loaders.delivery.prefetch import Prefetcher
+from headrace.loaders.samples.source import Range, Source, spans
+from headrace.loaders.works.foreseen import Foreseen
 
 ANNOUNCED_BATCHES = 8
 AT_ONCE, AT_ONCE_PLACES = 8, 128
@@ -47,7 +47,7 @@ def batches_from(plan: Coming, epoch: int, batch: int) -> Iterator[Sequence[Plac
             some = range(batch, min(batch + count, end))
             try:
                 found = plan.places(later, some)
-            except MillraceError:
+            except HeadraceError:
                 if len(some) == 1:
                     raise
                 count = 1

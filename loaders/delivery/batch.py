@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dataio.core.errors import UsageError
-from loaders.contract import Finished, Layout, Room, Stretch
-from loaders.delivery.buffers import Buffers
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.contract import Finished, Layout, Room, Stretch
+from headrace.loaders.delivery.buffers import Buffers
 
 _IN_NUMPY = {torch.int64: np.int64, torch.float64: np.float64}
 AXES: dict[str, tuple[int, int, int, int]] = {"TCHW": (0, 1, 2, 3), "CTHW": (1, 0, 2, 3), "THWC": (0, 2, 3, 1)}

@@ -1,6 +1,6 @@
 """A batch whose samples lie one after the other in one run of bytes, each as long as it is.
 
-Purpose: what `loaders.delivery.batch.Batch` is for samples of one shape, for files as they are stored.
+Purpose: what `headrace.loaders.delivery.batch.Batch` is for samples of one shape, for files as they are stored.
 Invariants: samples lie in the order of their slots without gaps; the index says how long each will be, so all have their place
 before the first is read.
 Failure behaviour: where a sample was left out, or one of another length stands in for it, the batch is put together anew when
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-from dataio.shards.contract import Files
-from loaders.contract import IN_PLACE, Finished, Layout, Stretch
-from loaders.delivery.batch import Batch, Output
-from loaders.delivery.buffers import Buffers
+from headrace.dataio.shards.contract import Files
+from headrace.loaders.contract import IN_PLACE, Finished, Layout, Stretch
+from headrace.loaders.delivery.batch import Batch, Output
+from headrace.loaders.delivery.buffers import Buffers
 
 
 class JoinedBatch(Batch):

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from dataio.core.errors import DeadlineError
-from dataio.shards.contract import Files
-from loaders.contract import Finished, Layout, Place, Room, Stretch
-from loaders.decode.giving_up import GivenUp, giving_up
-from loaders.delivery.batch import Batch, Output
-from loaders.delivery.buffers import Buffers
-from loaders.delivery.joined import JoinedBatch
-from loaders.delivery.memory import Closed
-from loaders.delivery.rows import RowBatch
+from headrace.dataio.core.errors import DeadlineError
+from headrace.dataio.shards.contract import Files
+from headrace.loaders.contract import Finished, Layout, Place, Room, Stretch
+from headrace.loaders.decode.giving_up import GivenUp, giving_up
+from headrace.loaders.delivery.batch import Batch, Output
+from headrace.loaders.delivery.buffers import Buffers
+from headrace.loaders.delivery.joined import JoinedBatch
+from headrace.loaders.delivery.memory import Closed
+from headrace.loaders.delivery.rows import RowBatch
 
 STALL_SECONDS = 600.0
 Make = Callable[[Sequence[Place], Sequence[Room | Stretch | None]], list[Finished]]
@@ -43,7 +43,7 @@ class _Threads:
     def __init__(self, count: int) -> None:
         self._torch_threads = torch.get_num_threads()
         self._lock = threading.Lock()
-        self.pool = ThreadPoolExecutor(count, thread_name_prefix="millrace-loader", initializer=self._start)
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="headrace-loader", initializer=self._start)
 
     def _start(self) -> None:
         """Make torch use one thread in this thread only.

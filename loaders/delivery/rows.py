@@ -1,6 +1,6 @@
 """A batch whose rows hold several samples each, one after the other.
 
-Purpose: what `loaders.delivery.batch.Batch` is for samples of one length, for pieces of recordings that were packed.
+Purpose: what `headrace.loaders.delivery.batch.Batch` is for samples of one length, for pieces of recordings that were packed.
 Invariants: a row has `layout.rows.capacity` samples of sound, or columns of spectrograms, in its last axis; what no piece covers
 is silence. Every list of the batch has one entry
 a row, with a value for each piece that is there, in the order in which they lie: "pieces" (int64, begin and end), "id",
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from loaders.contract import Finished, Layout, Place
-from loaders.delivery.batch import Batch, Output
-from loaders.delivery.buffers import Buffers
+from headrace.loaders.contract import Finished, Layout, Place
+from headrace.loaders.delivery.batch import Batch, Output
+from headrace.loaders.delivery.buffers import Buffers
 
 
 class RowBatch(Batch):

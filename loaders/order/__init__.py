@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dataio.core.lazy import exports
+from headrace.dataio.core.lazy import exports
 
 if TYPE_CHECKING:
-    from loaders.order.buckets import Bucket, Bucketed, Buckets, Durations
-    from loaders.order.evaluation import Evaluation
-    from loaders.order.lanes import MAX_LANES, Order, lanes_for
-    from loaders.order.mixed_buckets import MixedBuckets
-    from loaders.order.mixture import Mixed
-    from loaders.order.packing import Packing
-    from loaders.order.quality import Quality
-    from loaders.order.schedule import Plain, Population, Schedule, Share
+    from headrace.loaders.order.buckets import Bucket, Bucketed, Buckets, Durations
+    from headrace.loaders.order.evaluation import Evaluation
+    from headrace.loaders.order.lanes import MAX_LANES, Order, lanes_for
+    from headrace.loaders.order.mixed_buckets import MixedBuckets
+    from headrace.loaders.order.mixture import Mixed
+    from headrace.loaders.order.packing import Packing
+    from headrace.loaders.order.quality import Quality
+    from headrace.loaders.order.schedule import Plain, Population, Schedule, Share
 
 __all__ = [
     "MAX_LANES",
@@ -41,22 +41,22 @@ __all__ = [
 ]
 
 _HOME = {
-    "MAX_LANES": "loaders.order.lanes",
-    "Bucket": "loaders.order.buckets",
-    "Bucketed": "loaders.order.buckets",
-    "Buckets": "loaders.order.buckets",
-    "Durations": "loaders.order.buckets",
-    "Evaluation": "loaders.order.evaluation",
-    "Mixed": "loaders.order.mixture",
-    "MixedBuckets": "loaders.order.mixed_buckets",
-    "Order": "loaders.order.lanes",
-    "Packing": "loaders.order.packing",
-    "Plain": "loaders.order.schedule",
-    "Population": "loaders.order.schedule",
-    "Quality": "loaders.order.quality",
-    "Schedule": "loaders.order.schedule",
-    "Share": "loaders.order.schedule",
-    "lanes_for": "loaders.order.lanes",
+    "MAX_LANES": "headrace.loaders.order.lanes",
+    "Bucket": "headrace.loaders.order.buckets",
+    "Bucketed": "headrace.loaders.order.buckets",
+    "Buckets": "headrace.loaders.order.buckets",
+    "Durations": "headrace.loaders.order.buckets",
+    "Evaluation": "headrace.loaders.order.evaluation",
+    "Mixed": "headrace.loaders.order.mixture",
+    "MixedBuckets": "headrace.loaders.order.mixed_buckets",
+    "Order": "headrace.loaders.order.lanes",
+    "Packing": "headrace.loaders.order.packing",
+    "Plain": "headrace.loaders.order.schedule",
+    "Population": "headrace.loaders.order.schedule",
+    "Quality": "headrace.loaders.order.quality",
+    "Schedule": "headrace.loaders.order.schedule",
+    "Share": "headrace.loaders.order.schedule",
+    "lanes_for": "headrace.loaders.order.lanes",
 }
 
 __getattr__, __dir__ = exports(__name__, _HOME)

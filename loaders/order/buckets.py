@@ -29,12 +29,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core.errors import UsageError
-from loaders.kinds import settle
-from loaders.order.interleave import Interleave
-from loaders.order.lanes import Order
-from loaders.order.permutation import I64, key_of, short
-from loaders.order.schedule import Population, Share, ordered_share, orders_digest
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.kinds import settle
+from headrace.loaders.order.interleave import Interleave
+from headrace.loaders.order.lanes import Order
+from headrace.loaders.order.permutation import I64, key_of, short
+from headrace.loaders.order.schedule import Population, Share, ordered_share, orders_digest
 
 MAX_BUCKETS = 256
 MAX_SIDE = 16_384

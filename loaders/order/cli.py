@@ -1,8 +1,8 @@
-"""`millrace order`: how well a dataset would be shuffled, and what that costs in reads; of several, how evenly they are mixed,
+"""`headrace order`: how well a dataset would be shuffled, and what that costs in reads; of several, how evenly they are mixed,
 also in buckets.
 
 Invariant: reads the index and no media. Standard output holds results only.
-Failure behaviour: errors are raised for `dataio.cli` to report.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataio.core.errors import UsageError
-from dataio.core.options import Parser, count
-from loaders.order.schedule import Population
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.options import Parser, count
+from headrace.loaders.order.schedule import Population
 
 if TYPE_CHECKING:
-    from dataio.shards.dataset import Dataset
-    from loaders.order.buckets import Buckets
-    from loaders.order.quality import Balance, BucketBalance, Quality
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.loaders.order.buckets import Buckets
+    from headrace.loaders.order.quality import Balance, BucketBalance, Quality
 
 _SHADES = " ░▒▓█"
 
 
 def order(argv: list[str]) -> int:
-    """`millrace order DATASET...`"""
+    """`headrace order DATASET...`"""
     args = _parser().parse_args(argv)
     if len(args.datasets) == 1 and (args.weights is not None or args.temperature != 1.0):
         raise UsageError("--weights and --temperature are of a mixture, and one dataset is none", hint="name several")
-    from dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.dataset import Dataset
 
     found: list[Quality] = []
     sizes = dict[str, Population]()
@@ -66,7 +66,7 @@ def _json(found: Sequence[Quality], mixed: Balance | None, shaped: Sequence[Buck
 
 
 def _buckets(args: argparse.Namespace) -> Buckets:
-    from loaders.order.buckets import Bucket, Buckets
+    from headrace.loaders.order.buckets import Bucket, Buckets
 
     shapes = tuple(Bucket((height, width), *frames) for height, width, *frames in args.bucket)
     most = max(h * w * (f or args.frames) for h, w, f in ((*b.size, b.frames) for b in shapes))
@@ -89,8 +89,8 @@ def _sorted(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> lis
 def _mix_in(
     buckets: Buckets, cells: Mapping[str, Sequence[Population]], args: argparse.Namespace
 ) -> list[BucketBalance]:
-    from loaders.order.mixed_buckets import MixedBuckets
-    from loaders.order.quality import bucket_balances
+    from headrace.loaders.order.mixed_buckets import MixedBuckets
+    from headrace.loaders.order.quality import bucket_balances
 
     for url, row in cells.items():
         if not any(cell.samples for cell in row):
@@ -112,8 +112,8 @@ def _by_name(named: Mapping[str, object], args: argparse.Namespace) -> dict[str,
 
 
 def _mix(sizes: Mapping[str, Population], args: argparse.Namespace) -> Balance:
-    from loaders.order.mixture import Mixed
-    from loaders.order.quality import balance
+    from headrace.loaders.order.mixture import Mixed
+    from headrace.loaders.order.quality import balance
 
     if len(sizes) < len(args.datasets):
         raise UsageError("a dataset was named twice", hint="mix it with another one")
@@ -133,8 +133,8 @@ def _mix(sizes: Mapping[str, Population], args: argparse.Namespace) -> Balance:
 def _measure(dataset: Dataset, args: argparse.Namespace) -> Quality:
     import pyarrow.compute as pc
 
-    from loaders.order.lanes import Order
-    from loaders.order.quality import quality
+    from headrace.loaders.order.lanes import Order
+    from headrace.loaders.order.quality import quality
 
     shards = pc.dictionary_encode(dataset.columns(["shard"])["shard"]).combine_chunks()
     made = Order.of(
@@ -149,9 +149,9 @@ def _measure(dataset: Dataset, args: argparse.Namespace) -> Quality:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="millrace order",
+        prog="headrace order",
         description="Measure the order in which a loader would take a dataset's samples, beside a full shuffle.",
-        epilog="exit codes: see millrace --help",
+        epilog="exit codes: see headrace --help",
     )
     parser.add_argument(
         "datasets",
@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let the datasets name folders of this machine, private hosts and other S3 endpoints",
     )
-    parser.add_argument("--where", metavar="CONDITION", help="only these samples (millrace filter --help)")
+    parser.add_argument("--where", metavar="CONDITION", help="only these samples (headrace filter --help)")
     parser.add_argument(
         "--batch", metavar="N", type=count, default=64, help="size of the global batch (default: %(default)s)"
     )

@@ -21,10 +21,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from dataio.core.errors import UsageError
-from loaders.order.lanes import Order
-from loaders.order.permutation import key_of, short
-from loaders.order.schedule import Population, Share, ordered_share
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.lanes import Order
+from headrace.loaders.order.permutation import key_of, short
+from headrace.loaders.order.schedule import Population, Share, ordered_share
 
 
 @dataclass(frozen=True)

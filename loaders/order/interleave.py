@@ -23,8 +23,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dataio.core.errors import UsageError
-from loaders.order.permutation import I64
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.permutation import I64
 
 MAX_QUOTAS = 1 << 30
 """Sum of the quotas at most: the sums of floors then fit 64 bits."""

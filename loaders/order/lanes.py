@@ -25,9 +25,9 @@ from functools import cached_property
 
 import numpy as np
 
-from dataio.core.errors import UsageError
-from dataio.core.limits import MIB
-from loaders.order.permutation import I64, U64, key_of, permute, unpermute
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import MIB
+from headrace.loaders.order.permutation import I64, U64, key_of, permute, unpermute
 
 MAX_LANES = 240
 """More lanes than nodes is enough: 240 has the most divisors of the numbers near it."""

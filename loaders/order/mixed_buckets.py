@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dataio.core.errors import UsageError
-from loaders.order.interleave import Interleave
-from loaders.order.lanes import Order
-from loaders.order.mixture import (
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.interleave import Interleave
+from headrace.loaders.order.lanes import Order
+from headrace.loaders.order.mixture import (
     MERGED,
     RESOLUTION,
     Mixed,
@@ -39,8 +39,8 @@ from loaders.order.mixture import (
     segments_of,
     weights_digest,
 )
-from loaders.order.permutation import I64, key_of, short
-from loaders.order.schedule import Population, Share, orders_digest
+from headrace.loaders.order.permutation import I64, key_of, short
+from headrace.loaders.order.schedule import Population, Share, orders_digest
 
 _START = 10  # keeps the key apart from those of the other rooms
 _ENDLESS = 1 << 60

@@ -32,12 +32,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dataio.core.errors import UsageError
-from loaders.kinds import plain
-from loaders.order.lanes import Order, lanes_for
-from loaders.order.permutation import I64, key_of, short
-from loaders.order.schedule import Population, Share, orders_digest, part, sizes
-from loaders.order.strata import Strata
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.kinds import plain
+from headrace.loaders.order.lanes import Order, lanes_for
+from headrace.loaders.order.permutation import I64, key_of, short
+from headrace.loaders.order.schedule import Population, Share, orders_digest, part, sizes
+from headrace.loaders.order.strata import Strata
 
 MAX_SOURCES = 1024
 MAX_SEGMENTS = 64

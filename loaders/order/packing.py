@@ -16,7 +16,7 @@ the order of their numbers; at most `lookahead` pieces are considered at a time.
 share a sequence in every epoch, and which sequences share a batch changes. How many sequences there are depends on the key.
 Where sequences are counted on over epochs, as in mixtures, all packings are brought to one number of sequences (`with_room`,
 `stretched`) by halving a few; a packing that needs more is not used, and elsewhere one that fills no batch.
-Cost (`millrace bench pieces --only packed`): once, when a loader is opened; with `anew` in every epoch, of which two are kept.
+Cost (`headrace bench pieces --only packed`): once, when a loader is opened; with `anew` in every epoch, of which two are kept.
 Failure behaviour: `UsageError` for a capacity or lookahead that cannot be, and where nothing is left to pack.
 """
 
@@ -30,9 +30,9 @@ from typing import Literal
 
 import numpy as np
 
-from dataio.core.errors import UsageError
-from loaders.kinds import settle
-from loaders.order.permutation import I64, U64, key_of, permute
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.kinds import settle
+from headrace.loaders.order.permutation import I64, U64, key_of, permute
 
 MAX_LOOKAHEAD = 65_536
 GROUP = 4

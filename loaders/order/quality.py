@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core.errors import UsageError
-from loaders.order.lanes import Order
-from loaders.order.mixed_buckets import MixedBuckets
-from loaders.order.mixture import RESOLUTION, Mixed
-from loaders.order.permutation import I64, key_of, permute
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.lanes import Order
+from headrace.loaders.order.mixed_buckets import MixedBuckets
+from headrace.loaders.order.mixture import RESOLUTION, Mixed
+from headrace.loaders.order.permutation import I64, key_of, permute
 
 MAX_READS = 1 << 22
 _FULL = 9  # keeps the key of the full shuffle apart from those of the other rooms

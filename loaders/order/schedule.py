@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 import numpy as np
 
-from dataio.core.errors import UsageError
-from loaders.order.lanes import Order
-from loaders.order.permutation import I64, key_of, short
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.lanes import Order
+from headrace.loaders.order.permutation import I64, key_of, short
 
 AT_ONCE = 1024
 """Places of a rank that are computed at once."""

@@ -7,7 +7,8 @@ How. The slots of a batch of G are G points on a circle, spread evenly over it; 
 it gets floor(w * G) or ceil(w * G) of them, however the points are turned. Each batch turns them by `step`, which is golden on
 the circle, on that of a lane's points and on that of one point's neighbourhood, so slots, lanes and the sum of batches see every
 stream by its share. A lane's G / K points are evenly spread, too; hence by Hermite's identity (Graham, Knuth, Patashnik, Concrete
-Mathematics, 3.2) one floor counts those on an arc, and sums of floors (`loaders.order.interleave`) all that lay there before.
+Mathematics, 3.2) one floor counts those on an arc, and sums of floors (`headrace.loaders.order.interleave`) all that
+lay there before.
 Neighbouring slots lie far apart, in the order of van der Corput's sequence (to the bases of the factors of G): so the slots of a
 rank are evenly spread, too, exactly so for most world sizes, as for powers of two that divide K, or G where K is 1.
 
@@ -24,9 +25,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dataio.core.errors import UsageError
-from loaders.order.interleave import MAX_QUOTAS, evenly, floor_sums, golden
-from loaders.order.permutation import I64
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.interleave import MAX_QUOTAS, evenly, floor_sums, golden
+from headrace.loaders.order.permutation import I64
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core import limits
-from loaders.partial.file import Media
+from headrace.dataio.core import limits
+from headrace.loaders.partial.file import Media
 
 EXTENSIONS = frozenset(["mp4", "m4a", "m4b", "m4v", "mov"])
 WRONG = (struct.error, ValueError, KeyError, IndexError, ZeroDivisionError)

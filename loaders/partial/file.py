@@ -19,13 +19,13 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, NotFoundError, RangeError
-from dataio.shards.contract import Member, Pieces
-from dataio.shards.pieces import is_right
-from loaders.partial import needed
-from loaders.partial.heads import Heads
-from loaders.partial.needed import Runs
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from headrace.dataio.shards.contract import Member, Pieces
+from headrace.dataio.shards.pieces import is_right
+from headrace.loaders.partial import needed
+from headrace.loaders.partial.heads import Heads
+from headrace.loaders.partial.needed import Runs
 
 AHEAD_BYTES = 8 * limits.MIB
 KEPT_BYTES = 64 * limits.MIB
@@ -134,7 +134,7 @@ class PartialFile:
             where = self._member.offset + number * self._pieces.size
             raise CorruptionError(
                 f"{self._name}: the {len(view)} bytes at {where} are not those that were packed",
-                hint="check the dataset with `millrace verify`",
+                hint="check the dataset with `headrace verify`",
             )
         return view
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from dataio.core import limits
-from dataio.shards.contract import Member
-from loaders.partial.needed import Runs, merged
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import Member
+from headrace.loaders.partial.needed import Runs, merged
 
 HELD_BYTES = 64 * limits.MIB
 """Of one loader, whose sources share it out evenly."""

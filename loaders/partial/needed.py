@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from operator import attrgetter, itemgetter
 
-from dataio.core import limits
-from dataio.shards.contract import AudioInfo, Member, Sample, VideoInfo
-from loaders.clip import Clip, Wanted, choose
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import AudioInfo, Member, Sample, VideoInfo
+from headrace.loaders.clip import Clip, Wanted, choose
 
 MOST = 0.5
 """Files of which a clip needs a larger share are read whole."""

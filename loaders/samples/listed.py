@@ -1,4 +1,4 @@
-"""How a loader goes by a shared list of bad samples (`loaders.samples.shared_list`).
+"""How a loader goes by a shared list of bad samples (`headrace.loaders.samples.shared_list`).
 
 Purpose: say which version of the list each epoch goes by, mark the places of batches with it, and put on the list what is found.
 Invariants: a place that is marked is refused or not by the version, the run and the epoch alone. Nothing here keeps the loader
@@ -19,13 +19,13 @@ import blake3
 import msgspec
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError, MillraceError
-from dataio.core.log import get_logger, warn_once
-from loaders.contract import Place, Plan
-from loaders.plan import OrderPlan
-from loaders.refusals import Refusal
-from loaders.samples.shared_list import Entry, QuarantineList, spot_of
-from loaders.state import Difference, Position
+from headrace.dataio.core.errors import CorruptionError, HeadraceError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.loaders.contract import Place, Plan
+from headrace.loaders.plan import OrderPlan
+from headrace.loaders.refusals import Refusal
+from headrace.loaders.samples.shared_list import Entry, QuarantineList, spot_of
+from headrace.loaders.state import Difference, Position
 
 KEPT_EPOCHS = 1024
 """More than batches are looked up ahead of the trainer, who may be as many epochs behind where each has one batch."""
@@ -43,7 +43,7 @@ class AsOf(msgspec.Struct, frozen=True):
     epoch: int
     urls: tuple[str, ...]
 
-    def refuses(self, place: Place) -> MillraceError | None:
+    def refuses(self, place: Place) -> HeadraceError | None:
         """Why the sample of this place is not read, or None."""
         entry = self.list.refused(spot_of(place.sample, self.urls[place.source]), self.version, self.run, self.epoch)
         return None if entry is None else CorruptionError(f"it is on the list at {self.list.url}: {entry.reason}")
@@ -120,7 +120,7 @@ class Listed:
         try:
             why = refusal.key, refusal.code, refusal.reason
             self.list.append([Entry(*spot, *why, self._run, epoch, suspected=True, process=PROCESS)])
-        except MillraceError as error:
+        except HeadraceError as error:
             warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
             self._sealed = True  # the trainer waits here: once is enough
             return False

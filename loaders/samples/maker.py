@@ -16,16 +16,16 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
-from dataio.core.trace import span
-from dataio.shards.contract import Sample
-from loaders.contract import Finished, Loaded, Place, Plan, Room, Stretch, Work
-from loaders.decode.giving_up import check
-from loaders.delivery.memory import Memory
-from loaders.partial.needed import Runs, together
-from loaders.refusals import Refusal
-from loaders.samples.quarantine import Quarantine
-from loaders.samples.source import Source, ranges
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.trace import span
+from headrace.dataio.shards.contract import Sample
+from headrace.loaders.contract import Finished, Loaded, Place, Plan, Room, Stretch, Work
+from headrace.loaders.decode.giving_up import check
+from headrace.loaders.delivery.memory import Memory
+from headrace.loaders.partial.needed import Runs, together
+from headrace.loaders.refusals import Refusal
+from headrace.loaders.samples.quarantine import Quarantine
+from headrace.loaders.samples.source import Source, ranges
 
 MAX_SUBSTITUTES = 16
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
@@ -60,11 +60,11 @@ class Maker:
         tensors."""
         outcomes = self._try(places, rooms)
         return [
-            self._instead(place, room, outcome) if isinstance(outcome, MillraceError) else outcome
+            self._instead(place, room, outcome) if isinstance(outcome, HeadraceError) else outcome
             for place, room, outcome in zip(places, rooms, outcomes, strict=True)
         ]
 
-    def _try(self, places: Sequence[Place], rooms: Rooms) -> list[Finished | MillraceError]:
+    def _try(self, places: Sequence[Place], rooms: Rooms) -> list[Finished | HeadraceError]:
         needs = [
             _WHOLE if isinstance(r, Stretch) else self._work.partial(p) for p, r in zip(places, rooms, strict=True)
         ]
@@ -85,12 +85,12 @@ class Maker:
         read = ranges(sample, self._work.members(sample), partial)
         return sum([length for _, _, length in read]) + self._work.cost(sample)
 
-    def _load_all(self, places: Sequence[Place], rooms: Rooms, needs: Sequence[Needs]) -> list[Loaded | MillraceError]:
+    def _load_all(self, places: Sequence[Place], rooms: Rooms, needs: Sequence[Needs]) -> list[Loaded | HeadraceError]:
         """Parts of one sample share its bytes."""
         shared = dict[tuple[int, int], list[Needs]]()
         for place, need in zip(places, needs, strict=True):
             shared.setdefault(_which(place), []).append(need)
-        there = dict[tuple[int, int], Loaded | MillraceError]()
+        there = dict[tuple[int, int], Loaded | HeadraceError]()
         for place, room in zip(places, rooms, strict=True):
             which = _which(place)
             if which not in there:
@@ -98,19 +98,19 @@ class Maker:
         found = [there[_which(place)] for place in places]
         return [
             one
-            if isinstance(one, MillraceError) or one.place is place
+            if isinstance(one, HeadraceError) or one.place is place
             else replace(one, place=place, room=_drawn(room))
             for place, room, one in zip(places, rooms, found, strict=True)
         ]
 
-    def _load_joined(self, places: Sequence[Place], rooms: Rooms) -> list[Loaded | MillraceError]:
+    def _load_joined(self, places: Sequence[Place], rooms: Rooms) -> list[Loaded | HeadraceError]:
         """What is delivered as it is, read to where it belongs: all in one go, and one by one from the first on with which
         something is wrong."""
         wanted = dict[int, list[int]]()
         for slot, (place, room) in enumerate(zip(places, rooms, strict=True)):
             if isinstance(room, Stretch) and not self._quarantine.condemned(place):
                 wanted.setdefault(place.source, []).append(slot)
-        found: list[Loaded | MillraceError | None] = [None] * len(places)
+        found: list[Loaded | HeadraceError | None] = [None] * len(places)
         for source, slots in wanted.items():
             stretches = [room for slot in slots if isinstance(room := rooms[slot], Stretch)]
             whole = self._sources[source].fetch_first(stretches)
@@ -118,7 +118,7 @@ class Maker:
                 found[slot] = Loaded(places[slot], {}, None, stretch.files)
         return [one or self._load(places[slot], None, _WHOLE) for slot, one in enumerate(found)]
 
-    def _load(self, place: Place, room: Room | Stretch | None, partial: Needs) -> Loaded | MillraceError:
+    def _load(self, place: Place, room: Room | Stretch | None, partial: Needs) -> Loaded | HeadraceError:
         """Read the bytes and check them; of files that are read in part, that is done when they are looked at."""
         check()  # a store may take seconds for each
         known = self._quarantine.condemned(place)
@@ -131,12 +131,12 @@ class Maker:
             self._quarantine.condemn(place, error)
             return error
 
-    def _instead(self, place: Place, room: Room | Stretch | None, error: MillraceError) -> Finished:
+    def _instead(self, place: Place, room: Room | Stretch | None, error: HeadraceError) -> Finished:
         if self._on_bad == "replace" or not isinstance(error, DAMAGE):
             return self._substitute(place, room, error)
         return Finished(place.sample, {}, refusals=(self._refusal(place, error),))
 
-    def _substitute(self, place: Place, room: Room | Stretch | None, error: MillraceError) -> Finished:
+    def _substitute(self, place: Place, room: Room | Stretch | None, error: HeadraceError) -> Finished:
         """The first neighbour that is whole."""
         refusals: list[Refusal] = []
         refused, first = place, error
@@ -149,12 +149,12 @@ class Maker:
                 break
             refused = other
             outcome = self._try([refused], [self._room_for(refused.sample, room)])[0]
-            if not isinstance(outcome, MillraceError):
+            if not isinstance(outcome, HeadraceError):
                 return replace(outcome, refusals=tuple(refusals))
             error = outcome
         raise CorruptionError(
             f"sample {place.sample.key!r} is damaged ({first.message}), and so is every sample that could stand in for it",
-            hint="check the dataset with `millrace verify`",
+            hint="check the dataset with `headrace verify`",
         ) from first
 
     def _room_for(self, sample: Sample, room: Room | Stretch | None) -> Room | Stretch | None:
@@ -164,7 +164,7 @@ class Maker:
         files = self._joined(sample)
         return Stretch(files, room.memory) if files.size == len(room.memory) else None
 
-    def _refusal(self, place: Place, error: MillraceError) -> Refusal:
+    def _refusal(self, place: Place, error: HeadraceError) -> Refusal:
         sample = place.sample
         for_good = self._quarantine.condemned(place) is not None
         url = self._plan.datasets[place.source].url

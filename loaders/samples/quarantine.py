@@ -18,12 +18,12 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from dataio.core import metrics
-from dataio.core.errors import CorruptionError, MillraceError, UsageError
-from dataio.core.log import get_logger
-from loaders.contract import Place
-from loaders.kinds import plain
-from loaders.refusals import Refusal
+from headrace.dataio.core import metrics
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.loaders.contract import Place
+from headrace.loaders.kinds import plain
+from headrace.loaders.refusals import Refusal
 
 _log = get_logger(__name__)
 
@@ -51,12 +51,12 @@ class Quarantine:
     ) -> None:
         self._limit, self._newly, self._keep = limit, newly, keep
         self._lock = threading.Lock()
-        self._condemned: dict[tuple[int, int], MillraceError] = {}
+        self._condemned: dict[tuple[int, int], HeadraceError] = {}
         self._delivered: dict[tuple[int, int], Refusal] = {}
         self._loaded: frozenset[tuple[int, int]] = frozenset()
         self._kept = set[tuple[int, int]]()
 
-    def condemn(self, place: Place, error: MillraceError) -> None:
+    def condemn(self, place: Place, error: HeadraceError) -> None:
         """Never read this place's sample again. Known at once, listed when the batch is delivered.
 
         What is kept is the error without its frames, which would keep the bytes that were read.
@@ -64,7 +64,7 @@ class Quarantine:
         with self._lock:
             self._condemned.setdefault((place.source, place.sample.id), type(error)(error.message, hint=error.hint))
 
-    def condemned(self, place: Place) -> MillraceError | None:
+    def condemned(self, place: Place) -> HeadraceError | None:
         """Why this place's sample is not read any more, or None."""
         known = place.asof.refuses(place) if place.asof is not None else None
         return known or self._condemned.get((place.source, place.sample.id))
@@ -87,7 +87,7 @@ class Quarantine:
             last = next(reversed(self._delivered.values()))
             raise CorruptionError(
                 f"more than {self._limit} samples are damaged; the last one, {last.key}: {last.reason}",
-                hint="check the dataset with `millrace verify`, or raise quarantine_limit",
+                hint="check the dataset with `headrace verify`, or raise quarantine_limit",
             )
 
     @property
@@ -102,7 +102,7 @@ class Quarantine:
 
     def load(self, condemned: Sequence[tuple[int, int]]) -> None:
         """Become what `state` returned."""
-        known = dict[tuple[int, int], MillraceError]()
+        known = dict[tuple[int, int], HeadraceError]()
         if condemned:  # the first error of a process takes a millisecond, which a run without one need not wait for
             reason = CorruptionError("its bytes were found to be wrong before this run was resumed")
             known = dict.fromkeys(condemned, reason)

@@ -29,11 +29,11 @@ from typing import Any
 import blake3
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UsageError
-from dataio.shards.contract import Sample
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UsageError
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 FORMAT = 1
 MAX_VERSIONS = 100_000

@@ -20,16 +20,16 @@ from typing import NoReturn
 
 import xxhash
 
-from dataio.cache.contract import GAP_BYTES, Read, ShardReader, one_by_one
-from dataio.core.errors import CorruptionError, MillraceError, NotFoundError, RangeError
-from dataio.core.log import get_logger, warn_once
-from dataio.shards.contract import Files, Member, Sample
-from dataio.store.contract import Store
-from loaders.decode.giving_up import check
-from loaders.partial import needed
-from loaders.partial.file import Media, PartialFile
-from loaders.partial.heads import HELD_BYTES, Heads
-from loaders.partial.needed import Runs
+from headrace.dataio.cache.contract import GAP_BYTES, Read, ShardReader, one_by_one
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, RangeError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.shards.contract import Files, Member, Sample
+from headrace.dataio.store.contract import Store
+from headrace.loaders.decode.giving_up import check
+from headrace.loaders.partial import needed
+from headrace.loaders.partial.file import Media, PartialFile
+from headrace.loaders.partial.heads import HELD_BYTES, Heads
+from headrace.loaders.partial.needed import Runs
 
 _log = get_logger(__name__)
 
@@ -156,7 +156,7 @@ class Source:
         """`fetch_into` for one after the other, as far as nothing is wrong: how many of the first are there. What is the matter
         with the next one, `fetch_into` or `fetch` says."""
         done = 0
-        with contextlib.suppress(MillraceError):
+        with contextlib.suppress(HeadraceError):
             for first in range(0, len(wanted), AT_ONCE):
                 some = wanted[first : first + AT_ONCE]
                 reads = [(files.shard, _pieces(files, memory)) for files, memory in some]
@@ -208,7 +208,7 @@ class Source:
             return again
         raise CorruptionError(
             f"{shard}: the {length} bytes at {offset} are not those that were packed",
-            hint="check the dataset with `millrace verify`",
+            hint="check the dataset with `headrace verify`",
         )
 
 
@@ -223,7 +223,7 @@ def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
     return pieces
 
 
-def _lost(shard: str, error: MillraceError) -> CorruptionError:
+def _lost(shard: str, error: HeadraceError) -> CorruptionError:
     """The shard is gone, or too short for the range."""
     return CorruptionError(f"{shard}: {error.message}", hint=error.hint)
 

@@ -1,7 +1,8 @@
 """Log-mel spectrograms by a graph of DALI, on a GPU or on the CPU.
 
 Purpose: on a GPU the spectrograms of a batch in one run; on the CPU the same graph, by which the tests compare it.
-Invariants: the formulas are those of `loaders.sound.mel`, from whose results these differ by less than 1e-3 wherever the power
+Invariants: the formulas are those of `headrace.loaders.sound.mel`, from whose results these differ by less than 1e-3
+wherever the power
 is at least 1e-6 of the sound's largest; the tests see that of the CPU graph everywhere, and of the GPU's where there is one. What
 comes out of a run is what went in: a number goes through the graph with each channel.
 Failure behaviour: `UnsupportedError` at construction without DALI or without the GPU; DALI's own errors pass through, since no
@@ -20,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataio.core.errors import UnsupportedError
-from loaders.decode.dali import copied, dali_installed, gpu_count
-from loaders.sound.features import LogMel
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.loaders.decode.dali import copied, dali_installed, gpu_count
+from headrace.loaders.sound.features import LogMel
 
 MAX_CHANNELS = 64
 """Channels that one run transforms; more are several runs."""

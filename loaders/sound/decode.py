@@ -3,7 +3,8 @@
 Purpose: (compressed bytes, what the index says, when the clip begins) -> float32 samples.
 
 Invariants: the result has exactly `AudioSpec.samples` samples a channel, the first of which is what sounds at the
-instant of the clip's first frame, by time stamps (`loaders.sound.layout`) and rounded to the nearest sample of the source.
+instant of the clip's first frame, by time stamps (`headrace.loaders.sound.layout`) and rounded to the nearest sample of
+the source.
 What the file does not hold (before its first sound, after its last, a gap) is zero. Equal arguments give equal samples.
 Failure behaviour: `CorruptionError` for what cannot be demultiplexed or decoded inside the window.
 """
@@ -24,19 +25,19 @@ from av.container import InputContainer
 from av.packet import Packet
 from av.video.stream import VideoStream
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, SoundMark
-from dataio.shards.media.probe import DECODING_SOUND
-from loaders.decode.trim import demuxed, open_media
-from loaders.partial.file import Media
-from loaders.sound.excerpts import cut, ogg
-from loaders.sound.excerpts.contract import Excerpt, mark_before
-from loaders.sound.excerpts.cut import SETTLING, WARM_UP
-from loaders.sound.excerpts.decoded import decoded
-from loaders.sound.layout import F32 as F32
-from loaders.sound.layout import Head, Heard, heard, pts
-from loaders.sound.resample import resampled
-from loaders.sound.spec import AudioSpec
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.dataio.shards.media.probe import DECODING_SOUND
+from headrace.loaders.decode.trim import demuxed, open_media
+from headrace.loaders.partial.file import Media
+from headrace.loaders.sound.excerpts import cut, ogg
+from headrace.loaders.sound.excerpts.contract import Excerpt, mark_before
+from headrace.loaders.sound.excerpts.cut import SETTLING, WARM_UP
+from headrace.loaders.sound.excerpts.decoded import decoded
+from headrace.loaders.sound.layout import F32 as F32
+from headrace.loaders.sound.layout import Head, Heard, heard, pts
+from headrace.loaders.sound.resample import resampled
+from headrace.loaders.sound.spec import AudioSpec
 
 T = TypeVar("T")
 Made = tuple[F32, Fraction]

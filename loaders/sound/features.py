@@ -1,4 +1,4 @@
-"""Log-mel spectrograms: what is wanted. `loaders.sound.mel` computes them.
+"""Log-mel spectrograms: what is wanted. `headrace.loaders.sound.mel` computes them.
 
 Purpose: the description, apart from what needs torch. Pure.
 Invariant: equal descriptions give equal spectrograms.
@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dataio.core.errors import UsageError
-from loaders.kinds import settle
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.kinds import settle
 
 MAX_FFT = 1 << 16
 MAX_BANDS = 1024

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from av.audio.frame import AudioFrame
 
-from dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 
 F32 = npt.NDArray[np.float32]
 _ROUNDED = Fraction(1, 1000)

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from loaders.sound.features import LogMel
+from headrace.loaders.sound.features import LogMel
 
 _LINEAR_HZ, _BREAK_HZ, _LOG_STEP = 200 / 3, 1000.0, math.log(6.4) / 27  # Slaney's scale: linear, then logarithmic
 

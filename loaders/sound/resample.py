@@ -23,8 +23,8 @@ import numpy as np
 from av.audio.frame import AudioFrame
 from av.filter import Graph
 
-from loaders.sound.layout import F32
-from loaders.sound.spec import LAYOUTS, AudioSpec
+from headrace.loaders.sound.layout import F32
+from headrace.loaders.sound.spec import LAYOUTS, AudioSpec
 
 AT_ONCE = 1 << 13
 """Samples of each channel, about."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from dataio.core.errors import UsageError
-from loaders.clip import Clip
-from loaders.kinds import settle
-from loaders.sound.features import LogMel
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.clip import Clip
+from headrace.loaders.kinds import settle
+from headrace.loaders.sound.features import LogMel
 
 LAYOUTS = {1: "mono", 2: "stereo"}
 MAX_SAMPLES = 1 << 27

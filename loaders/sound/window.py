@@ -1,7 +1,7 @@
 """Which stretch of a recording: chosen by the sample, from what the index says of it.
 
 Purpose: turn (what the index says of a sound, what the trainer wants, a place) into an instant. Pure.
-Invariants: those of `loaders.clip`: the choice is a function of its arguments alone. Instants count from the sound's
+Invariants: those of `headrace.loaders.clip`: the choice is a function of its arguments alone. Instants count from the sound's
 first sample. A recording shorter than the window is played from its beginning.
 Failure behaviour: `UsageError` for an impossible `Window`.
 """
@@ -13,11 +13,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from dataio.core.errors import UsageError
-from dataio.shards.contract import AudioInfo
-from loaders.clip import Counts, Start, Values, check_start, first_of
-from loaders.contract import Place
-from loaders.kinds import settle
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.loaders.clip import Counts, Start, Values, check_start, first_of
+from headrace.loaders.contract import Place
+from headrace.loaders.kinds import settle
 
 MAX_SECONDS = 86_400.0
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from dataio.core.errors import MillraceError, UsageError
-from dataio.shards.contract import Sample
-from loaders.contract import Finished, Layout, Loaded, Place, Work
-from loaders.partial.needed import Runs
+from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.shards.contract import Sample
+from headrace.loaders.contract import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.partial.needed import Runs
 
 _TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn
 _OURS = frozenset(["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"])
@@ -45,10 +45,10 @@ class Around:
     def cost(self, sample: Sample) -> int:
         return self._inner.cost(sample)
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
         done = self._inner.do(self._given(loaded))
         return [
-            result if isinstance(result, MillraceError) else self._more(one.place, result)
+            result if isinstance(result, HeadraceError) else self._more(one.place, result)
             for one, result in zip(loaded, done, strict=True)
         ]
 
@@ -68,7 +68,7 @@ class WithColumns(Around):
     has none."""
 
     def __init__(self, inner: Work, columns: Sequence[str]) -> None:
-        from dataio.shards.index.rows import to_row  # with Arrow, which loaders without columns do without
+        from headrace.dataio.shards.index.rows import to_row  # with Arrow, which loaders without columns do without
 
         super().__init__(inner)
         self._columns, self._row = tuple(columns), to_row
@@ -131,7 +131,7 @@ class Transformed(Around):
 
 def known_columns(fields: Mapping[str, object]) -> list[str]:
     """The names that `columns` may hold: those of the index and the promoted `fields` of a sample."""
-    from dataio.shards.index import rows
+    from headrace.dataio.shards.index import rows
 
     return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
 

@@ -1,7 +1,8 @@
 """Video: choose the clip's frames, decode them, cut them to the wanted size, and add the sound of the same window.
 
 Purpose: the `Work` behind `VideoLoader`; a picture is a clip of one frame.
-Invariants: those of `loaders.contract`; the frames are those that `loaders.clip.choose` names, and the sound begins at the
+Invariants: those of `headrace.loaders.contract`; the frames are those that `headrace.loaders.clip.choose` names, and
+the sound begins at the
 instant of the first of them.
 Failure behaviour: damage of one sample is returned in its place.
 """
@@ -15,24 +16,24 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
-from dataio.core.log import get_logger, warn_once
-from dataio.shards.contract import Sample, VideoInfo
-from dataio.shards.media.container import other_videos
-from loaders.clip import Clip, Wanted, choose
-from loaders.contract import Finished, Layout, Loaded, Place
-from loaders.decode import resize
-from loaders.decode.contract import Color, Decoded, Decoder, Request
-from loaders.decode.geometry import Fit
-from loaders.decode.together import beginning
-from loaders.partial import needed
-from loaders.partial.needed import Runs
-from loaders.samples.maker import DAMAGE
-from loaders.works.cut import Cut
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.shards.contract import Sample, VideoInfo
+from headrace.dataio.shards.media.container import other_videos
+from headrace.loaders.clip import Clip, Wanted, choose
+from headrace.loaders.contract import Finished, Layout, Loaded, Place
+from headrace.loaders.decode import resize
+from headrace.loaders.decode.contract import Color, Decoded, Decoder, Request
+from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.together import beginning
+from headrace.loaders.partial import needed
+from headrace.loaders.partial.needed import Runs
+from headrace.loaders.samples.maker import DAMAGE
+from headrace.loaders.works.cut import Cut
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it
-    from loaders.sound.decode import Hear
-    from loaders.sound.spec import AudioSpec
+    from headrace.loaders.sound.decode import Hear
+    from headrace.loaders.sound.spec import AudioSpec
 
 _log = get_logger(__name__)
 _WHOLE = Cut()
@@ -114,7 +115,7 @@ class ClipWork:
         clip is ever held."""
         self._look, self._decoder, self._one_by_one = look, decoder, one_by_one
         if hear is None and look.audio is not None:
-            from loaders.sound.decode import decode_audio
+            from headrace.loaders.sound.decode import decode_audio
 
             hear = decode_audio
         self._hear, self._told = hear, False
@@ -166,7 +167,7 @@ class ClipWork:
         height, width = look.size
         return picture * _DECODING + height * width * 3 * look.clip.frames
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
         requests = [self._request(one) for one in loaded]
         decoded = iter(self._decoder.decode([r for r in requests if isinstance(r, Request)]))
         return [
@@ -177,7 +178,7 @@ class ClipWork:
     def close(self) -> None:
         self._decoder.close()
 
-    def _request(self, loaded: Loaded) -> Request | MillraceError:
+    def _request(self, loaded: Loaded) -> Request | HeadraceError:
         place = loaded.place
         video = place.sample.video
         if video is None:
@@ -217,8 +218,8 @@ class ClipWork:
     def _turned(self, video: VideoInfo) -> bool:
         return self._look.rotate and video.rotation % 360 != 0
 
-    def _finish(self, loaded: Loaded, request: Request, decoded: Decoded | MillraceError) -> Finished | MillraceError:
-        if isinstance(decoded, MillraceError):
+    def _finish(self, loaded: Loaded, request: Request, decoded: Decoded | HeadraceError) -> Finished | HeadraceError:
+        if isinstance(decoded, HeadraceError):
             return decoded
         if len(decoded.pts) != len(request.wanted.values) or len(decoded.frames) != len(decoded.pts):
             return CorruptionError(f"{len(decoded.frames)} frames came out for the {len(request.wanted.values)} wanted")
@@ -247,6 +248,6 @@ class ClipWork:
             return torch.zeros(spec.channels, samples), 0
         if info.ext != video.ext:  # a file of its own: it begins when the video does
             start -= video.start_pts * video.time_base
-        from loaders.works.windows import finished_sound
+        from headrace.loaders.works.windows import finished_sound
 
         return finished_sound(self._hear, loaded, info, start, spec, samples)

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from dataio.core.errors import UsageError
-from loaders.contract import Place
-from loaders.kinds import plain
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.contract import Place
+from headrace.loaders.kinds import plain
 
 _TOP, _LEFT, _FLIP = 22, 23, 24  # keep the keys apart from those of clip starts and of the order
 

@@ -1,7 +1,8 @@
 """Files as they are stored: read, checked, and left as they are.
 
 Purpose: the `Work` behind `FileLoader`.
-Invariants: those of `loaders.contract`; the bytes of a sample are those of its files, in the order in which they were asked for.
+Invariants: those of `headrace.loaders.contract`; the bytes of a sample are those of its files, in the order in which
+they were asked for.
 Failure behaviour: none of its own: what is damaged or missing was found when it was read.
 """
 
@@ -12,11 +13,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from dataio.core.errors import MillraceError
-from dataio.shards.contract import Files, Sample
-from loaders.contract import IN_PLACE, Finished, Layout, Loaded, Place
-from loaders.partial.needed import Runs
-from loaders.samples.source import files
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.shards.contract import Files, Sample
+from headrace.loaders.contract import IN_PLACE, Finished, Layout, Loaded, Place
+from headrace.loaders.partial.needed import Runs
+from headrace.loaders.samples.source import files
 
 BYTES, SIZES = "bytes", "sizes"
 _IN_PLACE = {BYTES: IN_PLACE}
@@ -41,7 +42,7 @@ class FileWork:
     def cost(self, sample: Sample) -> int:
         return 0
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
         return [self._one(one) for one in loaded]
 
     def close(self) -> None:

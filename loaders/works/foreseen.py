@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dataio.core.errors import MillraceError
-from loaders.contract import Finished, Loaded, Place, Work
-from loaders.partial.needed import Runs
-from loaders.works.added import Around
+from headrace.dataio.core.errors import HeadraceError
+from headrace.loaders.contract import Finished, Loaded, Place, Work
+from headrace.loaders.partial.needed import Runs
+from headrace.loaders.works.added import Around
 
 
 class Foreseen(Around):
@@ -36,5 +36,5 @@ class Foreseen(Around):
         held = self._held.pop(id(place), None)
         return self._inner.partial(place) if held is None else held[1]
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
         return self._inner.do(loaded)

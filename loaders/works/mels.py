@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 from msgspec.structs import replace
 
-from dataio.core.errors import MillraceError
-from loaders.contract import Finished, Layout, Loaded, Work
-from loaders.decode.dali import gpu_count
-from loaders.sound.dali_mel import DaliMel
-from loaders.sound.features import LogMel
-from loaders.sound.mel import log_mel
-from loaders.sound.spec import AudioSpec
-from loaders.works.added import Around
+from headrace.dataio.core.errors import HeadraceError
+from headrace.loaders.contract import Finished, Layout, Loaded, Work
+from headrace.loaders.decode.dali import gpu_count
+from headrace.loaders.sound.dali_mel import DaliMel
+from headrace.loaders.sound.features import LogMel
+from headrace.loaders.sound.mel import log_mel
+from headrace.loaders.sound.spec import AudioSpec
+from headrace.loaders.works.added import Around
 
 Make = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -36,7 +36,7 @@ class WithMels(Around):
         inner = self._inner.layout
         return replace(inner, tensors=tuple("mel" if name == "audio" else name for name in inner.tensors))
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
         done = self._inner.do(loaded)
         mels = iter(self._make([one.tensors["audio"] for one in done if isinstance(one, Finished)]))
         return [_instead(one, next(mels)) if isinstance(one, Finished) else one for one in done]

@@ -1,7 +1,7 @@
 """Pieces of recordings: decode the stretch that the packing names.
 
 Purpose: the `Work` behind `AudioLoader(packing=...)`.
-Invariants: those of `loaders.contract`; a piece has exactly as many samples as its place says, at the wanted rate, with
+Invariants: those of `headrace.loaders.contract`; a piece has exactly as many samples as its place says, at the wanted rate, with
 zeros after the end of a recording that holds less than the index says. Where spectrograms are wanted, rows, pieces and places
 are counted in their columns, and a piece's are those of its stretch of sound alone: nothing of its neighbours enters. A stretch
 too short to be transformed is followed by zeros.
@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from dataio.core.errors import MillraceError, UnsupportedError
-from dataio.shards.contract import AudioInfo
-from loaders.contract import Finished, Layout, Loaded, Place, Rows
-from loaders.decode.isolated import IsolatedDecoder
-from loaders.order.packing import Packing
-from loaders.order.permutation import I64
-from loaders.plan import Stream, column
-from loaders.samples.maker import DAMAGE
-from loaders.sound.features import LogMel
-from loaders.sound.spec import AudioSpec
-from loaders.sound.window import Window
-from loaders.works.windows import WindowWork, finished_sound
+from headrace.dataio.core.errors import HeadraceError, UnsupportedError
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.loaders.contract import Finished, Layout, Loaded, Place, Rows
+from headrace.loaders.decode.isolated import IsolatedDecoder
+from headrace.loaders.order.packing import Packing
+from headrace.loaders.order.permutation import I64
+from headrace.loaders.plan import Stream, column
+from headrace.loaders.samples.maker import DAMAGE
+from headrace.loaders.sound.features import LogMel
+from headrace.loaders.sound.spec import AudioSpec
+from headrace.loaders.sound.window import Window
+from headrace.loaders.works.windows import WindowWork, finished_sound
 
 
 class PieceWork(WindowWork):
@@ -53,7 +53,7 @@ class PieceWork(WindowWork):
         rate = self._spec.sample_rate
         return Fraction(place.fit.start * self._hop, rate), Fraction(place.fit.length * self._hop, rate)
 
-    def _one(self, loaded: Loaded) -> Finished | MillraceError:
+    def _one(self, loaded: Loaded) -> Finished | HeadraceError:
         info, fit = loaded.place.sample.audio, loaded.place.fit
         if info is None or fit is None:
             return UnsupportedError("the sample holds no sound")

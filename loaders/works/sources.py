@@ -1,7 +1,7 @@
 """Works that look at where a sample comes from: its source's name, its bucket's shape.
 
 Purpose: what mixtures and buckets add to any work, by wrapping it.
-Invariants: those of `loaders.contract`.
+Invariants: those of `headrace.loaders.contract`.
 Failure behaviour: that of the works inside.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from dataio.core.errors import MillraceError
-from dataio.shards.contract import Sample
-from loaders.contract import Finished, Layout, Loaded, Place, Work
-from loaders.partial.needed import Runs
-from loaders.works.added import Around
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.shards.contract import Sample
+from headrace.loaders.contract import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.partial.needed import Runs
+from headrace.loaders.works.added import Around
 
 
 class Named(Around):
@@ -53,8 +53,8 @@ class ByStream:
     def cost(self, sample: Sample) -> int:
         return max(work.cost(sample) for work in self._works)
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
-        done = dict[int, Finished | MillraceError]()
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
+        done = dict[int, Finished | HeadraceError]()
         for stream in sorted({one.place.stream for one in loaded}):
             slots = [slot for slot, one in enumerate(loaded) if one.place.stream == stream]
             done.update(zip(slots, self._works[stream].do([loaded[slot] for slot in slots]), strict=True))

@@ -1,7 +1,8 @@
 """Sound alone: choose the window, decode it, and resample it.
 
 Purpose: the `Work` behind `AudioLoader`, and `finished_sound`, by which clips get theirs.
-Invariants: those of `loaders.contract`; the first sample of a window is the one that `loaders.sound.window.begin` names.
+Invariants: those of `headrace.loaders.contract`; the first sample of a window is the one that
+`headrace.loaders.sound.window.begin` names.
 Failure behaviour: damage of one sample is returned in its place.
 """
 
@@ -12,16 +13,16 @@ from fractions import Fraction
 
 import torch
 
-from dataio.core.errors import MillraceError, UnsupportedError
-from dataio.shards.contract import AudioInfo, Sample
-from loaders.contract import Finished, Layout, Loaded, Place
-from loaders.decode.isolated import IsolatedDecoder
-from loaders.partial import needed
-from loaders.partial.needed import Runs
-from loaders.samples.maker import DAMAGE
-from loaders.sound.decode import Hear, decode_audio
-from loaders.sound.spec import AudioSpec
-from loaders.sound.window import Window, begin
+from headrace.dataio.core.errors import HeadraceError, UnsupportedError
+from headrace.dataio.shards.contract import AudioInfo, Sample
+from headrace.loaders.contract import Finished, Layout, Loaded, Place
+from headrace.loaders.decode.isolated import IsolatedDecoder
+from headrace.loaders.partial import needed
+from headrace.loaders.partial.needed import Runs
+from headrace.loaders.samples.maker import DAMAGE
+from headrace.loaders.sound.decode import Hear, decode_audio
+from headrace.loaders.sound.spec import AudioSpec
+from headrace.loaders.sound.window import Window, begin
 
 
 class WindowWork:
@@ -58,14 +59,14 @@ class WindowWork:
         audio = sample.audio
         return 0 if audio is None else round(audio.sample_rate * self._window.seconds) * audio.channels * 4
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
         return [self._one(one) for one in loaded]
 
     def close(self) -> None:
         if self._apart is not None:
             self._apart.close()
 
-    def _one(self, loaded: Loaded) -> Finished | MillraceError:
+    def _one(self, loaded: Loaded) -> Finished | HeadraceError:
         info = loaded.place.sample.audio
         if info is None:
             return UnsupportedError("the sample holds no sound")

@@ -7,11 +7,11 @@ import os
 import tempfile
 from pathlib import Path
 
-from dataio import Dataset, index, pack
-from dataio.shards import tar
-from dataio.shards.media.describe import describe
-from dataio.shards.media.facts import Failure
-from dataio.shards.workers.probe_worker import limit_memory
+from headrace.dataio import Dataset, index, pack
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.media.describe import describe
+from headrace.dataio.shards.media.facts import Failure
+from headrace.dataio.shards.workers.probe_worker import limit_memory
 
 
 def scan_tar(path: str) -> None:
@@ -47,7 +47,7 @@ def read_dataset(path: str) -> None:
 
 def describe_member(path: str) -> None:
     """Describe one file as a probe worker does, in this process."""
-    from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
+    from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 
     limit_memory()
     answer = describe([(Path(path).suffix[1:], path)])

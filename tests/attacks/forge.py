@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataio import index
-from dataio.core import seal
-from dataio.shards.index.digests import digest
-from dataio.shards.index.rows import BLOCKS, block_digests, footer_bytes
+from headrace.dataio import index
+from headrace.dataio.core import seal
+from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.index.rows import BLOCKS, block_digests, footer_bytes
 
 VERSION = "versions/00000001.json"
 

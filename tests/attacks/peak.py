@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataio.core.errors import MillraceError
+from headrace.dataio.core.errors import HeadraceError
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def main() -> None:
         try:
             function(argument)
             raised[argument] = None
-        except MillraceError as error:
+        except HeadraceError as error:
             raised[argument] = [type(error).__name__, error.code, str(error)]
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(json.dumps({"raised": raised, "self": _own_peak(), "children": children}))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import tarfile
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
-from dataio.shards import tar
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.shards import tar
 
 
 def archive(members: list[tuple[str, bytes]]) -> bytes:
@@ -46,7 +46,7 @@ def record(key: str, value: str) -> bytes:
 
 GOOD = archive([("a.mp4", b"good")])[: -len(tar.END)]
 BODY = b"evil".ljust(512, b"\0")
-ATTACKS: dict[str, tuple[bytes, type[MillraceError], str]] = {
+ATTACKS: dict[str, tuple[bytes, type[HeadraceError], str]] = {
     "dot dot": (header("../b.mp4") + BODY, UnsupportedError, "leave its folder"),
     "dot dot inside": (header("a/../../b.mp4") + BODY, UnsupportedError, "leave its folder"),
     "absolute": (header("/etc/b.mp4") + BODY, UnsupportedError, "leave its folder"),

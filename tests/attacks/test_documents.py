@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dataio.core import limits
+from headrace.dataio.core import limits
 from tests.attacks import forge, peak
 
 MIB = 700

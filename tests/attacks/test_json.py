@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dataio.core import limits
+from headrace.dataio.core import limits
 from tests.attacks import peak
 
 MIB = 160 + 40 * limits.SAMPLE_JSON_BYTES // limits.MIB

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dataio import index
-from dataio.core.errors import CorruptionError
+from headrace.dataio import index
+from headrace.dataio.core.errors import CorruptionError
 from tests.attacks import media as bombs
 from tests.attacks import peak
 

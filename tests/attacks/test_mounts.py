@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from dataio import Dataset, cli, index
-from dataio.core.errors import AccessDeniedError, CorruptionError, MillraceError, UnsupportedError, UsageError
-from dataio.shards.ingest.pack import append
-from dataio.shards.verify.run import verify
-from dataio.shards.versions import documents
-from dataio.shards.versions.documents import Mount
-from dataio.shards.versions.mounting import mount_of, with_mounts
-from dataio.store import allowed
-from dataio.store.contract import Location, Store
-from dataio.store.mounts import Mounts
-from dataio.store.open import open_location, open_store
+from headrace.dataio import Dataset, cli, index
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, HeadraceError, UnsupportedError, UsageError
+from headrace.dataio.shards.ingest.pack import append
+from headrace.dataio.shards.verify.run import verify
+from headrace.dataio.shards.versions import documents
+from headrace.dataio.shards.versions.documents import Mount
+from headrace.dataio.shards.versions.mounting import mount_of, with_mounts
+from headrace.dataio.store import allowed
+from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.mounts import Mounts
+from headrace.dataio.store.open import open_location, open_store
 from tests.attacks import forge
 
 GIVEN = {"key": "AKIAEXPLICITKEY00000", "secret": "explicit/secret", "token": "SESSIONTOKEN", "region": "us-east-1"}
@@ -83,12 +83,12 @@ def mounted(
     return with_mounts(base, document, False, dict(given), trust)[0]
 
 
-def asked_for(store: Store) -> MillraceError | None:
+def asked_for(store: Store) -> HeadraceError | None:
     """What reading an object of the mount raises."""
     with store:
         try:
             store.get("mounts/m1/a")
-        except MillraceError as error:
+        except HeadraceError as error:
             return error
     return None
 
@@ -251,7 +251,7 @@ def test_trust_is_given_to_everything_that_opens_a_dataset(tmp_path: Path, capsy
 
 
 def test_loaders_take_trust_too(tmp_path: Path) -> None:
-    from loaders import FileLoader, Mixture
+    from headrace.loaders import FileLoader, Mixture
 
     index(forge.good(tmp_path / "tars") / "shards", tmp_path / "ds").close()
     how: dict[str, Any] = {"files": ["bin"], "batch_size": 2, "rank": 0, "world_size": 1, "sidecar": None}

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from checkpoint import Checkpointer, read
-from checkpoint.format import chunk, documents
-from checkpoint.format import manifest as manifests
-from checkpoint.state import tree
-from checkpoint.state.tree import MetaNode, PartsNode, TensorRef
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError
+from headrace.checkpoint import Checkpointer, read
+from headrace.checkpoint.format import chunk, documents
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.state import tree
+from headrace.checkpoint.state.tree import MetaNode, PartsNode, TensorRef
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError
 
 RUN = "r"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import MillraceError
-from dataio.shards import tar
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.shards import tar
 from tests.attacks import peak
 from tests.attacks.tars import ATTACKS, GOOD
 
@@ -32,7 +32,7 @@ def test_every_tar_attack_is_a_named_error_in_little_memory(corpus: dict[Path, s
     assert len(outcome.raised) == len(ATTACKS)
     for path, raised in outcome.raised.items():
         _, kinds, _ = ATTACKS[corpus[Path(path)]]
-        allowed: tuple[type[MillraceError], ...] = kinds if isinstance(kinds, tuple) else (kinds,)
+        allowed: tuple[type[HeadraceError], ...] = kinds if isinstance(kinds, tuple) else (kinds,)
         assert raised is not None, corpus[Path(path)]
         assert raised[0] in {kind.__name__ for kind in allowed}, (corpus[Path(path)], raised)
         assert Path(path).name in raised[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.demo import trainer
+from headrace.bench.demo import trainer
 
 
 def main(*arguments: str) -> int:

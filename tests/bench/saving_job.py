@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint import Checkpointer
+from headrace.checkpoint import Checkpointer
 
 TENSORS = 4
 

@@ -1,4 +1,4 @@
-"""`millrace bench all`: whatever was asked for is in the report, with what became of it."""
+"""`headrace bench all`: whatever was asked for is in the report, with what became of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import all as everything
-from bench.all import PLAN, Short, allowance, run
-from bench.cli import COMMANDS, bench, usage
-from bench.core.results import Run, read
-from dataio.core.errors import UsageError
+from headrace.bench import all as everything
+from headrace.bench.all import PLAN, Short, allowance, run
+from headrace.bench.cli import COMMANDS, bench, usage
+from headrace.bench.core.results import Run, read
+from headrace.dataio.core.errors import UsageError
 
 
 def document() -> Run:
@@ -50,7 +50,7 @@ def test_done_failed_cut_off_and_skipped_parts_are_all_in_the_report(
     assert (parts["broken"].status, "neither a bucket nor a directory" in parts["broken"].why) == ("failed", True)
     assert parts["endless"].status == "interrupted"
     assert "cut off after its" in parts["endless"].why
-    assert parts["endless"].candidates["millrace"].metrics, "what it had measured is gone"
+    assert parts["endless"].candidates["headrace"].metrics, "what it had measured is gone"
     assert (parts["late"].status, parts["late"].why) == ("skipped", "no time was left; --minutes gives more")
     assert [part.name for part in read(tmp_path / "bench.json").parts] == ["simulate", "broken", "endless", "late"]
     text = (tmp_path / "report.html").read_text()
@@ -68,7 +68,17 @@ def test_a_benchmark_may_take_what_the_later_ones_do_not_need_and_else_its_share
 
 
 def test_ctrl_c_ends_it_and_says_what_was_not_begun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dataio.cli", "bench", "all", "--only", "directory,simulate", "-o", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.dataio.cli",
+        "bench",
+        "all",
+        "--only",
+        "directory,simulate",
+        "-o",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not (tmp_path / "directory.log").exists() and time.monotonic() < until:
@@ -104,16 +114,19 @@ def test_help_is_there_at_once_and_a_wrong_name_is_wrong_use() -> None:
         bench(["guess"])
     assert all(name in usage() for name in COMMANDS)
     subprocess.run(
-        [sys.executable, "-m", "dataio.cli", "bench", "--help"], check=True, capture_output=True, timeout=150
+        [sys.executable, "-m", "headrace.dataio.cli", "bench", "--help"], check=True, capture_output=True, timeout=150
     )
-    code = "import sys, bench.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, headrace.bench.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=150).returncode == 0
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_benchmark_has_help_with_exit_codes(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "dataio.cli", "bench", name, "--help"], capture_output=True, text=True, timeout=150
+        [sys.executable, "-m", "headrace.dataio.cli", "bench", name, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     assert "exit codes:" in done.stdout

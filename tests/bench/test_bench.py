@@ -1,4 +1,4 @@
-"""`millrace bench`: measures what it says, names what failed."""
+"""`headrace bench`: measures what it says, names what failed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.core.measure import Candidate, alternate
-from bench.core.results import Metric, Part, Samples
-from bench.core.table import part_table
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part, Samples
+from headrace.bench.core.table import part_table
 
-COMMAND = [sys.executable, "-m", "dataio.cli", "bench"]
+COMMAND = [sys.executable, "-m", "headrace.dataio.cli", "bench"]
 
 
 def test_candidates_alternate_and_what_is_no_figure_is_a_failure() -> None:
@@ -48,21 +48,21 @@ def test_checkpoints_are_measured_beside_their_peers(tmp_path: Path) -> None:
             str(tmp_path),
             "--lora",
             "--only",
-            "millrace",
+            "headrace",
             "dcp.async_save",
         ],
         capture_output=True,
         text=True,
         timeout=170,
-        env={**os.environ, "MILLRACE_BENCH_CHECKPOINT_MIB": "64", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "HEADRACE_BENCH_CHECKPOINT_MIB": "64", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["parts"][0]["candidates"]
-    assert set(found) == {"millrace", "dcp.async_save"}
+    assert set(found) == {"headrace", "dcp.async_save"}
     for name, samples in found.items():
         assert samples["metrics"]["first_mib"][0] >= 50, name
         assert samples["metrics"]["restore_s"][0] > 0, name
-    ours, theirs = found["millrace"]["metrics"], found["dcp.async_save"]["metrics"]
+    ours, theirs = found["headrace"]["metrics"], found["dcp.async_save"]["metrics"]
     for kind, share in (("frozen", 0.2), ("lora", 0.1)):
         assert ours[f"{kind}_mib"][0] < share * theirs[f"{kind}_mib"][0], "what did not change was written again"
     assert not list(tmp_path.iterdir()), "the benchmark left something behind"

@@ -1,4 +1,4 @@
-"""`millrace bench checkpoint`: what is asked for, and how it is shown."""
+"""`headrace bench checkpoint`: what is asked for, and how it is shown."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import sys
 
 import pytest
 
-from bench import checkpoint
-from bench.checkpointing import places
-from bench.checkpointing.entries import ENTRIES, OURS, SHORT, Entry, runs_here
-from bench.core.results import Part, Samples
-from dataio.core.errors import UsageError
-from dataio.store.open import open_store
+from headrace.bench import checkpoint
+from headrace.bench.checkpointing import places
+from headrace.bench.checkpointing.entries import ENTRIES, OURS, SHORT, Entry, runs_here
+from headrace.bench.core.results import Part, Samples
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.store.open import open_store
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "loader"])
 def test_help_imports_nothing_heavy(name: str) -> None:
     program = (
-        "import sys\nfrom dataio.cli import main\n"
+        "import sys\nfrom headrace.dataio.cli import main\n"
         f"try: main(['bench', {name!r}, '--help'])\n"
         "except SystemExit: pass\n"
         "print([n for n in ('torch', 'av', 'pyarrow') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
-    assert f"usage: millrace bench {name}" in done.stdout
+    assert f"usage: headrace bench {name}" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -46,12 +46,12 @@ def test_what_makes_no_sense_is_refused(options: list[str]) -> None:
 def test_every_place_has_a_table_with_what_was_measured_there() -> None:
     part = Part("checkpoint", settings={"on": ["disk", "s3"]}, metrics=checkpoint.METRICS)
     for place, stall in (("disk", 0.25), ("s3", 0.5)):
-        for name, factor in (("millrace", 1), ("dcp.async_save", 4)):
+        for name, factor in (("headrace", 1), ("dcp.async_save", 4)):
             part.candidates[f"{place}: {name}"] = Samples({"first_stall_s": [factor * stall]})
     text = checkpoint.show(part)
     assert "### disk" in text
     assert "### s3" in text
-    assert text.count("| millrace ÷ dcp.async_save | 0.25 |") == 2
+    assert text.count("| headrace ÷ dcp.async_save | 0.25 |") == 2
     assert "restore" not in text, "nobody measured it"
 
 
@@ -84,8 +84,8 @@ def test_a_place_is_empty_when_a_candidate_begins_so_that_what_it_writes_is_coun
 @pytest.mark.timeout(600)
 @pytest.mark.s3
 def test_two_ranks_save_and_restore_on_tmpfs_and_s3() -> None:
-    command = [sys.executable, "-m", "dataio.cli", "bench", "checkpoint", "--size", "32MiB", "--ranks", "2"]
-    only = ["--only", "millrace", "millrace, lazy", "dcp.async_save"]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "bench", "checkpoint", "--size", "32MiB", "--ranks", "2"]
+    only = ["--only", "headrace", "headrace, lazy", "dcp.async_save"]
     done = subprocess.run(
         [*command, "--on", "tmpfs,s3", "--rounds", "1", *only], capture_output=True, text=True, timeout=500
     )

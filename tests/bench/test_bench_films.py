@@ -1,4 +1,4 @@
-"""`millrace bench loader --kind films`: what a film is, that all who take clips of it take the same, and what is counted."""
+"""`headrace bench loader --kind films`: what a film is, that all who take clips of it take the same, and what is counted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import av
 import pytest
 
-from bench.loader import by_hand, candidates, data, entrants
-from bench.loader.__main__ import measure
-from bench.loader.place import Place
-from bench.sidecar_node import server
-from dataio.cli import main
+from headrace.bench.loader import by_hand, candidates, data, entrants
+from headrace.bench.loader.__main__ import measure
+from headrace.bench.loader.place import Place
+from headrace.bench.sidecar_node import server
+from headrace.dataio.cli import main
 
 TINY = data.Kind("tiny", 2, 64, 48, 12, 32, parts=3, per_file=2, shard_bytes=1 << 20)
 
@@ -66,8 +66,8 @@ from pathlib import Path
 
 import torch
 
-from bench.loader import by_hand, candidates
-from bench.loader.place import Place
+from headrace.bench.loader import by_hand, candidates
+from headrace.bench.loader.place import Place
 from tests.bench.test_bench_films import TINY
 
 place = Place(Path(sys.argv[1]))
@@ -112,8 +112,8 @@ import functools
 import sys
 from pathlib import Path
 
-from bench.loader import by_hand, entrants, ways
-from bench.loader.place import Place
+from headrace.bench.loader import by_hand, entrants, ways
+from headrace.bench.loader.place import Place
 from tests.bench.test_bench_films import TINY
 
 place = Place(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""`millrace bench loader`: the same clips through every loader, each delivered once."""
+"""`headrace bench loader`: the same clips through every loader, each delivered once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,30 @@ from pathlib import Path
 
 import pytest
 
-from bench.loader import candidates, data
-from bench.loader.__main__ import measure
-from bench.loader.place import Place
-from bench.sidecar_node import server
-from dataio import Dataset
-from dataio.cli import main
+from headrace.bench.loader import candidates, data
+from headrace.bench.loader.__main__ import measure
+from headrace.bench.loader.place import Place
+from headrace.bench.sidecar_node import server
+from headrace.dataio import Dataset
+from headrace.dataio.cli import main
 
 ONLY = (candidates.OURS, candidates.FLOOR, "webdataset + PyAV, 0 workers")
 
 
 def test_loaders_are_measured_beside_their_peers(tmp_path: Path) -> None:
     only = [argument for name in ONLY for argument in ("--only", name)]
-    command = [sys.executable, "-m", "dataio.cli", "bench", "loader", "--clips", "6", "--rounds", "1", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.dataio.cli",
+        "bench",
+        "loader",
+        "--clips",
+        "6",
+        "--rounds",
+        "1",
+        "--json",
+    ]
     done = subprocess.run(
         [*command, "--directory", str(tmp_path), *only], capture_output=True, text=True, timeout=170, check=False
     )
@@ -83,7 +94,7 @@ def test_a_candidate_that_delivers_too_few_clips_has_no_figures(
 def test_who_forks_ends_its_connections_first_where_peers_would_share_them() -> None:
     program = """
 import os, socket
-from bench.loader.place import part_at_fork
+from headrace.bench.loader.place import part_at_fork
 listening = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(listening.getsockname())
 served, _ = listening.accept()

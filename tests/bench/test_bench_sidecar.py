@@ -1,16 +1,16 @@
-"""The parts of `millrace bench sidecar`, small."""
+"""The parts of `headrace bench sidecar`, small."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
-from bench.core.results import Part, Samples
-from bench.core.table import part_table
-from bench.sidecar import FIGURES, deliver, mapped_ratio, open_p50
-from bench.sidecar_floor import beside
-from bench.sidecar_node import daemon, write_shards
-from bench.sidecar_rank import Job, Shape, run
+from headrace.bench.core.results import Part, Samples
+from headrace.bench.core.table import part_table
+from headrace.bench.sidecar import FIGURES, deliver, mapped_ratio, open_p50
+from headrace.bench.sidecar_floor import beside
+from headrace.bench.sidecar_node import daemon, write_shards
+from headrace.bench.sidecar_rank import Job, Shape, run
 
 SMALL = Shape(shards=2, per_shard=8, members=(30_000, 5_000, 60))
 
@@ -41,7 +41,7 @@ def test_the_floor_is_of_all_bytes_whatever_the_number_of_processes(tmp_path: Pa
 
 
 def test_the_table_says_which_goals_are_met() -> None:
-    found = {"millrace": Samples({name: [50.0, 59.0, 70.0] for name in FIGURES})}
+    found = {"headrace": Samples({name: [50.0, 59.0, 70.0] for name in FIGURES})}
     text = part_table(Part("sidecar", metrics=FIGURES, candidates=found))
     assert "| Open of a cached block, p50, µs | ≤ 60 | 59 (50–70) ✓ |" in text
     assert "| samples/s, 1 rank, first epoch | ≥ 4000 | 59 (50–70) ✗ |" in text

@@ -1,4 +1,4 @@
-"""`millrace bench loader` of sound: what recordings are, and that all who take windows of them take the same."""
+"""`headrace bench loader` of sound: what recordings are, and that all who take windows of them take the same."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import av
 import pytest
 
-from bench.loader import by_ear, candidates, data, entrants, sounds
-from bench.loader.__main__ import measure
-from bench.loader.place import Place
-from dataio import Dataset
-from loaders.sound.decode import decode_audio
-from loaders.sound.spec import AudioSpec
+from headrace.bench.loader import by_ear, candidates, data, entrants, sounds
+from headrace.bench.loader.__main__ import measure
+from headrace.bench.loader.place import Place
+from headrace.dataio import Dataset
+from headrace.loaders.sound.decode import decode_audio
+from headrace.loaders.sound.spec import AudioSpec
 
 SHORT = replace(sounds.KINDS["sound"], name="tiny", shortest=2, longest=4, window=1)
 LONG = replace(sounds.KINDS["recordings"], name="tiny", shortest=62, longest=70, window=2, per_file=2, stretch=6)
@@ -90,8 +90,8 @@ import random
 import sys
 from pathlib import Path
 
-from bench.loader import by_ear, entrants
-from bench.loader.place import Place
+from headrace.bench.loader import by_ear, entrants
+from headrace.bench.loader.place import Place
 from tests.bench.test_bench_sounds import LONG, MELS, PRIMING, SHORT, offset
 
 random.uniform = lambda *_: 0.75

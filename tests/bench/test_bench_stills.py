@@ -1,4 +1,4 @@
-"""`millrace bench loader --kind pictures`: everyone delivers every picture, and the same ones."""
+"""`headrace bench loader --kind pictures`: everyone delivers every picture, and the same ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.loader import data, entrants, seeing, stills
-from bench.loader.__main__ import measure
-from bench.loader.candidates import FLOOR, OURS
-from bench.loader.place import Place
+from headrace.bench.loader import data, entrants, seeing, stills
+from headrace.bench.loader.__main__ import measure
+from headrace.bench.loader.candidates import FLOOR, OURS
+from headrace.bench.loader.place import Place
 
 KIND = replace(stills.KINDS["pictures"], batch=4)
 HERE = [OURS, FLOOR, "Pillow, 2 threads", "DALI on the CPU, 2 threads"]

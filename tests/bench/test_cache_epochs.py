@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dataio.cache.events import Bypass, Fetch, Instruction, ObjectId, Ready, Want
-from dataio.cache.plan import CachePlan
-from dataio.cache.plan.ring import Ring
-from loaders.order import Order
+from headrace.dataio.cache.events import Bypass, Fetch, Instruction, ObjectId, Ready, Want
+from headrace.dataio.cache.plan import CachePlan
+from headrace.dataio.cache.plan.ring import Ring
+from headrace.loaders.order import Order
 
 KIB = 1024
 SAMPLE, PER_SHARD, SHARDS, BLOCK = 450 * KIB, 64, 16, 512 * KIB

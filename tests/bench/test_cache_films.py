@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataio.cache.events import ObjectId, Want
-from dataio.cache.plan import CachePlan
-from dataio.cache.plan.apart import Apart
+from headrace.dataio.cache.events import ObjectId, Want
+from headrace.dataio.cache.plan import CachePlan
+from headrace.dataio.cache.plan.apart import Apart
 from tests.bench.test_cache_epochs import Node
 
 MIB = 1 << 20

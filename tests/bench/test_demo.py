@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from bench.demo.media import make_clip
-from dataio import pack
+from headrace.bench.demo.media import make_clip
+from headrace.dataio import pack
 from tests.ranks import launch
 
 STEPS, SAVE_EVERY, KILL_AT = 6, 2, 2
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dataio.cli", "demo", *arguments]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "demo", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=170)
 
 
@@ -58,7 +58,7 @@ def train(dataset: str, repository: Path, run: str, ranks: int, steps: int) -> l
     """Events of every rank of a training run of the demo's trainer."""
     arguments = ["--data", dataset, "--checkpoints", str(repository), "--name", run, "--steps", str(steps)]
     arguments += ["--save-every", "3", "--clips-per-video", "4"]
-    return launch(ranks, "tests.bench.demo_trainer", *arguments, MILLRACE_SIDECAR="off")
+    return launch(ranks, "tests.bench.demo_trainer", *arguments, HEADRACE_SIDECAR="off")
 
 
 def global_batches(events: list[list[dict[str, Any]]]) -> list[list[int]]:

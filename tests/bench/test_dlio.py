@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.dlio.prepare import main, place_of, prepare
-from checkpoint import Checkpointer
-from dataio import Dataset
-from dataio.core.errors import UsageError
+from headrace.bench.dlio.prepare import main, place_of, prepare
+from headrace.checkpoint import Checkpointer
+from headrace.dataio import Dataset
+from headrace.dataio.core.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = os.environ.get("MILLRACE_DLIO_PYTHON", sys.executable)
+PYTHON = os.environ.get("HEADRACE_DLIO_PYTHON", sys.executable)
 """A Python with dlio_benchmark; docs/benchmarks.md says how to make one, as its package wants TensorFlow."""
 
 
@@ -60,9 +60,9 @@ def test_the_original_harness_drives_our_loader_and_our_checkpoints(tmp_path: Pa
     output = dlio(
         tmp_path,
         "++workload.train.computation_time=0.01",
-        "++workload.reader.data_loader_classname=bench.dlio.loader.MillraceDataLoader",
+        "++workload.reader.data_loader_classname=headrace.bench.dlio.loader.HeadraceDataLoader",
         "++workload.reader.data_loader_sampler=iterative",
-        "++workload.checkpoint.checkpoint_mechanism_classname=bench.dlio.checkpointing.MillraceCheckpointing",
+        "++workload.checkpoint.checkpoint_mechanism_classname=headrace.bench.dlio.checkpointing.HeadraceCheckpointing",
         f"++workload.checkpoint.checkpoint_folder={tmp_path}/checkpoints",
         "++workload.checkpoint.checkpoint_after_epoch=1",
         "++workload.checkpoint.epochs_between_checkpoints=1",
@@ -70,8 +70,8 @@ def test_the_original_harness_drives_our_loader_and_our_checkpoints(tmp_path: Pa
         "++workload.checkpoint.type=all_ranks",
         processes=processes,
     )
-    assert "Running DLIO with custom data loader class MillraceDataLoader" in output
-    assert "Running DLIO with custom checkpointing mechanism class MillraceCheckpointing" in output
+    assert "Running DLIO with custom data loader class HeadraceDataLoader" in output
+    assert "Running DLIO with custom checkpointing mechanism class HeadraceCheckpointing" in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["metric"]["train_au_mean_percentage"] > 0
     assert summary["num_accelerators"] == processes

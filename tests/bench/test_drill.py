@@ -22,16 +22,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import gpu_drill
-from bench.core import results
-from bench.drill import checks, dmon, nvdec, wheels
-from bench.drill import tests as gpu_tests
-from bench.drill.result import PartResult
-from bench.drill.wheels import DrillError
-from dataio.core.errors import MillraceError
-from loaders.decode import nvdec as decode_nvdec
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.pyav import PyAVDecoder
+from headrace.bench import gpu_drill
+from headrace.bench.core import results
+from headrace.bench.drill import checks, dmon, nvdec, wheels
+from headrace.bench.drill import tests as gpu_tests
+from headrace.bench.drill.result import PartResult
+from headrace.bench.drill.wheels import DrillError
+from headrace.dataio.core.errors import HeadraceError
+from headrace.loaders.decode import nvdec as decode_nvdec
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.pyav import PyAVDecoder
 
 DRILL = Path(gpu_drill.__file__)
 
@@ -82,7 +82,7 @@ def test_wheels_travel_in_pieces_and_install_without_a_network(tmp_path: Path) -
 
 def test_a_checkout_that_is_not_installed_has_a_version(tmp_path: Path) -> None:
     wheels.register(gpu_drill.ROOT / "pyproject.toml", tmp_path / "site")
-    code = "from importlib.metadata import version; print(version('millrace'))"
+    code = "from importlib.metadata import version; print(version('headrace'))"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         env={"PYTHONPATH": str(tmp_path / "site")},
@@ -207,7 +207,8 @@ def part_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, secon
     """What becomes of a part whose process is this program; it may use `part`."""
     script = tmp_path / "part.py"
     first = (
-        "import sys, os, signal, subprocess, time; from pathlib import Path; from bench.drill.result import PartResult"
+        "import sys, os, signal, subprocess, time; from pathlib import Path\n"
+        "from headrace.bench.drill.result import PartResult"
     )
     script.write_text(f"""{first}
 out = Path(sys.argv[sys.argv.index("--out") + 1])
@@ -347,10 +348,10 @@ def test_the_checks_of_saves_and_batches_pass_where_nothing_runs_behind_the_prog
 
 
 def test_the_checks_of_saves_and_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaders.delivery.batch.write_pixels", lambda target, *_: target.zero_())
+    monkeypatch.setattr("headrace.loaders.delivery.batch.write_pixels", lambda target, *_: target.zero_())
     with pytest.raises(AssertionError, match="batches held something else"):
         checks.batches("cpu", 12)
-    monkeypatch.setattr("checkpoint.staging.copying._copy", lambda *_: None)
+    monkeypatch.setattr("headrace.checkpoint.staging.copying._copy", lambda *_: None)
     with pytest.raises(AssertionError, match="is not what it was at step 1"):
         checks.saves("cpu", 1 << 20)
 
@@ -370,7 +371,7 @@ class Standing(PyAVDecoder):
         super().__init__()
         self.seen.append(threads)
 
-    def decode(self, requests: Sequence[Request]) -> list[Decoded | MillraceError]:
+    def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         return [
             Decoded((one.frames.int() + self.worse).clamp(0, 255).to(torch.uint8), one.pts)
             if isinstance(one, Decoded)
@@ -383,7 +384,7 @@ class Standing(PyAVDecoder):
 def test_what_nvdec_decodes_is_compared_for_each_number_of_threads(
     worse: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loaders.decode.dali.DaliDecoder", Standing)
+    monkeypatch.setattr("headrace.loaders.decode.dali.DaliDecoder", Standing)
     monkeypatch.setattr(Standing, "worse", worse)
     monkeypatch.setattr(Standing, "seen", [])
     for name, value in (("_SECONDS", 0.0), ("_FRAMES", 4), ("_address", lambda: None)):
@@ -423,7 +424,7 @@ def test_a_check_that_fails_is_an_error_of_the_part_and_the_others_go_on(monkeyp
 
 
 def test_what_dali_is_not_given_is_told_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaders.decode.dali.DaliDecoder", Standing)
+    monkeypatch.setattr("headrace.loaders.decode.dali.DaliDecoder", Standing)
     monkeypatch.setattr(nvdec, "_FRAMES", 6)
     check, part = decode_nvdec.check, PartResult("checks", "Checks")
     part.metric("wrong", "wrong", "%")

@@ -1,10 +1,10 @@
-"""`millrace bench encodings`: sizes of what would be stored, and every encoding comes back as it was."""
+"""`headrace bench encodings`: sizes of what would be stored, and every encoding comes back as it was."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench import encodings
+from headrace.bench import encodings
 
 
 def test_a_state_in_training_is_measured_by_kind_and_as_a_whole() -> None:
@@ -17,6 +17,6 @@ def test_a_state_in_training_is_measured_by_kind_and_as_a_whole() -> None:
 
 
 def test_an_encoding_that_does_not_come_back_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.encodings.codec.plain", lambda stored, code, raw: memoryview(bytes(raw)))
+    monkeypatch.setattr("headrace.bench.encodings.codec.plain", lambda stored, code, raw: memoryview(bytes(raw)))
     with pytest.raises(AssertionError, match="other bytes"):
         encodings.encoded(bytes(range(256)) * 8, encodings.ZSTD)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.core import floor
+from headrace.bench.core import floor
 
 
 def test_limits_are_rates_of_this_machine_and_say_how_they_were_measured(tmp_path: Path) -> None:

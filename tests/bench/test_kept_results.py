@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.core.results import Run, read, shown
-from bench.report.cli import report
+from headrace.bench.core.results import Run, read, shown
+from headrace.bench.report.cli import report
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "bench" / "results"
@@ -65,7 +65,7 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) != 4 or cells[0] in ("", "---"):
             continue
-        if command := re.search(r"`millrace bench ([a-z-]+)", cells[3]):
+        if command := re.search(r"`headrace bench ([a-z-]+)", cells[3]):
             benchmark = command[1]
         figures = re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)", " ".join(cells[1:3]))
         yield cells[0], benchmark, [figure.replace(",", "") for figure in figures]
@@ -85,7 +85,7 @@ def test_the_figures_of_the_readme_are_in_the_files_or_named_with_command_and_da
     for what, benchmark, figures in checked:
         assert figures, what
         missing = [figure for figure in figures if not any(shows(figure, value) for value in values.get(benchmark, ()))]
-        listed = re.search(rf"\| {re.escape(what)} \| `millrace bench {benchmark}[^|]*\| \d{{4}}-\d\d-\d\d", elsewhere)
+        listed = re.search(rf"\| {re.escape(what)} \| `headrace bench {benchmark}[^|]*\| \d{{4}}-\d\d-\d\d", elsewhere)
         assert not missing or listed, f"{what}: {', '.join(missing)} in no file of bench/results, and not in its README"
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("litdata")
 PROGRAM = """
 import sys
 from pathlib import Path
-from bench.core import litdata
+from headrace.bench.core import litdata
 
 def read(number):
     return {"bytes": bytes([number]) * 1000}
@@ -37,4 +37,4 @@ def test_the_folders_that_litdata_would_empty_are_left_alone(tmp_path: Path) -> 
     subprocess.run(command, env=os.environ | quiet, check=True, capture_output=True, timeout=120)
     assert [file.read_text() for file in kept] == ["mine", "mine"]
     assert (tmp_path / "made" / "index.json").exists()
-    assert not list(tmp_path.glob("millrace-litdata-*"))
+    assert not list(tmp_path.glob("headrace-litdata-*"))

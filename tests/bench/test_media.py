@@ -7,8 +7,8 @@ from pathlib import Path
 import av
 import pytest
 
-from bench.demo.media import find_clips, make_clip
-from dataio.core.errors import UsageError
+from headrace.bench.demo.media import find_clips, make_clip
+from headrace.dataio.core.errors import UsageError
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])

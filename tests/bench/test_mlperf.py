@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.core.results import Part, decode
-from bench.mlperf import data, raw, states, train
-from bench.mlperf.workloads import MODELS, WORKLOADS, model, utilisation, workload
-from dataio.core.errors import CorruptionError, UsageError
+from headrace.bench.core.results import Part, decode
+from headrace.bench.mlperf import data, raw, states, train
+from headrace.bench.mlperf.workloads import MODELS, WORKLOADS, model, utilisation, workload
+from headrace.dataio.core.errors import CorruptionError, UsageError
 
-BENCH = [sys.executable, "-m", "dataio.cli", "bench"]
+BENCH = [sys.executable, "-m", "headrace.dataio.cli", "bench"]
 
 
 def bench(*arguments: str) -> Part:
@@ -74,9 +74,9 @@ def test_a_damaged_record_is_an_error_and_leaving_early_stops_the_thread(tmp_pat
     data.make(tmp_path, workload("cosmoflow", "h100").scaled(0.005), 12, lambda *_: None)
     loop = raw.batches(str(tmp_path / "dataset"), 2)
     next(loop)
-    assert [thread for thread in threading.enumerate() if thread.name == "millrace-raw"]
+    assert [thread for thread in threading.enumerate() if thread.name == "headrace-raw"]
     loop.close()  # type: ignore[attr-defined]
-    assert not [thread for thread in threading.enumerate() if thread.name == "millrace-raw"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "headrace-raw"]
     shard = next((tmp_path / "shards").iterdir())
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -98,8 +98,8 @@ def test_accelerators_are_emulated_beside_the_default_way_of_reading() -> None:
 @pytest.mark.soak
 def test_our_video_workload_decodes() -> None:
     part = bench("train", "--workload", "video", "--batches", "2", "--accelerators", "1", "--fraction", "0.1")
-    assert list(part.candidates) == ["millrace"]
-    assert part.candidates["millrace"].metrics["rate_1"][0] > 0
+    assert list(part.candidates) == ["headrace"]
+    assert part.candidates["headrace"].metrics["rate_1"][0] > 0
 
 
 def test_model_checkpoints_are_written_and_read_back_by_all_processes() -> None:

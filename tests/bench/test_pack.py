@@ -1,4 +1,4 @@
-"""`millrace bench pack`: the same members from every candidate, and a peer that cannot run is named."""
+"""`headrace bench pack`: the same members from every candidate, and a peer that cannot run is named."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import pack
+from headrace.bench import pack
 
-COMMAND = [sys.executable, "-m", "dataio.cli", "bench", "pack"]
+COMMAND = [sys.executable, "-m", "headrace.dataio.cli", "bench", "pack"]
 
 
 def test_packers_are_measured_beside_their_peers(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.demo.journey import Journey
-from bench.demo.page import page
-from bench.demo.proof import compare
-from bench.demo.settings import Settings
+from headrace.bench.demo.journey import Journey
+from headrace.bench.demo.page import page
+from headrace.bench.demo.proof import compare
+from headrace.bench.demo.settings import Settings
 from tests.bench.test_proof import STEPS, run
 from tests.browser import Browser, needs_browser
 

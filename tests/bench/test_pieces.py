@@ -1,4 +1,4 @@
-"""`millrace bench pieces`: every step can be measured, and those that stand side by side do the same."""
+"""`headrace bench pieces`: every step can be measured, and those that stand side by side do the same."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import pieces
-from dataio.core.errors import UsageError
-from loaders.decode.dali import dali_installed
+from headrace.bench import pieces
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.decode.dali import dali_installed
 
 
 @pytest.fixture(scope="module")

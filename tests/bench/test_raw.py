@@ -1,4 +1,4 @@
-"""`millrace bench raw`: every way of reading delivers the same bytes."""
+"""`headrace bench raw`: every way of reading delivers the same bytes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import raw
-from bench.core import command
-from bench.core.results import Part, Samples
+from headrace.bench import raw
+from headrace.bench.core import command
+from headrace.bench.core.results import Part, Samples
 
 
 def test_every_candidate_delivers_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.core.latency import Latencies
-from bench.core.results import Metric, Part, Run, Samples, write
-from bench.report.charts import Point, bars, curves
-from bench.report.cli import report
-from bench.report.markdown import markdown
-from bench.report.page import page
-from bench.store.cells import Sweep, metrics
+from headrace.bench.core.latency import Latencies
+from headrace.bench.core.results import Metric, Part, Run, Samples, write
+from headrace.bench.report.charts import Point, bars, curves
+from headrace.bench.report.cli import report
+from headrace.bench.report.markdown import markdown
+from headrace.bench.report.page import page
+from headrace.bench.store.cells import Sweep, metrics
 from tests.browser import Browser, needs_browser
 
-SHOTS = os.environ.get("MILLRACE_SCREENSHOTS")
+SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
 EVIL = "<script>alert(1)</script>"
 COLOURS = {"light": {"c0": (0x0B, 0x53, 0x94), "c1": (0xD5, 0x5E, 0x00)}, "dark": {"c0": (0x79, 0xC0, 0xFF)}}
 
@@ -29,7 +29,7 @@ def swept() -> Part:
     """A sweep as the store's benchmark leaves it, with figures that a test can find again."""
     sweep = Sweep(("get", "list"), (4096, 1 << 20), (1, 4, 16))
     part = Part("store", "Store", metrics=metrics(sweep.cells()), against="s3fs", settings={"url": EVIL})
-    for number, name in enumerate(("millrace", "s3fs")):
+    for number, name in enumerate(("headrace", "s3fs")):
         found = part.candidates[name] = Samples()
         for cell in sweep.cells():
             rate = 100.0 * (2 - number) * cell.width**0.5
@@ -51,7 +51,7 @@ def beside() -> Part:
         "stall": Metric("stall", "s", goal=0.2),
     }
     found = {
-        "millrace": Samples({"mb_s": [1000.0, 1100.0, 1300.0], "stall": [0.1, 0.15, 0.12]}),
+        "headrace": Samples({"mb_s": [1000.0, 1100.0, 1300.0], "stall": [0.1, 0.15, 0.12]}),
         f"peer {EVIL}": Samples({"mb_s": [500.0, 550.0]}, errors=[f"ran out of {EVIL}"]),
     }
     return Part("checkpoint", "Checkpoints", metrics=about, candidates=found, against=f"peer {EVIL}", notes=[EVIL])
@@ -63,7 +63,7 @@ def one() -> Run:
     )
     cut = Part("loader", status="interrupted", why="interrupted by the user")
     machine = {"cpu": "abacus", "cpus": 2, "file_system": "ext4", "load_before": 0.1, "packages": {"torch": "2"}}
-    return Run(["millrace", "bench", "all"], "2026-11-21T10:00:00+00:00", machine, [swept(), beside(), alone, cut])
+    return Run(["headrace", "bench", "all"], "2026-11-21T10:00:00+00:00", machine, [swept(), beside(), alone, cut])
 
 
 def test_every_figure_and_every_trouble_is_on_the_page() -> None:
@@ -110,7 +110,7 @@ def test_the_command_writes_the_page_and_the_tables(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "dataio.cli",
+        "headrace.dataio.cli",
         "bench",
         "report",
         str(tmp_path / "a.json"),
@@ -119,8 +119,8 @@ def test_the_command_writes_the_page_and_the_tables(tmp_path: Path) -> None:
     ]
     done = subprocess.run([*command, "--markdown", "--part", "checkpoint"], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
-    assert "`millrace bench all`, 3 rounds, 2 cores of abacus, ext4, load 0.1, 2026-11-21." in done.stdout
-    assert "| millrace | 1,100 (1,000–1,300) | 0.12 (0.1–0.15) |" in done.stdout
+    assert "`headrace bench all`, 3 rounds, 2 cores of abacus, ext4, load 0.1, 2026-11-21." in done.stdout
+    assert "| headrace | 1,100 (1,000–1,300) | 0.12 (0.1–0.15) |" in done.stdout
     assert "### Store" not in done.stdout
     assert "</html>" in (tmp_path / "r.html").read_text()
 
@@ -129,7 +129,7 @@ def test_a_sweep_becomes_a_table_for_each_operation_and_the_command_says_not_whe
     run = one()
     run.command += ["-o", "/somewhere/it.json", "--rounds", "3"]
     text = markdown([("it.json", run)], ["store"])
-    assert "`millrace bench all --rounds 3`" in text
+    assert "`headrace bench all --rounds 3`" in text
     assert "**get, MB/s**\n\n| | 4.0 KiB ×1 | 4.0 KiB ×4 | 4.0 KiB ×16 | 1.0 MiB ×1 |" in text
     assert "**list, keys/s**\n\n| | ×1 | ×4 | ×16 |" in text
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.core import command, environment, results
-from bench.core.results import MAX_BYTES, Metric, Part, Run, Samples
-from dataio import cli
-from dataio.core.errors import UsageError
+from headrace.bench.core import command, environment, results
+from headrace.bench.core.results import MAX_BYTES, Metric, Part, Run, Samples
+from headrace.dataio import cli
+from headrace.dataio.core.errors import UsageError
 
 NAMES = st.text("abc µ|<>&\"'", min_size=1, max_size=8)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -59,8 +59,8 @@ def test_what_is_written_is_read_again(run: Run) -> None:
         ("", "holds no results"),
         ("[]", "holds no results"),
         ('{"environment": {}}', "holds no results"),
-        ('{"format": "millrace-bench", "version": 2}', "format 2, this program knows up to 1"),
-        ('{"format": "millrace-bench", "version": 1, "command": 7}', "holds no results .*command"),
+        ('{"format": "headrace-bench", "version": 2}', "format 2, this program knows up to 1"),
+        ('{"format": "headrace-bench", "version": 1, "command": 7}', "holds no results .*command"),
     ],
 )
 def test_what_is_no_results_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
@@ -149,7 +149,7 @@ def test_a_place_for_scratch_that_is_none_is_said_with_the_option_that_gives_it(
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
     """A real Ctrl-C, or a scheduler's signal, to the real command in the middle of a sweep."""
     path = tmp_path / "it.json"
-    bench = [sys.executable, "-m", "dataio.cli", "bench", "store", str(tmp_path / "data")]
+    bench = [sys.executable, "-m", "headrace.dataio.cli", "bench", "store", str(tmp_path / "data")]
     options = ["--sizes", "4KiB", "--threads", "1", "--operations", "get", "--seconds", "0.1", "--rounds", "9999"]
     (tmp_path / "data").mkdir()
     process = subprocess.Popen(
@@ -161,14 +161,14 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Sig
     assert process.stderr is not None
     heard: list[str] = []
     until = time.monotonic() + 60
-    while heard.count("millrace") < 2 and time.monotonic() < until:
+    while heard.count("headrace") < 2 and time.monotonic() < until:
         heard.append(process.stderr.readline().strip())
     process.send_signal(number)
     out, _ = process.communicate(timeout=150)
     assert process.returncode == 130, out
     (part,) = results.read(path).parts
     assert part.status == "interrupted"
-    assert part.candidates["millrace"].metrics["get_4096_x1"][0] > 0
+    assert part.candidates["headrace"].metrics["get_4096_x1"][0] > 0
     assert not list((tmp_path / "data").iterdir()), "the objects of the sweep were left behind"
 
 
@@ -179,5 +179,5 @@ def test_results_go_into_a_pipe_that_stays_one(tmp_path: Path) -> None:
     reader.start()
     assert command.run(["-o", str(pipe)], "x", "about", lambda *_: None) == 0
     reader.join()
-    assert json.loads(read[0])["format"] == "millrace-bench"
+    assert json.loads(read[0])["format"] == "headrace-bench"
     assert pipe.is_fifo()

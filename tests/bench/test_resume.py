@@ -1,4 +1,4 @@
-"""`millrace bench resume` on a small set: the candidates resume exactly, and ours says when it first reads."""
+"""`headrace bench resume` on a small set: the candidates resume exactly, and ours says when it first reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import resume
-from loaders import engine
+from headrace.bench import resume
+from headrace.loaders import engine
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

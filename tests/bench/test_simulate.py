@@ -15,20 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.core.results import Metric, Part, Run, Samples, decode
-from bench.sidecar_node import daemon, run_ranks, server, write_shards
-from bench.sidecar_rank import Job as RankJob
-from bench.sidecar_rank import Shape
-from bench.simulate import engine, reading
-from bench.simulate.calibrate import calibrated
-from bench.simulate.cli import main
-from bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, costs, daly, young
-from bench.simulate.engine import Latch, Link, Process, Simulation, SimulationError, Sleep, Transfer
-from bench.simulate.training import best_interval, simulate
-from dataio.cache.headstart import MOST_BYTES
-from dataio.core.errors import UsageError
-from dataio.core.limits import CACHE_BLOCK_BYTES
-from loaders.order import Order
+from headrace.bench.core.results import Metric, Part, Run, Samples, decode
+from headrace.bench.sidecar_node import daemon, run_ranks, server, write_shards
+from headrace.bench.sidecar_rank import Job as RankJob
+from headrace.bench.sidecar_rank import Shape
+from headrace.bench.simulate import engine, reading
+from headrace.bench.simulate.calibrate import calibrated
+from headrace.bench.simulate.cli import main
+from headrace.bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, costs, daly, young
+from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, SimulationError, Sleep, Transfer
+from headrace.bench.simulate.training import best_interval, simulate
+from headrace.dataio.cache.headstart import MOST_BYTES
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import CACHE_BLOCK_BYTES
+from headrace.loaders.order import Order
 
 RATE = 10e6
 SHAPE = Shape(shards=2, per_shard=16)
@@ -236,7 +236,7 @@ def test_a_staged_save_outlives_software_failures_only_with_the_sidecar() -> Non
     )
 
 
-def test_each_part_of_millrace_changes_what_it_should() -> None:
+def test_each_part_of_headrace_changes_what_it_should() -> None:
     full, dedup, sidecar, none = (costs(Cluster(4096), Job(), features) for features in VARIANTS)
     assert none.amplification > sidecar.amplification > 1
     assert dedup.durable < sidecar.durable
@@ -270,8 +270,8 @@ def test_what_was_measured_on_one_machine_is_taken_over() -> None:
         "g": Metric("", "MB/s", quantity="throughput", axes=axes),
         "p": Metric("", "", quantity="latency p50", axes=axes),
     }
-    store = Part("store", metrics=about, candidates={"millrace": Samples({"g": [700.0, 800.0, 900.0], "p": [1e6]})})
-    disk = Part("llm-checkpoint", candidates={"millrace": Samples({"write": [2.0], "read": [3.0]}), "peer": Samples()})
+    store = Part("store", metrics=about, candidates={"headrace": Samples({"g": [700.0, 800.0, 900.0], "p": [1e6]})})
+    disk = Part("llm-checkpoint", candidates={"headrace": Samples({"write": [2.0], "read": [3.0]}), "peer": Samples()})
     cluster, _, notes = calibrated(Run([], "", {}, [store, disk]), Cluster(8), Job())
     assert (cluster.nic_rate, cluster.tier_write, cluster.tier_read) == (800e6, 2e9, 3e9)
     assert notes == ["a node reads 800 MB/s at most", "the local tier writes 2 and reads 3 GB/s"]
@@ -292,6 +292,6 @@ def test_what_the_gpu_drill_measured_is_taken_over() -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; import bench.simulate.cli; print('torch' in sys.modules)"
+    code = "import sys; import headrace.bench.simulate.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert json.loads(done.stdout.lower()) is False

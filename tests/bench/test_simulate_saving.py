@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulate.cluster import Cluster, Features, Job, costs
-from bench.simulate.saving import Pieces, predict_restore, predict_save
-from dataio.testing.proxy import FaultProxy
-from dataio.testing.s3server import S3Server
+from headrace.bench.simulate.cluster import Cluster, Features, Job, costs
+from headrace.bench.simulate.saving import Pieces, predict_restore, predict_save
+from headrace.dataio.testing.proxy import FaultProxy
+from headrace.dataio.testing.s3server import S3Server
 from tests.ranks import launch
 
 NOTHING = Pieces(
@@ -97,7 +97,7 @@ class Real:
 
 def real(upstream: S3Server, ranks: int, kib: int, rate: float) -> Real:
     """Saves and restores through proxies that let through `rate` bytes a second, this way and that."""
-    url = f"s3://millrace/{uuid.uuid4().hex}"
+    url = f"s3://headrace/{uuid.uuid4().hex}"
     with FaultProxy(upstream.endpoint, rate) as proxy:
         environ = upstream.environment() | {"AWS_ENDPOINT_URL": proxy.endpoint}
         saved = launch(ranks, "tests.bench.saving_job", "save", url, str(kib), **environ)

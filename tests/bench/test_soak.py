@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from bench.demo.media import make_clip
-from checkpoint import Checkpointer
-from dataio import pack
-from dataio.sidecar.client import Sidecar
+from headrace.bench.demo.media import make_clip
+from headrace.checkpoint import Checkpointer
+from headrace.dataio import pack
+from headrace.dataio.sidecar.client import Sidecar
 
 STEPS, SAVE_EVERY = 30, 3
 
@@ -27,7 +27,7 @@ STEPS, SAVE_EVERY = 30, 3
 def sidecar(tmp_path: Path) -> Iterator[Path]:
     socket = tmp_path / "run" / "sidecar.sock"
     socket.parent.mkdir(mode=0o700)
-    command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", str(socket)]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", "--socket", str(socket)]
     process = subprocess.Popen([*command, "--cache-dir", str(tmp_path / "cache"), "--http-port", "off"])
     deadline = time.monotonic() + 30
     while (found := Sidecar.find(socket)) is None:
@@ -42,8 +42,8 @@ def sidecar(tmp_path: Path) -> Iterator[Path]:
 def trainer(data: str, repository: Path, run: str, socket: Path) -> subprocess.Popen[str]:
     arguments = ["--data", data, "--checkpoints", str(repository), "--name", run, "--steps", str(STEPS)]
     arguments += ["--save-every", str(SAVE_EVERY), "--clips-per-video", "5", "--batch-size", "4"]
-    environment = {**os.environ, "MILLRACE_SIDECAR": str(socket)}
-    command = [sys.executable, "-m", "bench.demo.trainer", *arguments]
+    environment = {**os.environ, "HEADRACE_SIDECAR": str(socket)}
+    command = [sys.executable, "-m", "headrace.bench.demo.trainer", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.core.results import Metric, Part, Run, Samples
-from bench.core.statistics import benjamini_hochberg, mann_whitney, ratio_of_medians, smallest_p
-from bench.report.compare import as_text, compare
-from dataio.core.errors import MismatchError
+from headrace.bench.core.results import Metric, Part, Run, Samples
+from headrace.bench.core.statistics import benjamini_hochberg, mann_whitney, ratio_of_medians, smallest_p
+from headrace.bench.report.compare import as_text, compare
+from headrace.dataio.core.errors import MismatchError
 
 MACHINE = {"cpu": "abacus", "cpus": 2, "memory_gib": 8.0, "kernel": "1"}
 
@@ -20,7 +20,7 @@ MACHINE = {"cpu": "abacus", "cpus": 2, "memory_gib": 8.0, "kernel": "1"}
 def run(metrics: dict[str, list[float]], *, settings: dict[str, int] | None = None, **machine: object) -> Run:
     about = {name: Metric(name, "MB/s", "higher") for name in metrics}
     part = Part("store", metrics=about, candidates={"ours": Samples(metrics)}, settings=settings or {})
-    return Run(["millrace", "bench"], "2026-01-01", MACHINE | machine, [part])
+    return Run(["headrace", "bench"], "2026-01-01", MACHINE | machine, [part])
 
 
 def test_the_p_value_is_the_share_of_deals_at_least_as_lopsided() -> None:

@@ -1,4 +1,4 @@
-"""`millrace bench store`: every client moves the same objects, bounds hold, and the store is as it was."""
+"""`headrace bench store`: every client moves the same objects, bounds hold, and the store is as it was."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.core.latency import Latencies, edge
-from bench.core.results import Part, Samples, decode
-from bench.store import knee
-from bench.store.cells import Cell, Sweep, metrics
-from bench.store.cli import _place, main
-from bench.store.clients import FILE_CLIENTS, S3_CLIENTS
-from bench.store.worker import Order, measure
-from dataio.core.errors import UsageError
-from dataio.core.limits import MIB
-from dataio.store.open import open_store
+from headrace.bench.core.latency import Latencies, edge
+from headrace.bench.core.results import Part, Samples, decode
+from headrace.bench.store import knee
+from headrace.bench.store.cells import Cell, Sweep, metrics
+from headrace.bench.store.cli import _place, main
+from headrace.bench.store.clients import FILE_CLIENTS, S3_CLIENTS
+from headrace.bench.store.worker import Order, measure
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.open import open_store
 
-COMMAND = [sys.executable, "-m", "dataio.cli", "bench", "store"]
+COMMAND = [sys.executable, "-m", "headrace.dataio.cli", "bench", "store"]
 QUICK = ["--rounds", "1", "--seconds", "0.05", "--threads", "1,2", "--json"]
 
 
@@ -45,14 +45,14 @@ def test_a_bucket_is_measured_beside_the_raw_clients_and_left_as_it_was(s3_url: 
     sweep = Sweep(("get", "range", "small", "put", "multipart", "list"), (65536, 8 * MIB), (1, 2))
     with open_store(s3_url) as store:
         store.put("theirs", b"not ours")
-        store.put("millrace-bench-somebody/else", b"not ours")
+        store.put("headrace-bench-somebody/else", b"not ours")
     found = run(s3_url, "--sizes", "64KiB,8MiB", "--bytes", "128KiB", *QUICK)
     assert tuple(found) == S3_CLIENTS
     for name, samples in found.items():
         assert set(samples.metrics) == set(metrics(sweep.cells())), name
         assert all(value[0] > 0 for metric, value in samples.metrics.items() if not metric.endswith("_cpu")), name
     with open_store(s3_url) as store:
-        assert [info.key for info in store.list()] == ["millrace-bench-somebody/else", "theirs"]
+        assert [info.key for info in store.list()] == ["headrace-bench-somebody/else", "theirs"]
 
 
 def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
@@ -157,6 +157,6 @@ def test_the_knee_is_where_power_is_greatest() -> None:
     samples = Samples()
     for cell, point in zip(cells, points, strict=True):
         samples.metrics |= {cell.name: [point.throughput] * 3, f"{cell.name}_p50": [point.latency]}
-    (sentence,) = knee.sentences(cells, {"millrace": samples})
-    assert sentence.startswith("millrace, get 8.0 MiB: knee at 4 at once (380 MB/s, p50 10.5 ms)")
+    (sentence,) = knee.sentences(cells, {"headrace": samples})
+    assert sentence.startswith("headrace, get 8.0 MiB: knee at 4 at once (380 MB/s, p50 10.5 ms)")
     assert statistics.median(samples.metrics[cells[1].name]) == 380

@@ -13,13 +13,13 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from checkpoint import Checkpointer, peers
-from checkpoint.format.documents import Base
-from checkpoint.staging.arena import Staging
-from dataio.core.errors import MillraceError
-from dataio.store.contract import Buffer
-from dataio.store.open import open_store
-from dataio.testing.faulty import Fault, Faulty, Rule
+from headrace.checkpoint import Checkpointer, peers
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.staging.arena import Staging
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.faulty import Fault, Faulty, Rule
 from tests.checkpoint.making import Wrapped
 from tests.ranks import in_group
 
@@ -56,7 +56,7 @@ def save(checkpointer: Checkpointer, step: int, name: NoRoom | None) -> str:
     state = {"model": torch.nn.Linear(300, 300), "own": torch.randn(50_000)}
     try:
         checkpointer.save_as(step, state, name).result(WAIT_SECONDS)
-    except (MillraceError, OSError, MemoryError) as error:
+    except (HeadraceError, OSError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return "committed"
 

@@ -15,24 +15,24 @@ from pathlib import Path
 
 import numpy as np
 
-import dataio.store.posix  # its crash points are declared when it is imported
-import dataio.store.s3
-from checkpoint.format.documents import Base
-from checkpoint.lifecycle import collect, tags
-from checkpoint.lifecycle.automatic import Retention
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import steps as repository
-from checkpoint.repository import writers
-from checkpoint.repository.parent import Parent
-from dataio.core.errors import MillraceError, NotFoundError
-from dataio.core.limits import KIB
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+import headrace.dataio.store.posix  # its crash points are declared when it is imported
+import headrace.dataio.store.s3
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.lifecycle import collect, tags
+from headrace.checkpoint.lifecycle.automatic import Retention
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import writers
+from headrace.checkpoint.repository.parent import Parent
+from headrace.dataio.core.errors import HeadraceError, NotFoundError
+from headrace.dataio.core.limits import KIB
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests import nursery
 from tests.checkpoint.making import RUN, load, make, save
 from tests.nursery import Child
 
-assert dataio.store.posix, dataio.store.s3
+assert headrace.dataio.store.posix, headrace.dataio.store.s3
 LIFE = 4.0
 """Seconds that leases of these processes live, so that what the dead left is collected while the test runs."""
 
@@ -141,7 +141,7 @@ def main(about: str) -> int:
             {"trainer": trainer, "collector": collector, "reader": reader, "tagger": tagger}[task.kind](
                 task, store, journal
             )
-    except MillraceError as error:
+    except HeadraceError as error:
         code = 4 if error.exit_code == 4 else 3
         journal.say("failed", task.kind, type(error).__name__, str(error).replace("\n", " "))
     except BaseException:
@@ -151,7 +151,7 @@ def main(about: str) -> int:
 
 
 def start(task: Task) -> Child:
-    crash = {"MILLRACE_CRASH": f"{task.crash}#{task.nth}", "MILLRACE_CRASH_MARK": task.mark} if task.crash else {}
+    crash = {"HEADRACE_CRASH": f"{task.crash}#{task.nth}", "HEADRACE_CRASH_MARK": task.mark} if task.crash else {}
     return nursery.start("tests.checkpoint.kills", json.dumps(asdict(task)), **crash)
 
 

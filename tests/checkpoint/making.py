@@ -8,21 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint.carry import carry
-from checkpoint.format import dtypes, layout, manifest, ulid
-from checkpoint.format.chunk import Box, whole
-from checkpoint.format.documents import Base, StepName
-from checkpoint.format.layout import TensorSpec
-from checkpoint.repository import steps as repository
-from checkpoint.repository import timeline
-from checkpoint.repository.opening import open_step
-from checkpoint.restoring import restore
-from checkpoint.saving import plan
-from checkpoint.saving.events import Event
-from checkpoint.state import tree
-from dataio.core.clock import SYSTEM_CLOCK, Clock
-from dataio.core.limits import KIB, SMALL_OBJECT_BYTES
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.format import dtypes, layout, manifest, ulid
+from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.format.documents import Base, StepName
+from headrace.checkpoint.format.layout import TensorSpec
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import timeline
+from headrace.checkpoint.repository.opening import open_step
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.saving import plan
+from headrace.checkpoint.saving.events import Event
+from headrace.checkpoint.state import tree
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.limits import KIB, SMALL_OBJECT_BYTES
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
 
 RUN = "exp"
 State = Mapping[str, bytes]

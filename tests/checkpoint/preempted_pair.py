@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from checkpoint import Checkpointer
-from dataio.core.errors import CapacityError
-from dataio.store.contract import Buffer
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 from tests.ranks import in_group
 

@@ -6,8 +6,8 @@ import sys
 
 import msgspec
 
-from checkpoint.format.documents import Base
-from dataio.store.open import open_store
+from headrace.checkpoint.format.documents import Base
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, make, save, tiny_state
 
 

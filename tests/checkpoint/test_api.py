@@ -18,26 +18,26 @@ import pytest
 import torch
 from torch import nn
 
-import checkpoint
-from checkpoint import RNG, Checkpointer, SaveResult
-from checkpoint.format.dtypes import ITEM_BYTES
-from checkpoint.repository import writers
-from checkpoint.state.kinds import as_bits, empty
-from dataio.core.errors import (
+from headrace import checkpoint
+from headrace.checkpoint import RNG, Checkpointer, SaveResult
+from headrace.checkpoint.format.dtypes import ITEM_BYTES
+from headrace.checkpoint.repository import writers
+from headrace.checkpoint.state.kinds import as_bits, empty
+from headrace.dataio.core.errors import (
     AmbiguousWriteError,
     CapacityError,
     ConflictError,
     CorruptionError,
     DeadlineError,
-    MillraceError,
+    HeadraceError,
     MismatchError,
     NotFoundError,
     UnsupportedError,
     UsageError,
 )
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.wrapper import Wrapper
 from tests.checkpoint.making import Wrapped, flip
 
 
@@ -457,7 +457,7 @@ def test_a_store_that_is_not_there_when_it_is_warmed_up_is_the_first_saves_error
     (tmp_path / "away").write_text("no directory")
     with open_at(tmp_path / "away") as checkpointer:
         checkpointer.warm_up(Trainer().state())
-        with pytest.raises(MillraceError, match="away"):
+        with pytest.raises(HeadraceError, match="away"):
             checkpointer.save(1, Trainer().state())
     assert "ahead of time" in caplog.text
 

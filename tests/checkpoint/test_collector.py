@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from checkpoint.collector import held_off
+from headrace.checkpoint.collector import held_off
 
 
 def test_the_collector_is_on_again_only_if_it_was_on_and_when_all_are_done() -> None:

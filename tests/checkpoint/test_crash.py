@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import checkpoint.carry
-from checkpoint.format.documents import Base
-from checkpoint.repository import check
-from dataio.core.crashpoints import declared
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+import headrace.checkpoint.carry
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.repository import check
+from headrace.dataio.core.crashpoints import declared
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests import nursery
 from tests.checkpoint.making import begin, latest, load, make, save, tiny_state
 
-assert checkpoint.carry
+assert headrace.checkpoint.carry
 POINTS = sorted(name for name in declared() if name.startswith("ckpt.") and name != "ckpt.mid-stage")
 COMPLETE = {"ckpt.fate-written", "ckpt.commit-written", "ckpt.lease-deleted"}
 """From the fate on the step exists for every reader."""
@@ -28,7 +28,7 @@ COMPLETE = {"ckpt.fate-written", "ckpt.commit-written", "ckpt.lease-deleted"}
 def run_saver(url: str, step: int, seed: int, parent: Base | None, crash: str, mark: Path) -> None:
     """A saver that is killed at `crash`; asserts that it was, there."""
     argument = msgspec.json.encode(parent).decode() if parent else ""
-    environment = {"MILLRACE_CRASH": crash, "MILLRACE_CRASH_MARK": str(mark)}
+    environment = {"HEADRACE_CRASH": crash, "HEADRACE_CRASH_MARK": str(mark)}
     process = nursery.start("tests.checkpoint.saver", url, str(step), str(seed), argument, **environment)
     _, err = process.communicate(120)
     assert process.returncode == -signal.SIGKILL, err

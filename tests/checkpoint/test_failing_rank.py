@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.lifeline import Door, wait_closed
-from checkpoint.peers import Peers, card, watched
-from checkpoint.repository import steps as repository
-from dataio.store.open import open_store
+from headrace.checkpoint.lifeline import Door, wait_closed
+from headrace.checkpoint.peers import Peers, card, watched
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.store.open import open_store
 from tests import nursery
 from tests.ranks import launch, meeting
 
@@ -43,7 +43,7 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
     how: str, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
-    crash = {"MILLRACE_CRASH": "ckpt.packs-written", "MILLRACE_CRASH_MARK": str(mark)}
+    crash = {"HEADRACE_CRASH": "ckpt.packs-written", "HEADRACE_CRASH_MARK": str(mark)}
     with meeting(3) as place:
         running = [
             nursery.start(
@@ -68,7 +68,7 @@ def test_a_rank_that_is_killed_is_missed_on_its_node_and_on_the_one_before_and_t
 
 def test_only_the_very_process_counts_and_of_other_nodes_nothing_is_said() -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", "from checkpoint.peers import card; print(card().hex(), flush=True); input()"],
+        [sys.executable, "-c", "from headrace.checkpoint.peers import card; print(card().hex(), flush=True); input()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -13,31 +13,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import Checkpointer
-from checkpoint.format import names
-from checkpoint.lifecycle.collect import collect
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import check
-from checkpoint.repository.lease import LeaseKeeper
-from dataio.core.errors import CorruptionError, MillraceError, TransientError
-from dataio.sidecar.transfer.gate import Gate
-from dataio.store.open import open_store
-from dataio.testing.clock import ManualClock
-from dataio.testing.proxy import Fault, FaultProxy
-from dataio.testing.s3server import S3Server
-from dataio.testing.system import clock_jump, failing_fsync, stopped
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.format import names
+from headrace.checkpoint.lifecycle.collect import collect
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import check
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, TransientError
+from headrace.dataio.sidecar.transfer.gate import Gate
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.system import clock_jump, failing_fsync, stopped
 from tests.checkpoint.making import Made, begin, latest, load, make, save, tiny_state
 from tests.waiting import wait_for
 
 
 def start(made: Made, gate: int) -> subprocess.Popen[str]:
-    """`python -m checkpoint.carry` at a gate, with the arena and the plan as memfds."""
+    """`python -m headrace.checkpoint.carry` at a gate, with the arena and the plan as memfds."""
     fds = []
     for name, data in (("arena", made.arena), ("plan", made.encoded)):
         fds.append(fd := os.memfd_create(name))
         with open(fd, "wb", closefd=False) as file:
             file.write(data)
-    command = [sys.executable, "-m", "checkpoint.carry", *(f"--{n}-fd={fd}" for n, fd in _flags(*fds, gate))]
+    command = [sys.executable, "-m", "headrace.checkpoint.carry", *(f"--{n}-fd={fd}" for n, fd in _flags(*fds, gate))]
     try:
         return subprocess.Popen(command, pass_fds=[*fds, gate], stdout=subprocess.PIPE, text=True)
     finally:
@@ -125,14 +125,14 @@ def test_a_lease_lives_by_the_clock_that_does_not_jump(tmp_path: Path) -> None:
         assert not keeper.alive()
 
 
-@pytest.mark.parametrize("where", ["/packs/", "/000000000002", ".millrace-tmp"])
+@pytest.mark.parametrize("where", ["/packs/", "/000000000002", ".headrace-tmp"])
 def test_an_fsync_error_that_is_reported_once_fails_the_save(tmp_path: Path, where: str) -> None:
     state = {"w": torch.arange(50_000.0)}
     with Checkpointer(tmp_path / "repo", run="exp", sidecar=None) as checkpointer:
         checkpointer.save(1, state).result(60)
         with failing_fsync(where) as failed:
             handle = checkpointer.save(2, {"w": state["w"] * 2})
-            with pytest.raises(MillraceError, match="may be lost") as caught:
+            with pytest.raises(HeadraceError, match="may be lost") as caught:
                 handle.result(60)
         assert len(failed) == 1
         assert not isinstance(caught.value, TransientError)

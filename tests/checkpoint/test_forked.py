@@ -22,16 +22,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from checkpoint import Checkpointer, Handle
-from checkpoint.dcp import session
-from checkpoint.format import names, ulid
-from checkpoint.repository import writers
-from checkpoint.repository.lease import LeaseKeeper
-from dataio.core.errors import UsageError
-from dataio.store.contract import Buffer
-from dataio.store.open import open_store
-from dataio.store.s3config import parse
-from dataio.store.s3here import Here
+from headrace.checkpoint import Checkpointer, Handle
+from headrace.checkpoint.dcp import session
+from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.repository import writers
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.s3here import Here
 from tests.checkpoint.making import Wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -135,10 +135,10 @@ def test_a_child_shares_no_timeline_with_its_parent(tmp_path: Path) -> None:
 _LEAVES = """
 import gc, json, os, sys, threading, time
 import torch
-from checkpoint import Checkpointer, read
-from dataio.store.open import open_store
-from dataio.store.s3config import parse
-from dataio.store.s3here import Here
+from headrace.checkpoint import Checkpointer, read
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.s3here import Here
 
 url = sys.argv[1]
 state = {"m": torch.arange(4.0)}
@@ -211,7 +211,7 @@ def test_a_child_of_a_trainer_that_watches_for_preemption_ends_by_sigterm_and_no
 def test_an_optimizer_of_a_child_does_not_wait_for_a_copy_of_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from checkpoint.staging.copying import Copying
+    from headrace.checkpoint.staging.copying import Copying
 
     over = threading.Event()
     monkeypatch.setattr(Copying, "gate", lambda self: over.wait(300))

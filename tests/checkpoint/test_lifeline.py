@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import pytest
 
-from checkpoint.lifeline import ADDRESS_BYTES, ENDED, LIVES, SILENT, Door, Lifeline, _packed
+from headrace.checkpoint.lifeline import ADDRESS_BYTES, ENDED, LIVES, SILENT, Door, Lifeline, _packed
 
 _HOLDER = """
 import os, sys
-from checkpoint.lifeline import Door
+from headrace.checkpoint.lifeline import Door
 door = Door()
 if os.fork() == 0:  # as a loader's worker, which outlives it
     sys.stdin.read()
@@ -26,7 +26,7 @@ sys.stdin.read()
 """
 _CUT_OFF = """
 import ctypes, fcntl, socket, struct, sys, time
-from checkpoint.lifeline import Door, Lifeline
+from headrace.checkpoint.lifeline import Door, Lifeline
 if ctypes.CDLL(None).unshare(0x10000000 | 0x40000000):  # a user and a network of its own
     sys.exit(77)
 def link(flags):

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint import Checkpointer, read
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from checkpoint.repository import steps as repository
-from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer, read
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.store.open import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 _STATE = {"t": torch.zeros(2)}

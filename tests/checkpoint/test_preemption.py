@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import Checkpointer
-from checkpoint.preemption import NOT_SAVED, REPORT_VARIABLE, SAVED
-from dataio.core.errors import CapacityError, UsageError
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.preemption import NOT_SAVED, REPORT_VARIABLE, SAVED
+from headrace.dataio.core.errors import CapacityError, UsageError
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
 from tests import nursery
 from tests.checkpoint.making import Wrapped
 from tests.nursery import Child

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import Checkpointer
-from dataio.core.errors import UsageError
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import Checkpointer
-from checkpoint.repository import check
-from checkpoint.repository import steps as repository
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.repository import check
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.store.open import open_store
 from tests import nursery
 from tests.checkpoint.trainer import state_for, summary
 from tests.nursery import Child
@@ -73,7 +73,7 @@ def test_a_trainer_killed_while_staging_leaves_nothing_behind(tmp_path: Path) ->
     state = {"a": torch.randn(100_000), "b": torch.randn(100_000)}
     with Checkpointer(url, run="exp", sidecar=None) as checkpointer:
         checkpointer.save(1, state).result(60)
-    process = start("staging", url, MILLRACE_CRASH="ckpt.mid-stage", MILLRACE_CRASH_MARK=str(mark))
+    process = start("staging", url, HEADRACE_CRASH="ckpt.mid-stage", HEADRACE_CRASH_MARK=str(mark))
     _, errors = process.communicate(timeout=150)
     assert process.returncode == -9, errors
     assert mark.read_text() == "ckpt.mid-stage\n"

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.format import names
-from checkpoint.format.documents import Base, StepName
-from checkpoint.lifecycle import collect, tags
-from checkpoint.repository import check, commit, timeline
-from checkpoint.repository import steps as repository
-from dataio.core.crashpoints import declared
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base, StepName
+from headrace.checkpoint.lifecycle import collect, tags
+from headrace.checkpoint.repository import check, commit, timeline
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.crashpoints import declared
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint import kills
 from tests.checkpoint.kills import Journal, Task, read_journal, state_of
 from tests.checkpoint.making import RUN, begin, load, make, save

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 import torch
 
-from checkpoint import Checkpointer
-from checkpoint.format.documents import Base
-from checkpoint.handle import Handle, SaveResult
-from checkpoint.lineage import Lineage
-from checkpoint.saves import Saves, warn_of_python
-from dataio.core import log
-from dataio.core.errors import AccessDeniedError, TransientError
-from dataio.store.open import open_store
-from dataio.testing.faulty import Fault, Faulty, Rule
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.handle import Handle, SaveResult
+from headrace.checkpoint.lineage import Lineage
+from headrace.checkpoint.saves import Saves, warn_of_python
+from headrace.dataio.core import log
+from headrace.dataio.core.errors import AccessDeniedError, TransientError
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.faulty import Fault, Faulty, Rule
 
 
 @pytest.mark.parametrize("version", [(3, 12, 0), (3, 12, 2)])

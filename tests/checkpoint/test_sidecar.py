@@ -16,17 +16,17 @@ import msgspec
 import pytest
 import torch
 
-from checkpoint import Checkpointer
-from checkpoint.repository import check
-from checkpoint.saving import carriers
-from dataio.core.errors import DeadlineError, TransientError
-from dataio.sidecar import connection
-from dataio.sidecar.client import SaveMeter, Sidecar, Staged
-from dataio.sidecar.transfer.memfd import sealed
-from dataio.sidecar.transfer.runner import TRIES
-from dataio.store.contract import Location
-from dataio.store.open import open_store
-from dataio.testing.system import stopped
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.repository import check
+from headrace.checkpoint.saving import carriers
+from headrace.dataio.core.errors import DeadlineError, TransientError
+from headrace.dataio.sidecar import connection
+from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
+from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.sidecar.transfer.runner import TRIES
+from headrace.dataio.store.contract import Location
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.system import stopped
 from tests.checkpoint.making import RUN, Wrapped, begin, make, tiny_state
 from tests.checkpoint.test_processes import start as start_trainer
 from tests.waiting import wait_for as wait_for
@@ -34,7 +34,7 @@ from tests.waiting import wait_for as wait_for
 
 @dataclass
 class Daemon:
-    """`millrace sidecar run`."""
+    """`headrace sidecar run`."""
 
     folder: Path
     process: subprocess.Popen[bytes] | None = None
@@ -44,7 +44,17 @@ class Daemon:
         return str(self.folder / "sidecar.sock")
 
     def start(self, **environment: str) -> None:
-        command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", self.socket, "--http-port", "off"]
+        command = [
+            sys.executable,
+            "-m",
+            "headrace.dataio.cli",
+            "sidecar",
+            "run",
+            "--socket",
+            self.socket,
+            "--http-port",
+            "off",
+        ]
         command += ["--cache-dir", str(self.folder / "cache"), "--cache-bytes", "1MiB"]
         with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
@@ -141,7 +151,7 @@ def test_a_step_committed_by_an_orphan_of_a_killed_daemon_is_reported_as_committ
 @pytest.mark.parametrize(("point", "committed"), [("ckpt.packs-written", False), ("ckpt.fate-written", True)])
 def test_when_the_job_dies_the_repository_decides(daemon: Daemon, tmp_path: Path, point: str, committed: bool) -> None:
     mark = tmp_path / "mark"
-    daemon.start(MILLRACE_CRASH=point, MILLRACE_CRASH_MARK=str(mark))
+    daemon.start(HEADRACE_CRASH=point, HEADRACE_CRASH_MARK=str(mark))
     with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=daemon.socket) as checkpointer:
         handle = checkpointer.save(1, {"w": torch.randn(1000)})
         if committed:
@@ -156,7 +166,7 @@ def test_when_the_job_dies_the_repository_decides(daemon: Daemon, tmp_path: Path
 def test_without_a_daemon_the_save_happens_here_and_it_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from dataio.core import log
+    from headrace.dataio.core import log
 
     log._said.discard("no sidecar answers: saving inside this process")
     with Checkpointer(str(tmp_path), run="exp", sidecar=str(tmp_path / "none.sock")) as checkpointer:

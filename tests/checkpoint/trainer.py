@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint import Checkpointer
-from dataio.core.errors import MillraceError
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.core.errors import HeadraceError
 
 
 class Local:
@@ -68,12 +68,12 @@ def saving(url: str, rank: int) -> None:
         state["tag"] = object() if rank == 1 else fine
         try:
             checkpointer.save(6, state)
-        except MillraceError as error:
+        except HeadraceError as error:
             say(rank=rank, code=error.code, message=str(error))
         state["tag"] = fine
         try:
             checkpointer.save(6 + rank, state)
-        except MillraceError as error:
+        except HeadraceError as error:
             say(rank=rank, code=error.code, message=str(error))
         state["loader"].position = -1
         other = state_for(rank, seed=2)

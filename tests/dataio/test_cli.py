@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from dataio import cli
-from dataio.core.errors import ConflictError, MillraceError
+from headrace.dataio import cli
+from headrace.dataio.core.errors import ConflictError, HeadraceError
 
 
 def _command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int = 0) -> None:
-    """Make `millrace try` a command that raises `error` or returns `code`."""
+    """Make `headrace try` a command that raises `error` or returns `code`."""
 
     def run(_: Sequence[str]) -> int:
         if error is not None:
@@ -31,8 +31,8 @@ def _command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code:
 
 def test_help_imports_neither_torch_nor_pyarrow_nor_any_room() -> None:
     program = (
-        "import sys\nfrom dataio.cli import main\ncode = main(['--help'])\n"
-        "heavy = {'torch', 'pyarrow', 'numpy', 's3fs', 'av', 'loaders', 'checkpoint', 'bench', 'dataio.store'}\n"
+        "import sys\nfrom headrace.dataio.cli import main\ncode = main(['--help'])\n"
+        "heavy = {'torch', 'pyarrow', 'numpy', 's3fs', 'av', 'loaders', 'checkpoint', 'bench', 'headrace.dataio.store'}\n"
         "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\nraise SystemExit(code)\n"
     )
@@ -42,19 +42,19 @@ def test_help_imports_neither_torch_nor_pyarrow_nor_any_room() -> None:
 
 
 def test_the_installed_command_answers() -> None:
-    done = subprocess.run([sys.executable, "-m", "dataio.cli", "--version"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "headrace.dataio.cli", "--version"], capture_output=True, text=True)
     assert done.returncode == 0
-    assert done.stdout.startswith("millrace ")
+    assert done.stdout.startswith("headrace ")
 
 
 def test_without_a_command_the_usage_is_shown_and_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "usage: millrace" in capsys.readouterr().out
+    assert "usage: headrace" in capsys.readouterr().out
 
 
 def test_an_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fly"]) == 2
-    assert "no command 'fly'\n  next: see millrace --help" in capsys.readouterr().err
+    assert "no command 'fly'\n  next: see headrace --help" in capsys.readouterr().err
     assert cli.main(["pakc"]) == 2
     assert "no command 'pakc', did you mean 'pack'?" in capsys.readouterr().err
 
@@ -75,7 +75,7 @@ WRONG = [
 def test_wrong_arguments_are_an_error_like_others_also_as_json(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(wrong.split()) == 2
     said = capsys.readouterr()
-    assert re.fullmatch(r"millrace[a-z ]*: error: .*\n  next: see millrace [a-z ]*--help\n", said.err)
+    assert re.fullmatch(r"headrace[a-z ]*: error: .*\n  next: see headrace [a-z ]*--help\n", said.err)
     assert said.out == ""
     assert cli.main([*wrong.split(), "--json"]) == 2
     said = capsys.readouterr()
@@ -94,7 +94,7 @@ def test_an_error_becomes_message_hint_and_exit_code(
     _command(monkeypatch, ConflictError("step 3 is taken", hint="restore first"))
     assert cli.main(["try"]) == 5
     said = capsys.readouterr()
-    assert said.err == "millrace try: error: step 3 is taken\n  next: restore first\n"
+    assert said.err == "headrace try: error: step 3 is taken\n  next: restore first\n"
     assert said.out == ""
 
 
@@ -113,14 +113,14 @@ def test_with_json_an_error_is_an_object_on_standard_output(
 def test_any_other_error_is_a_bug_and_shows_no_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("MILLRACE_DEBUG", raising=False)
+    monkeypatch.delenv("HEADRACE_DEBUG", raising=False)
     _command(monkeypatch, ValueError("secret=hunter2"))
-    assert cli.main(["try"]) == MillraceError.exit_code == 70
+    assert cli.main(["try"]) == HeadraceError.exit_code == 70
     said = capsys.readouterr().err
-    assert "bug in Millrace: ValueError" in said
-    assert "MILLRACE_DEBUG=1" in said
+    assert "bug in Headrace: ValueError" in said
+    assert "HEADRACE_DEBUG=1" in said
     assert "hunter2" not in said
-    monkeypatch.setenv("MILLRACE_DEBUG", "1")
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
     with pytest.raises(ValueError):
         cli.main(["try"])
 
@@ -143,7 +143,7 @@ def test_a_time_limit_ends_a_command_as_an_interrupt_does() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.terminate()
-        assert process.communicate(timeout=150) == (b"tidied\n", b"millrace pack: interrupted\n")
+        assert process.communicate(timeout=150) == (b"tidied\n", b"headrace pack: interrupted\n")
     assert process.returncode == 130
 
 
@@ -155,13 +155,13 @@ def test_an_interrupt_while_a_command_is_imported_exits_with_130(
 
     monkeypatch.setattr(cli, "_load", load)
     assert cli.main(["ckpt", "ls"]) == 130
-    assert capsys.readouterr().err == "millrace ckpt: interrupted\n"
+    assert capsys.readouterr().err == "headrace ckpt: interrupted\n"
 
 
 @pytest.mark.parametrize("command", ["--help", "--version", "bench --help"])
 def test_a_full_disk_behind_standard_output_is_said_and_is_no_bug(command: str) -> None:
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m dataio.cli {command} > /dev/full"],
+        ["bash", "-c", f"{sys.executable} -m headrace.dataio.cli {command} > /dev/full"],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": ""},
@@ -175,7 +175,7 @@ def test_a_full_disk_behind_standard_output_is_said_and_is_no_bug(command: str) 
 @pytest.mark.parametrize("closed", [">&-", ">&- <&-"])
 def test_a_closed_standard_output_is_no_bug_and_no_file_takes_its_place(closed: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
-    show = "import os, sys; from dataio import cli; code = cli.main(['--version']); open(sys.argv[1], 'x')"
+    show = "import os, sys; from headrace.dataio import cli; code = cli.main(['--version']); open(sys.argv[1], 'x')"
     program = f"{show}; print(code, sys.stdout.fileno(), file=sys.stderr); sys.stdout.buffer.write(b'x')"
     done = subprocess.run(
         ["bash", "-c", f'{sys.executable} -c "{program}" {said} {closed}'], capture_output=True, text=True
@@ -207,7 +207,10 @@ def test_a_process_without_memory_says_so_and_whose_limit_it_is(
 
 
 def test_what_the_locale_has_no_letters_for_is_escaped() -> None:
-    program = "import sys; from dataio import cli; cli._load = lambda _: lambda args: print(*args) or 0; cli.main(sys.argv[1:])"
+    program = (
+        "import sys; from headrace.dataio import cli\n"
+        "cli._load = lambda _: lambda args: print(*args) or 0; cli.main(sys.argv[1:])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, "ls", "ünï", "日本"],
         capture_output=True,
@@ -218,7 +221,7 @@ def test_what_the_locale_has_no_letters_for_is_escaped() -> None:
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:
-    program = f"{sys.executable} -m dataio.cli doctor /tmp --json --help | true; echo ${{PIPESTATUS[0]}}"
+    program = f"{sys.executable} -m headrace.dataio.cli doctor /tmp --json --help | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "0"
     assert "Traceback" not in done.stderr

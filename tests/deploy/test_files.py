@@ -15,15 +15,15 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from dataio.core.metrics import REGISTRY
-from dataio.sidecar import activation
-from dataio.sidecar import messages as m
-from dataio.sidecar.settings import PREFIX, SETTINGS
-from dataio.sidecar.tier.metrics import TierMetrics
-from dataio.sidecar.view import View
+from headrace.dataio.core.metrics import REGISTRY
+from headrace.dataio.sidecar import activation
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.settings import PREFIX, SETTINGS
+from headrace.dataio.sidecar.tier.metrics import TierMetrics
+from headrace.dataio.sidecar.view import View
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-UNIT = DEPLOY / "systemd" / "millrace-sidecar@.service"
+UNIT = DEPLOY / "systemd" / "headrace-sidecar@.service"
 PROMTOOL = shutil.which("promtool")
 ANALYZE = shutil.which("systemd-analyze")
 TIER: dict[str, Any] = {
@@ -60,11 +60,11 @@ def metrics() -> set[str]:
 
 
 def _named(expression: str) -> set[str]:
-    return set(re.findall(r"\bmillrace_[a-z0-9_]+", expression))
+    return set(re.findall(r"\bheadrace_[a-z0-9_]+", expression))
 
 
 def test_every_query_of_the_dashboard_names_a_metric_that_exists(metrics: set[str]) -> None:
-    board = json.loads((DEPLOY / "grafana" / "millrace.json").read_text())
+    board = json.loads((DEPLOY / "grafana" / "headrace.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [variable["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
     assert len(queries) >= 14
@@ -76,7 +76,7 @@ def test_every_query_of_the_dashboard_names_a_metric_that_exists(metrics: set[st
 
 @pytest.mark.skipif(PROMTOOL is None, reason="no promtool here (Debian's package: prometheus)")
 def test_the_dashboards_queries_are_promql(tmp_path: Path) -> None:
-    board = json.loads((DEPLOY / "grafana" / "millrace.json").read_text())
+    board = json.loads((DEPLOY / "grafana" / "headrace.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     rules = [
         {"record": f"q:{n}", "expr": query.replace("$__rate_interval", "5m").replace("$job", ".*")}
@@ -90,7 +90,7 @@ def test_every_rule_names_a_metric_that_exists(metrics: set[str]) -> None:
     groups = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     for rule in rules:
-        assert _named(rule["expr"]) - {"millrace_goodput"} <= metrics, rule
+        assert _named(rule["expr"]) - {"headrace_goodput"} <= metrics, rule
     assert sum("alert" in rule for rule in rules) == 9
 
 
@@ -207,14 +207,14 @@ def test_the_socket_unit_makes_the_socket_that_the_service_and_trainers_are_told
 
 @pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here")
 def test_systemd_accepts_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
-    copy = tmp_path / "millrace-sidecar@root.service"
-    copy.write_text(UNIT.read_text().replace("/opt/millrace/bin/millrace", "/bin/true"))
-    socket = tmp_path / "millrace-sidecar@root.socket"
+    copy = tmp_path / "headrace-sidecar@root.service"
+    copy.write_text(UNIT.read_text().replace("/opt/headrace/bin/headrace", "/bin/true"))
+    socket = tmp_path / "headrace-sidecar@root.socket"
     socket.write_text(UNIT.with_suffix(".socket").read_text())
     verified = subprocess.run(
         [str(ANALYZE), "verify", str(copy), str(socket)], capture_output=True, text=True, timeout=150
     )
-    assert "millrace" not in verified.stdout + verified.stderr
+    assert "headrace" not in verified.stdout + verified.stderr
     command = [str(ANALYZE), "security", "--offline=true", "--threshold=25", str(copy)]
     judged = subprocess.run(command, capture_output=True, text=True, timeout=150)
     if "unrecognized option" in judged.stderr:

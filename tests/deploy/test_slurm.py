@@ -30,7 +30,7 @@ class Node:
 
     @property
     def run(self) -> Path:
-        return self.folder / f"millrace-{getpass.getuser()}"
+        return self.folder / f"headrace-{getpass.getuser()}"
 
     @property
     def socket(self) -> Path:
@@ -57,29 +57,29 @@ def node() -> Iterator[Node]:
     with tempfile.TemporaryDirectory(prefix="mr-") as name:
         folder = Path(name)
         (folder / "bin").mkdir()
-        millrace = folder / "bin" / "millrace"
-        millrace.write_text(f'#!/bin/sh\nexec {sys.executable} -m dataio.cli "$@"\n')
+        headrace = folder / "bin" / "headrace"
+        headrace.write_text(f'#!/bin/sh\nexec {sys.executable} -m headrace.dataio.cli "$@"\n')
         requeue = folder / "bin" / "scontrol"
         requeue.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.log\n')
         srun = folder / "bin" / "srun"  # one task, and its exit code; a signal of Slurm's goes to the task alone
         srun.write_text(f'#!/bin/bash\nshift\n"$@" & echo $! > {folder}/task; wait $!; exit $?\n')
-        for script in (millrace, requeue, srun):
+        for script in (headrace, requeue, srun):
             script.chmod(0o755)
         environment = {
             **os.environ,
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": os.fspath(SLURM.parents[1]),
-            "MILLRACE_BIN": os.fspath(millrace),
-            "MILLRACE_RUN_DIR": name,
-            "MILLRACE_CACHE_DIR": os.fspath(folder / "cache"),
-            "MILLRACE_SLURM_OPTIONS": "--cache-bytes 64MiB",
+            "HEADRACE_BIN": os.fspath(headrace),
+            "HEADRACE_RUN_DIR": name,
+            "HEADRACE_CACHE_DIR": os.fspath(folder / "cache"),
+            "HEADRACE_SLURM_OPTIONS": "--cache-bytes 64MiB",
             "SLURM_JOB_USER": getpass.getuser(),
             "SLURM_JOB_NAME": "train",
             "PYTHON": sys.executable,
             "TRAIN": os.fspath(SLURM / "train.py"),
             "CHECKPOINTS": os.fspath(folder / "ck"),
         }
-        for unwanted in ("MILLRACE_SIDECAR", "NOTIFY_SOCKET"):
+        for unwanted in ("HEADRACE_SIDECAR", "NOTIFY_SOCKET"):
             environment.pop(unwanted, None)
         made = Node(folder, environment)
         yield made
@@ -102,7 +102,7 @@ def test_a_users_jobs_share_a_sidecar_which_drains_after_the_last(node: Node) ->
 
 
 def test_a_sidecar_that_cannot_start_does_not_drain_the_node(node: Node) -> None:
-    node.environment["MILLRACE_SLURM_OPTIONS"] = "--cache-bytes nonsense"
+    node.environment["HEADRACE_SLURM_OPTIONS"] = "--cache-bytes nonsense"
     node.script("prolog.sh", 1)
     assert node.daemon is None
     assert "nonsense" in (node.run / "sidecar.log").read_text()
@@ -129,7 +129,7 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) ->
     assert f"from step {stopped}\n" in again.read_text()
     assert again.read_text().endswith("done\n")
     status = subprocess.run(
-        [node.environment["MILLRACE_BIN"], "sidecar", "status", "--json", "--socket", node.socket],
+        [node.environment["HEADRACE_BIN"], "sidecar", "status", "--json", "--socket", node.socket],
         env=environment,
         capture_output=True,
         check=True,
@@ -160,9 +160,9 @@ class Attacked:
     def script(self, name: str, job: int, cache: str = "cache") -> None:
         environment = {
             "PATH": os.environ["PATH"],
-            "MILLRACE_BIN": f"{self.folder}/millrace",
-            "MILLRACE_RUN_DIR": f"{self.folder}/run",
-            "MILLRACE_CACHE_DIR": f"{self.folder}/{cache}",
+            "HEADRACE_BIN": f"{self.folder}/headrace",
+            "HEADRACE_RUN_DIR": f"{self.folder}/run",
+            "HEADRACE_CACHE_DIR": f"{self.folder}/{cache}",
             "SLURM_JOB_USER": self.user.pw_name,
             "SLURM_JOB_ID": str(job),
         }
@@ -197,22 +197,22 @@ def attacked() -> Iterator[Attacked]:
             (folder / "root" / file).write_text("of root\n")
         (folder / "ran").touch()
         (folder / "ran").chmod(0o666)
-        (folder / "millrace").write_text(STAND_IN.format(folder=folder))
-        (folder / "millrace").chmod(0o755)
+        (folder / "headrace").write_text(STAND_IN.format(folder=folder))
+        (folder / "headrace").chmod(0o755)
         yield Attacked(folder)
 
 
 def test_root_opens_and_changes_nothing_in_a_directory_of_the_users(attacked: Attacked) -> None:
     before = attacked.of_root
     attacked.script("prolog.sh", 1)
-    mine = attacked.folder / "run" / "millrace-nobody"
+    mine = attacked.folder / "run" / "headrace-nobody"
     assert (mine.stat().st_uid, mine.stat().st_mode & 0o777) == (attacked.user.pw_uid, 0o700)
     links = "ln -s ../../root/important prolog.lock && ln -s ../../root/passwd sidecar.log && ln -s ../../root/etc jobs"
-    assert attacked.as_user(f"cd run/millrace-nobody && rm -rf prolog.lock sidecar.log jobs && {links}").wait(20) == 0
+    assert attacked.as_user(f"cd run/headrace-nobody && rm -rf prolog.lock sidecar.log jobs && {links}").wait(20) == 0
     for job in (2, 3):
         attacked.script("prolog.sh", job)
         attacked.script("epilog.sh", job)
-    assert attacked.as_user("cd run/millrace-nobody && rm prolog.lock jobs && mkdir jobs").wait(20) == 0
+    assert attacked.as_user("cd run/headrace-nobody && rm prolog.lock jobs && mkdir jobs").wait(20) == 0
     attacked.script("prolog.sh", 4)  # now the log is opened, too
     assert attacked.of_root == before
     assert (attacked.folder / "ran").read_text().split() == [str(attacked.user.pw_uid)] * 2
@@ -228,13 +228,13 @@ def test_root_makes_no_directory_behind_a_link_of_the_users(attacked: Attacked, 
     before = attacked.of_root
     attacked.script("prolog.sh", 1, cache)
     assert attacked.of_root == before
-    assert (attacked.folder / "run" / "millrace-nobody").is_dir(), "the prolog did not come to the cache"
+    assert (attacked.folder / "run" / "headrace-nobody").is_dir(), "the prolog did not come to the cache"
 
 
 def test_directories_that_are_not_there_are_made_where_only_root_can_write(attacked: Attacked) -> None:
     (attacked.folder / "link").symlink_to("cache")
     attacked.script("prolog.sh", 1, "link/deep/er")
-    made = attacked.folder / "cache" / "deep" / "er" / "millrace-nobody"
+    made = attacked.folder / "cache" / "deep" / "er" / "headrace-nobody"
     assert (made.parent.stat().st_uid, made.stat().st_uid) == (0, attacked.user.pw_uid)
 
 
@@ -245,8 +245,8 @@ def test_root_gives_away_no_directory_that_a_user_can_swap(attacked: Attacked) -
     swap = """
     for i in $(seq 20000); do
       for at in run cache; do
-        ln -sfn ../root/etc $at/millrace-nobody; rm -f $at/millrace-nobody; mkdir -p $at/millrace-nobody
-        echo >> run/swapped; rmdir $at/millrace-nobody
+        ln -sfn ../root/etc $at/headrace-nobody; rm -f $at/headrace-nobody; mkdir -p $at/headrace-nobody
+        echo >> run/swapped; rmdir $at/headrace-nobody
       done
     done 2> /dev/null"""
     with attacked.as_user(swap) as racing:
@@ -257,7 +257,7 @@ def test_root_gives_away_no_directory_that_a_user_can_swap(attacked: Attacked) -
         finally:
             racing.kill()
     assert attacked.of_root == before
-    attacked.as_user("rm -rf run/millrace-nobody cache/millrace-nobody; ln -s ../root/etc run/millrace-nobody").wait(20)
+    attacked.as_user("rm -rf run/headrace-nobody cache/headrace-nobody; ln -s ../root/etc run/headrace-nobody").wait(20)
     attacked.script("prolog.sh", 9)
     attacked.script("epilog.sh", 9)
     assert attacked.of_root == before

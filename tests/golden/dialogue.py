@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.saving import plan
-from dataio.sidecar import messages as m
-from dataio.sidecar import wire
-from dataio.sidecar.transfer.memfd import sealed
-from dataio.store.open import open_store
+from headrace.checkpoint.saving import plan
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin as begin
 from tests.checkpoint.making import make
 
@@ -68,7 +68,17 @@ def daemon() -> Iterator[str]:
     """The socket of a real daemon."""
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:
         path = os.path.join(folder, "s", "sidecar.sock")
-        command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", path, "--http-port", "off"]
+        command = [
+            sys.executable,
+            "-m",
+            "headrace.dataio.cli",
+            "sidecar",
+            "run",
+            "--socket",
+            path,
+            "--http-port",
+            "off",
+        ]
         command += ["--cache-dir", os.path.join(folder, "cache"), "--cache-bytes", "4MiB"]
         with open(os.path.join(folder, "log"), "wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from checkpoint import RNG, Checkpointer, Keep, read
-from checkpoint.lifecycle import tags
-from checkpoint.restoring.reading import LazyTensor
-from checkpoint.saving import choose
-from dataio import index, pack
-from dataio.shards.dataset import Dataset
-from dataio.store.open import open_store
-from loaders import AudioLoader, Bucket, Buckets, Clip, FileLoader, Mixture, VideoLoader, Window
+from headrace.checkpoint import RNG, Checkpointer, Keep, read
+from headrace.checkpoint.lifecycle import tags
+from headrace.checkpoint.restoring.reading import LazyTensor
+from headrace.checkpoint.saving import choose
+from headrace.dataio import index, pack
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.store.open import open_store
+from headrace.loaders import AudioLoader, Bucket, Buckets, Clip, FileLoader, Mixture, VideoLoader, Window
 from tests.golden import dialogue
 from tests.loaders import made as clips
 
@@ -155,10 +155,10 @@ def repository(folder: Path) -> dict[str, Any]:
 def _cut_off(url: str) -> None:
     """A trainer that dies when its manifest is written and the decision is not."""
     program = (
-        "import sys; from checkpoint import Checkpointer; from tests.golden.make import training\n"
+        "import sys; from headrace.checkpoint import Checkpointer; from tests.golden.make import training\n"
         f"Checkpointer({url!r}, run='lost', sidecar=None).save(5, training(5)).result(60)"
     )
-    environment = {**os.environ, "MILLRACE_CRASH": os.environ.get("GOLDEN_CRASH", "ckpt.manifest-written")}
+    environment = {**os.environ, "HEADRACE_CRASH": os.environ.get("GOLDEN_CRASH", "ckpt.manifest-written")}
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
     assert done.returncode == -9, done
 

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import torch
 
-from checkpoint import Checkpointer, Keep
-from checkpoint.lifecycle import collect
-from checkpoint.repository import check
-from checkpoint.repository import steps as repository
-from dataio.shards.dataset import Dataset
-from dataio.sidecar import messages as m
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer, Keep
+from headrace.checkpoint.lifecycle import collect
+from headrace.checkpoint.repository import check
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN as STAGED
 from tests.checkpoint.making import load
 from tests.golden import dialogue, make

@@ -24,17 +24,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoint.format.documents import Base
-from checkpoint.lifecycle import collect
-from checkpoint.repository import check, tagged
-from checkpoint.repository import steps as repository
-from dataio.core.crashpoints import declared
-from dataio.core.errors import MillraceError
-from dataio.sidecar.client import Sidecar
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.proxy import Fault, FaultProxy
-from dataio.testing.s3server import S3Server, start_seaweedfs
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.lifecycle import collect
+from headrace.checkpoint.repository import check, tagged
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.crashpoints import declared
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3server import S3Server, start_seaweedfs
 from tests.checkpoint.making import load
 from tests.checkpoint.tier.nodes import Node, free_port, tls_files
 from tests.dataio.sidecar.tier.conftest import make_certificates
@@ -230,7 +230,7 @@ class History:
             node.kill()
             node.start()
             self.count["daemons started again"] += 1
-        with contextlib.suppress(MillraceError):
+        with contextlib.suppress(HeadraceError):
             found = Sidecar.find(node.socket)
             if found is not None:
                 with found:
@@ -265,7 +265,7 @@ class History:
         nonce = None
         try:
             tensors = load(store, base, run=run)
-        except MillraceError as error:
+        except HeadraceError as error:
             seen.problems.append(f"{run} {base} cannot be read: {error}")
         else:
             named = {name.rpartition("/")[2]: data for name, data in tensors.items()}
@@ -303,7 +303,7 @@ def place(server: S3Server | None, nodes: bool) -> Iterator[History]:
         if server is not None:
             proxy = stack.enter_context(FaultProxy(server.endpoint))
             environment = server.environment() | {"AWS_ENDPOINT_URL": proxy.endpoint}
-            url = f"s3://millrace/{folder.name}"
+            url = f"s3://headrace/{folder.name}"
         history = History(url, folder / "history", 0, proxy=proxy, environment=environment)
         if nodes:
             history.nodes = cluster(folder, environment)
@@ -351,7 +351,7 @@ def main(arguments: list[str]) -> None:
         server = None
         if options.s3:
             server = stack.enter_context(start_seaweedfs())
-            server.create_bucket("millrace")
+            server.create_bucket("headrace")
             os.environ.update(server.environment())
         while time.monotonic() < until:
             count += run(seed, server, until=until)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from checkpoint.format import names
-from dataio.store.open import open_store
-from dataio.testing.s3server import S3Server
+from headrace.checkpoint.format import names
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.s3server import S3Server
 from tests.conftest import use_s3_server
 from tests.histories import history, worker
 from tests.histories.history import Violation

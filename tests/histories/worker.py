@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 
-import checkpoint.saver
-import dataio.store.posix
-import dataio.store.s3
-from checkpoint import Checkpointer, Handle, Keep
-from checkpoint.lifecycle import collect, tags
-from checkpoint.repository import steps as repository
-from dataio.core.errors import ConflictError, MillraceError, NotFoundError
-from dataio.store.open import open_store
+import headrace.checkpoint.saver
+import headrace.dataio.store.posix
+import headrace.dataio.store.s3
+from headrace.checkpoint import Checkpointer, Handle, Keep
+from headrace.checkpoint.lifecycle import collect, tags
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError
+from headrace.dataio.store.open import open_store
 from tests import nursery
 from tests.histories.oracle import Journal
 from tests.nursery import Child
 
-assert dataio.store.posix, dataio.store.s3  # their crash points are declared when they are imported
+assert headrace.dataio.store.posix, headrace.dataio.store.s3  # their crash points are declared when they are imported
 LEASE_SECONDS = 6.0
 """So short that what the dead left is collected while the history goes on."""
 BROKEN, FAILED = 1, 3
@@ -104,7 +104,7 @@ class Trainer:
 
     def run(self) -> None:
         task = self._task
-        checkpoint.saver.DEFAULT_LIFE = LEASE_SECONDS  # type: ignore[attr-defined]
+        headrace.checkpoint.saver.DEFAULT_LIFE = LEASE_SECONDS  # type: ignore[attr-defined]
         if task.keep:
             self._journal.say("policy", run=task.run, last=task.keep)
         with Checkpointer(
@@ -151,7 +151,7 @@ class Trainer:
                 self._fetch()
         except ConflictError:
             raise
-        except MillraceError as error:
+        except HeadraceError as error:
             self._failed(nonce, error)
 
     def _fetch(self) -> None:
@@ -164,12 +164,12 @@ class Trainer:
             self._journal.say(
                 "committed", nonce=nonce, timeline=result.timeline, attempt=result.attempt, carrier=result.carrier
             )
-        except MillraceError as error:
+        except HeadraceError as error:
             self._failed(nonce, error)
             if isinstance(error, ConflictError):
                 raise
 
-    def _failed(self, nonce: int, error: MillraceError) -> None:
+    def _failed(self, nonce: int, error: HeadraceError) -> None:
         self._journal.say("failed", nonce=nonce, code=error.code, message=str(error)[:300])
 
 
@@ -234,7 +234,7 @@ def main(about: str) -> int:
             Trainer(task, journal).run()
         else:
             WORK[task.kind](task, journal)
-    except MillraceError as error:
+    except HeadraceError as error:
         damage = error.exit_code == 4
         code = BROKEN if damage else FAILED
         event = "broken" if damage else "error"
@@ -246,5 +246,5 @@ def main(about: str) -> int:
 
 
 def start(task: Task, environment: dict[str, str]) -> Child:
-    crash = {"MILLRACE_CRASH": f"{task.crash}#{task.nth}", "MILLRACE_CRASH_MARK": task.mark} if task.crash else {}
+    crash = {"HEADRACE_CRASH": f"{task.crash}#{task.nth}", "HEADRACE_CRASH_MARK": task.mark} if task.crash else {}
     return nursery.start("tests.histories.worker", json.dumps(asdict(task)), **environment, **crash)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from dataio import pack
-from dataio.shards.contract import VideoInfo
-from dataio.shards.dataset import Dataset
-from dataio.shards.media.probe import probe
+from headrace.dataio import pack
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.media.probe import probe
 from tests.loaders import long, made, plain
 
 Reencode = Callable[..., bytes]
@@ -35,7 +35,7 @@ def _one_torch_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _refusals_are_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not into the list of whoever runs the tests."""
-    monkeypatch.setenv("MILLRACE_QUARANTINE", str(tmp_path / "refusals"))
+    monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "refusals"))
 
 
 @pytest.fixture(scope="session")

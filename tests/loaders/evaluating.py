@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from loaders import Clip, VideoLoader
+from headrace.loaders import Clip, VideoLoader
 
 RANKS = 3
 

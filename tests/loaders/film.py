@@ -10,12 +10,12 @@ import av
 import numpy as np
 from msgspec.structs import replace
 
-from dataio.core.errors import MillraceError
-from dataio.shards.contract import VideoInfo
-from dataio.shards.media.probe import probe
-from loaders.clip import Clip, Wanted, choose
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.pyav import PyAVDecoder
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders.clip import Clip, Wanted, choose
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.loaders import plain
 
 
@@ -28,7 +28,7 @@ class Film:
         assert probed.video is not None
         self.info, self.notes = probed.video, probed.notes
 
-    def decode(self, wanted: Wanted, info: VideoInfo | None = None) -> Decoded | MillraceError:
+    def decode(self, wanted: Wanted, info: VideoInfo | None = None) -> Decoded | HeadraceError:
         return PyAVDecoder().decode([Request(memoryview(self.data), info or self.info, wanted)])[0]
 
     def check(self, clips: Sequence[Clip], info: VideoInfo | None = None, count: int = 8) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dataio.shards.dataset import Dataset
-from loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
 
 GLOBAL_BATCH = 12
 SECONDS = 120.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from loaders import Clip, VideoLoader
+from headrace.loaders import Clip, VideoLoader
 from tests.ranks import in_group
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import CorruptionError, UsageError
-from dataio.shards.contract import KeyFrame, VideoInfo
-from loaders import Clip
-from loaders.clip import choose, counts
+from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.loaders import Clip
+from headrace.loaders.clip import choose, counts
 
 VIDEO = VideoInfo(
     ext="mp4",

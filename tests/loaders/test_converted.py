@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataio import Recipe, pack
-from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, Clip, VideoLoader, Window
+from headrace.dataio import Recipe, pack
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import AudioLoader, Clip, VideoLoader, Window
 from tests.loaders import made, plain
 from tests.loaders.made import Made
 

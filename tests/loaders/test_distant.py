@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataio import Dataset, open_store, pack
-from dataio.core.errors import SlowDownError
-from dataio.store.retry import Policy, Retry
-from dataio.store.s3 import S3Store
-from dataio.store.s3config import parse
-from dataio.testing.proxy import Fault, FaultProxy
-from dataio.testing.s3server import S3Server
-from loaders import FileLoader
+from headrace.dataio import Dataset, open_store, pack
+from headrace.dataio.core.errors import SlowDownError
+from headrace.dataio.store.retry import Policy, Retry
+from headrace.dataio.store.s3 import S3Store
+from headrace.dataio.store.s3config import parse
+from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3server import S3Server
+from headrace.loaders import FileLoader
 
 pytestmark = pytest.mark.s3
 SAMPLES, BATCH = 24, 4

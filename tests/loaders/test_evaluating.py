@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from dataio.shards.dataset import Dataset
+from headrace.dataio.shards.dataset import Dataset
 
 
 def test_ranks_that_run_dry_hold_up_nobody(made_dataset: Dataset) -> None:

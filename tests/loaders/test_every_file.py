@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from dataio import pack
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, Clip, VideoLoader, Window
+from headrace.dataio import pack
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import AudioLoader, Clip, VideoLoader, Window
 from tests.loaders import made, plain
 from tests.pictures import picture
 

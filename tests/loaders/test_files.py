@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 import torch
 
-from dataio import index
-from dataio.core.errors import CorruptionError, UsageError
-from dataio.shards.dataset import Dataset
-from loaders import FileLoader, Mixture
-from loaders.contract import Loaded, Place
-from loaders.decode.giving_up import GivenUp, giving_up
-from loaders.delivery.ahead import batches_from
-from loaders.delivery.batch import Output
-from loaders.delivery.buffers import Buffers
-from loaders.delivery.joined import JoinedBatch
-from loaders.delivery.memory import Memory
-from loaders.samples.maker import Maker
-from loaders.samples.quarantine import Quarantine
-from loaders.samples.source import Source, StoreReader
-from loaders.works.files import FileWork
+from headrace.dataio import index
+from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import FileLoader, Mixture
+from headrace.loaders.contract import Loaded, Place
+from headrace.loaders.decode.giving_up import GivenUp, giving_up
+from headrace.loaders.delivery.ahead import batches_from
+from headrace.loaders.delivery.batch import Output
+from headrace.loaders.delivery.buffers import Buffers
+from headrace.loaders.delivery.joined import JoinedBatch
+from headrace.loaders.delivery.memory import Memory
+from headrace.loaders.samples.maker import Maker
+from headrace.loaders.samples.quarantine import Quarantine
+from headrace.loaders.samples.source import Source, StoreReader
+from headrace.loaders.works.files import FileWork
 
 SAMPLES, SHARD = 40, 9
 Make = Callable[..., FileLoader]

@@ -14,16 +14,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from dataio import open_store, pack
-from dataio.core import metrics
-from dataio.shards.contract import Sample
-from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window, engine
-from loaders.decode import excerpt, isolated, trim
-from loaders.partial import needed
-from loaders.partial.file import PartialFile
-from loaders.partial.heads import HELD_BYTES
-from loaders.refusals import Refusal
+from headrace.dataio import open_store, pack
+from headrace.dataio.core import metrics
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window, engine
+from headrace.loaders.decode import excerpt, isolated, trim
+from headrace.loaders.partial import needed
+from headrace.loaders.partial.file import PartialFile
+from headrace.loaders.partial.heads import HELD_BYTES
+from headrace.loaders.refusals import Refusal
 from tests.loaders import long, made, plain
 
 CLIP, PARTS = Clip(4, 2, per_video=5), Clip(4, 2, per_video=12)

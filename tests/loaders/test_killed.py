@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dataio.shards.dataset import Dataset
+from headrace.dataio.shards.dataset import Dataset
 from tests.loaders import killed
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import (
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import (
     AudioLoader,
     AudioSpec,
     Bucket,
@@ -26,7 +26,7 @@ from loaders import (
     VideoLoader,
     Window,
 )
-from loaders.kinds import plain
+from headrace.loaders.kinds import plain
 
 ONE = Bucket((64, 64))
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dataio.cli import main
-from dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
-from dataio.shards.dataset import Dataset
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
-from dataio.store.wrapper import Wrapper
-from loaders import Clip, QuarantineList, VideoLoader
-from loaders.samples import listed, shared_list
-from loaders.samples.shared_list import Entry, spot_of
+from headrace.dataio.cli import main
+from headrace.dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.wrapper import Wrapper
+from headrace.loaders import Clip, QuarantineList, VideoLoader
+from headrace.loaders.samples import listed, shared_list
+from headrace.loaders.samples.shared_list import Entry, spot_of
 from tests.waiting import wait_for
 
 Make = Callable[..., VideoLoader]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataio.cache import opened
-from dataio.cache.local import DirectReader
-from dataio.shards.dataset import Dataset
-from loaders import Clip, VideoLoader
+from headrace.dataio.cache import opened
+from headrace.dataio.cache.local import DirectReader
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import Clip, VideoLoader
 
 
 @pytest.fixture

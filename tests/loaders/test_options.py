@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from dataio import pack
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, AudioSpec, Clip, LogMel, Mixture, VideoLoader, Window
-from loaders.contract import Place
-from loaders.decode.resize import fit
-from loaders.works.cut import Cut
+from headrace.dataio import pack
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import AudioLoader, AudioSpec, Clip, LogMel, Mixture, VideoLoader, Window
+from headrace.loaders.contract import Place
+from headrace.loaders.decode.resize import fit
+from headrace.loaders.works.cut import Cut
 from tests.loaders import made
 
 NAMES = ("h264.mp4", "h264-late.mkv", "h264-vfr.mkv", "vp8.webm", "mpeg4.mp4", "mjpeg.mkv")
@@ -256,7 +256,7 @@ def test_log_mel_windows_are_those_of_the_waveform(clips: Dataset) -> None:
     what = LogMel(bands=20)
     options: dict[str, Any] = {"window": 0.5, "seed": 4, "sidecar": None, "threads": 2}
     with AudioLoader(clips, 2, **options) as waves, AudioLoader(clips, 2, features=what, **options) as mels:
-        from loaders.sound.mel import log_mel
+        from headrace.loaders.sound.mel import log_mel
 
         for wave, mel in zip(waves, mels, strict=True):
             assert wave["key"] == mel["key"]

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from dataio import pack
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, AudioSpec, Durations, LogMel, Mixture, Packing, Window
-from loaders.order.packing import pack as packed_by
-from loaders.order.permutation import key_of
-from loaders.sampling import _PACK
-from loaders.sound.mel import log_mel
-from loaders.works.pieces import lengths as lengths_at
+from headrace.dataio import pack
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import AudioLoader, AudioSpec, Durations, LogMel, Mixture, Packing, Window
+from headrace.loaders.order.packing import pack as packed_by
+from headrace.loaders.order.permutation import key_of
+from headrace.loaders.sampling import _PACK
+from headrace.loaders.sound.mel import log_mel
+from headrace.loaders.works.pieces import lengths as lengths_at
 
 RATE = 8_000
 LENGTHS = [0.1, 0.45, 0.3, 0.8, 0.2, 1.7, 0.5, 0.25, 0.6, 0.35, 0.15, 0.9]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dataio.shards.dataset import Dataset
+from headrace.dataio.shards.dataset import Dataset
 from tests.ranks import launch
 
 

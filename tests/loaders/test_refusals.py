@@ -1,4 +1,4 @@
-"""The list of refused samples: written by loaders, read by `millrace quarantine`, bounded, and never in the dataset."""
+"""The list of refused samples: written by loaders, read by `headrace quarantine`, bounded, and never in the dataset."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from dataio import pack
-from dataio.cli import main
-from loaders import Clip, VideoLoader, refusals
-from loaders.refusals import Refusal
+from headrace.dataio import pack
+from headrace.dataio.cli import main
+from headrace.loaders import Clip, VideoLoader, refusals
+from headrace.loaders.refusals import Refusal
 from tests.loaders import made
 
 
@@ -98,17 +98,17 @@ def test_an_evaluation_counts_nobody_twice_in_the_place_of_a_damaged_sample(dama
 def test_a_list_that_cannot_be_written_stops_nobody(
     damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MILLRACE_QUARANTINE", str(tmp_path / "file" / "x"))
+    monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "file" / "x"))
     (tmp_path / "file").write_text("not a directory")
     with VideoLoader(damaged, 6, clip=Clip(2), size=(24, 32), sidecar=None, quarantine_limit=3) as loader:
         assert len(list(loader)) == 1
     assert "not written down" in caplog.text
-    monkeypatch.setenv("MILLRACE_QUARANTINE", "off")
+    monkeypatch.setenv("HEADRACE_QUARANTINE", "off")
     assert main(["quarantine"]) == 2
 
 
 def test_who_has_no_home_has_no_list_and_can_train(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HOME", "XDG_STATE_HOME", "MILLRACE_QUARANTINE"):
+    for name in ("HOME", "XDG_STATE_HOME", "HEADRACE_QUARANTINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: (1 << 31) - 9)  # nobody of that number is known here
     with VideoLoader(damaged, 4, clip=Clip(2), size=(16, 16), sidecar=None, quarantine_limit=4) as loader:
@@ -121,7 +121,7 @@ def test_who_has_no_home_has_no_list_and_can_train(damaged: Path, monkeypatch: p
 def test_records_of_several_processes_are_whole_and_private(tmp_path: Path) -> None:
     folder = tmp_path / "list"
     code = (
-        "import sys; from pathlib import Path; from loaders.refusals import Refusal, write\n"
+        "import sys; from pathlib import Path; from headrace.loaders.refusals import Refusal, write\n"
         "for n in range(int(sys.argv[1]), int(sys.argv[1]) + 200):\n"
         "    one = Refusal(n, f'key{n}', 'shards/0.tar', 512, 'corruption', 'it is bad', False, 's3://bucket/clips')\n"
         "    write(one, 3, Path(sys.argv[2]))"
@@ -158,7 +158,7 @@ def test_lines_that_are_no_records_are_counted_and_control_characters_not_printe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "list"
-    monkeypatch.setenv("MILLRACE_QUARANTINE", str(folder))
+    monkeypatch.setenv("HEADRACE_QUARANTINE", str(folder))
     refusals.write(refusal(), 1, folder)
     (file,) = folder.iterdir()
     evil = {**json.loads(file.read_text()), "key": "a\x1b[2J", "version": 2}
@@ -171,7 +171,7 @@ def test_lines_that_are_no_records_are_counted_and_control_characters_not_printe
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys; from dataio.cli import main; main(['quarantine', '--json']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from headrace.dataio.cli import main; main(['quarantine', '--json']); sys.exit('torch' in sys.modules)"
     subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=150, env=os.environ | {"XDG_STATE_HOME": "/nonexistent"}
     )

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from dataio import pack
-from dataio.core.errors import CorruptionError, MismatchError, UsageError
-from dataio.shards.dataset import Dataset
-from loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
-from loaders import engine as engine_module
-from loaders import state as state_module
-from loaders.samples.quarantine import refusals_allowed
-from loaders.samples.source import StoreReader
+from headrace.dataio import pack
+from headrace.dataio.core.errors import CorruptionError, MismatchError, UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
+from headrace.loaders import engine as engine_module
+from headrace.loaders import state as state_module
+from headrace.loaders.samples.quarantine import refusals_allowed
+from headrace.loaders.samples.source import StoreReader
 from tests.loaders import made
 from tests.loaders.batches import same, take
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio import index, pack
-from dataio.core import log
-from loaders import Clip, VideoLoader
-from loaders.works import clips
+from headrace.dataio import index, pack
+from headrace.dataio.core import log
+from headrace.loaders import Clip, VideoLoader
+from headrace.loaders.works import clips
 from tests.loaders import made
 
 
@@ -62,7 +62,7 @@ def test_pack_and_index_name_videos_that_are_not_used(tar: Path, tmp_path: Path)
 
 def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log._said.clear()
-    with pack([tar], tmp_path / "packed", workers=1) as packed, caplog.at_level(logging.WARNING, logger="millrace"):
+    with pack([tar], tmp_path / "packed", workers=1) as packed, caplog.at_level(logging.WARNING, logger="headrace"):
         with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, threads=1, sidecar=None) as loader:
             assert len(list(loader)) == 3
         told = [record.message for record in caplog.records if "more than one video" in record.message]

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from dataio import pack
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window, engine
-from loaders.delivery.ahead import Ahead
-from loaders.samples.source import StoreReader
+from headrace.dataio import pack
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window, engine
+from headrace.loaders.delivery.ahead import Ahead
+from headrace.loaders.samples.source import StoreReader
 from tests.loaders import made
 from tests.loaders.long import SOUNDS, recorded
 from tests.waiting import wait_for
@@ -84,12 +84,12 @@ def _shared() -> list[str]:
     """Names in /dev/shm; of this process alone where tests of other processes may make some too."""
     names = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
     alone = "PYTEST_XDIST_WORKER" not in os.environ
-    return sorted(name for name in names if alone or f"_{os.getpid()}_" in name or name.startswith("millrace"))
+    return sorted(name for name in names if alone or f"_{os.getpid()}_" in name or name.startswith("headrace"))
 
 
 def _ours() -> list[str]:
     found = [thread.name for thread in threading.enumerate() if thread not in _OTHERS]
-    return sorted(name for name in found if name.startswith(("millrace", "media")))
+    return sorted(name for name in found if name.startswith(("headrace", "media")))
 
 
 def _descriptors() -> list[str]:
@@ -174,7 +174,7 @@ def test_what_cannot_begin_leaves_nothing_begun(clips: Dataset, monkeypatch: pyt
     with VideoLoader(clips, 2, clip=Clip(2), size=(24, 32), threads=2, sidecar=None) as loader:
         for _ in range(2):  # and may be tried again
             with monkeypatch.context() as patch:
-                patch.setattr("loaders.video.AutoDecoder", lambda *_: 1 / 0)
+                patch.setattr("headrace.loaders.video.AutoDecoder", lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     begun(loader)
             assert closed == opened
@@ -206,7 +206,7 @@ def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -
 
 SCRIPT = """
 import sys, time, signal
-from loaders import Clip, VideoLoader
+from headrace.loaders import Clip, VideoLoader
 options = {"clip": Clip(3, per_video=5), "size": (24, 32), "threads": 2, "sidecar": None, "isolate": sys.argv[2] == "isolated"}
 with VideoLoader(sys.argv[1], 2, **options) as loader:
     while True:
@@ -254,7 +254,7 @@ def _alive(pid: str) -> bool:
 
 def _of_others() -> set[str]:
     """Names in /dev/shm that another test's process may have made meanwhile."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("torch_", "millrace", "psm_"))}
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("torch_", "headrace", "psm_"))}
 
 
 def test_batches_outlive_the_loader_that_made_them(clips: Dataset) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataio.core import metrics
-from dataio.shards.dataset import Dataset
-from dataio.sidecar.client import Sidecar
-from loaders import Clip, VideoLoader
+from headrace.dataio.core import metrics
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.loaders import Clip, VideoLoader
 
 
 @pytest.fixture
@@ -26,7 +26,14 @@ def daemon() -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         socket = Path(folder) / "s" / "sidecar.sock"
         options = ["--socket", str(socket), "--cache-dir", str(Path(folder) / "c"), "--http-port", "off"]
         process = subprocess.Popen(
-            [sys.executable, "-c", "from dataio.cli import main; raise SystemExit(main())", "sidecar", "run", *options],
+            [
+                sys.executable,
+                "-c",
+                "from headrace.dataio.cli import main; raise SystemExit(main())",
+                "sidecar",
+                "run",
+                *options,
+            ],
             stderr=subprocess.DEVNULL,
         )
         try:

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from dataio.cache.contract import Read
-from dataio.cache.own import own_reader
-from dataio.core.errors import AccessDeniedError, CorruptionError
-from dataio.shards import members
-from dataio.shards.contract import Files, Member, Sample
-from dataio.shards.pieces import Hasher
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.store.wrapper import Wrapper
-from loaders.samples import source as source_module
-from loaders.samples.source import AT_ONCE, Source, StoreReader, spans
+from headrace.dataio.cache.contract import Read
+from headrace.dataio.cache.own import own_reader
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
+from headrace.dataio.shards import members
+from headrace.dataio.shards.contract import Files, Member, Sample
+from headrace.dataio.shards.pieces import Hasher
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.wrapper import Wrapper
+from headrace.loaders.samples import source as source_module
+from headrace.loaders.samples.source import AT_ONCE, Source, StoreReader, spans
 from tests.denied import denied
 
 FIRST, SECOND = b"first" * 1000, b"second" * 70

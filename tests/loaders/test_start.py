@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import loaders
-from dataio import Dataset, pack
-from dataio.core.errors import CorruptionError
-from dataio.shards.query.part_reader import PartReader
-from dataio.shards.query.row_pages import RowPages
-from loaders import Clip, VideoLoader
+from headrace import loaders
+from headrace.dataio import Dataset, pack
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.query.part_reader import PartReader
+from headrace.dataio.shards.query.row_pages import RowPages
+from headrace.loaders import Clip, VideoLoader
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +64,13 @@ def test_a_damaged_index_is_an_error_of_the_first_batch_and_no_damaged_sample(al
 
 def test_garbage_is_collected_again_after_an_import_unless_it_was_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     during: list[bool] = []
-    module = sys.modules["loaders.clip"]
+    module = sys.modules["headrace.loaders.clip"]
 
     def importing(name: str) -> object:
         during.append(gc.isenabled())
         return module
 
-    monkeypatch.delitem(sys.modules, "loaders.clip")
+    monkeypatch.delitem(sys.modules, "headrace.loaders.clip")
     monkeypatch.setattr(importlib, "import_module", importing)
     assert loaders.__getattr__("Clip") is Clip
     assert gc.isenabled()
@@ -87,7 +87,7 @@ def test_garbage_is_collected_again_after_an_import_unless_it_was_not_before(mon
 def test_what_was_imported_is_old_to_the_collector_and_what_was_frozen_stays_so(frozen: bool) -> None:
     code = f"""
 import gc, sys
-import loaders
+from headrace import loaders
 if {frozen}:
     gc.freeze()
 before = gc.get_freeze_count()
@@ -102,30 +102,32 @@ assert {frozen} or len(gc.get_objects(0)) + len(gc.get_objects(1)) <= young
 
 _PROGRAM = """
 import sys
-from loaders import Clip, VideoLoader
+from headrace.loaders import Clip, VideoLoader
 with VideoLoader(sys.argv[1], 2, clip=Clip(2), size=(16, 16), sidecar=None) as loader:
     next(iter(loader))
 print([name for name in sys.argv[2].split() if name in sys.modules])
 """
 _NOT_NEEDED_OF_SAMPLES_ALL_ALIKE = """
-pyarrow dataio.shards.index.rows dataio.shards.query.tables
+pyarrow headrace.dataio.shards.index.rows headrace.dataio.shards.query.tables
 """
 _FILES = """
 import sys
-from loaders import FileLoader
+from headrace.loaders import FileLoader
 with FileLoader(sys.argv[1], 2, files=["mp4"], sidecar=None) as loader:
     next(iter(loader))
 print([name for name in sys.argv[2].split() if name in sys.modules])
 """
 _NOT_NEEDED = """
-dateutil duckdb fsspec numpy.ma nvidia.dali nvtx pyarrow.compute pyarrow.fs
-pyarrow.parquet dataio.cache.engine dataio.cache.reader dataio.shards.changes dataio.shards.report
-dataio.sidecar.connection dataio.sidecar.messages dataio.sidecar.reader dataio.store.s3 dataio.store.other
-loaders.audio loaders.decode.isolated loaders.decode.worker loaders.files loaders.force loaders.order.buckets
-loaders.order.evaluation loaders.order.interleave loaders.order.mixed_buckets loaders.order.mixture loaders.order.packing
-loaders.order.quality loaders.packed loaders.samples.listed loaders.samples.shared_list loaders.sound.decode
-loaders.sound.features loaders.sound.mel loaders.sound.spec loaders.sound.window loaders.works.mels loaders.works.pieces
-loaders.works.windows
+dateutil duckdb fsspec numpy.ma nvidia.dali nvtx pyarrow.compute pyarrow.fs pyarrow.parquet
+headrace.dataio.cache.engine headrace.dataio.cache.reader headrace.dataio.shards.changes headrace.dataio.shards.report
+headrace.dataio.sidecar.connection headrace.dataio.sidecar.messages headrace.dataio.sidecar.reader
+headrace.dataio.store.s3 headrace.dataio.store.other headrace.loaders.audio headrace.loaders.decode.isolated
+headrace.loaders.decode.worker headrace.loaders.files headrace.loaders.force headrace.loaders.order.buckets
+headrace.loaders.order.evaluation headrace.loaders.order.interleave headrace.loaders.order.mixed_buckets
+headrace.loaders.order.mixture headrace.loaders.order.packing headrace.loaders.order.quality headrace.loaders.packed
+headrace.loaders.samples.listed headrace.loaders.samples.shared_list headrace.loaders.sound.decode
+headrace.loaders.sound.features headrace.loaders.sound.mel headrace.loaders.sound.spec headrace.loaders.sound.window
+headrace.loaders.works.mels headrace.loaders.works.pieces headrace.loaders.works.windows
 """
 
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core.errors import MismatchError, UsageError
-from loaders import Clip, Order
-from loaders.order.buckets import Bucketed
-from loaders.order.evaluation import Evaluation
-from loaders.order.mixed_buckets import MixedBuckets
-from loaders.order.mixture import Mixed
-from loaders.order.schedule import Plain, Population
-from loaders.sound.window import Window
-from loaders.state import MAX_COUNT, Fingerprint, Identity, Position, dump, load
+from headrace.dataio.core.errors import MismatchError, UsageError
+from headrace.loaders import Clip, Order
+from headrace.loaders.order.buckets import Bucketed
+from headrace.loaders.order.evaluation import Evaluation
+from headrace.loaders.order.mixed_buckets import MixedBuckets
+from headrace.loaders.order.mixture import Mixed
+from headrace.loaders.order.schedule import Plain, Population
+from headrace.loaders.sound.window import Window
+from headrace.loaders.state import MAX_COUNT, Fingerprint, Identity, Position, dump, load
 
 DIGEST = "0123456789abcdef" * 4
 ORDER = Order.of(10**9, 4096, sample_bytes=300_000, seed=123456)

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
-from checkpoint import Checkpointer
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import Clip, Mixture, VideoLoader
-from loaders import state as states
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import Clip, Mixture, VideoLoader
+from headrace.loaders import state as states
 
 Make = Callable[..., VideoLoader]
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import Checkpointer
-from dataio.core.errors import UnsupportedError
-from dataio.shards.dataset import Dataset
-from loaders import Clip, VideoLoader
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import Clip, VideoLoader
 
 Make = Callable[[], VideoLoader]
 
@@ -114,7 +114,7 @@ class Run:
 
     def fit(self, steps: int, resume: bool = False, around: Callable[[Any], Any] = lambda loader: loader) -> list[Any]:
         """What the model saw; the last step is saved."""
-        from checkpoint.frameworks.transformers import RepositoryTrainer
+        from headrace.checkpoint.frameworks.transformers import RepositoryTrainer
 
         arguments, net = self.arguments(steps), Net()
         arguments.save_strategy, arguments.save_steps = "steps", steps
@@ -126,7 +126,7 @@ class Run:
     def fit_with_callback(self, steps: int) -> list[Any]:
         from transformers import Trainer
 
-        from checkpoint.frameworks.transformers import RepositoryCallback
+        from headrace.checkpoint.frameworks.transformers import RepositoryCallback
 
         loader, net = self.make(), Net()
 
@@ -160,7 +160,7 @@ def test_transformers_is_refused_a_loader_whose_position_it_could_not_keep(make:
         """`get_train_dataloader` returns a DataLoader around the loader."""
 
         def fit_around(self, **how: Any) -> list[Any]:
-            from checkpoint.frameworks.transformers import RepositoryTrainer
+            from headrace.checkpoint.frameworks.transformers import RepositoryTrainer
 
             loader, net = torch.utils.data.DataLoader(self.make(), **how), Net()
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from dataio.core.errors import UsageError
-from dataio.shards.dataset import Dataset
-from loaders import Clip, VideoLoader, engine
-from loaders.delivery.ahead import Ahead
-from loaders.delivery.batch import Batch
-from loaders.plan import OrderPlan
-from loaders.samples.source import StoreReader
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import Clip, VideoLoader, engine
+from headrace.loaders.delivery.ahead import Ahead
+from headrace.loaders.delivery.batch import Batch
+from headrace.loaders.plan import OrderPlan
+from headrace.loaders.samples.source import StoreReader
 from tests.waiting import wait_for
 
 Make = Callable[..., VideoLoader]

@@ -15,17 +15,24 @@ from typing import Any
 import pytest
 import torch
 
-from dataio import pack
-from dataio.cache.contract import ShardReader
-from dataio.core.errors import CorruptionError, MillraceError, MismatchError, NotFoundError, TransientError, UsageError
-from dataio.core.metrics import REGISTRY
-from dataio.shards.dataset import Dataset
-from loaders import AudioSpec, Clip, VideoLoader, engine
-from loaders.clip import choose
-from loaders.decode.contract import Request
-from loaders.decode.pyav import PyAVDecoder
-from loaders.decode.resize import fit
-from loaders.samples.source import StoreReader
+from headrace.dataio import pack
+from headrace.dataio.cache.contract import ShardReader
+from headrace.dataio.core.errors import (
+    CorruptionError,
+    HeadraceError,
+    MismatchError,
+    NotFoundError,
+    TransientError,
+    UsageError,
+)
+from headrace.dataio.core.metrics import REGISTRY
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders import AudioSpec, Clip, VideoLoader, engine
+from headrace.loaders.clip import choose
+from headrace.loaders.decode.contract import Request
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.resize import fit
+from headrace.loaders.samples.source import StoreReader
 from tests.loaders.batches import same, take
 
 SIZE = (32, 40)
@@ -87,7 +94,7 @@ def test_frames_are_those_of_the_clip_that_the_order_names(make: Callable[..., V
             data = memoryview(bytearray(member.length))
             dataset.store.get_into(sample.shard, member.offset, data)
             decoded = PyAVDecoder().decode([Request(data, sample.video, wanted)])[0]
-            assert not isinstance(decoded, MillraceError)
+            assert not isinstance(decoded, HeadraceError)
             assert (batch["video"][slot] == fit(decoded.frames, SIZE)).all()
             assert batch["clip"][slot] == float(decoded.pts[0] * sample.video.time_base)
 
@@ -247,7 +254,7 @@ def damaged(tmp_path: Path, dataset: Dataset) -> Path:
 def test_a_sample_with_wrong_bytes_is_replaced_and_everything_else_stays(
     make: Callable[..., VideoLoader], damaged: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    counter = "millrace_quarantined_samples_total"
+    counter = "headrace_quarantined_samples_total"
     before = REGISTRY.get_sample_value(counter, {"reason": "corruption"}) or 0
     good, bad = make(), make(damaged)
     replaced = 0
@@ -453,7 +460,7 @@ def test_who_asks_for_dali_on_the_cpu_gets_it_and_the_same_pixels(
     make: Callable[..., VideoLoader], tmp_path: Path, media: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("nvidia.dali")
-    from loaders.decode.dali import DaliDecoder
+    from headrace.loaders.decode.dali import DaliDecoder
 
     packed = pack([media / "testsrc2_vp9.webm"], tmp_path / "vp9", workers=1)
     asked: list[int] = []
@@ -484,7 +491,7 @@ def test_rotation_is_applied_on_request(make: Callable[..., VideoLoader], tmp_pa
 
 
 def _loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("millrace-loader")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace-loader")]
 
 
 def _ended() -> bool:
@@ -530,7 +537,7 @@ def test_ctrl_c_while_waiting_ends_the_threads_and_keeps_the_position(
     loader = make()
     (first,) = take(loader, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("loaders.delivery.prefetch.wait", _interrupted)
+        patch.setattr("headrace.loaders.delivery.prefetch.wait", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             take(loader, 1)
     assert not _loader_threads()
@@ -558,7 +565,7 @@ def test_decode_threads_leave_torchs_threads_alone(make: Callable[..., VideoLoad
 
 
 def test_memory_ahead_is_bounded_by_prefetch(make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch) -> None:
-    from loaders.delivery.prefetch import Prefetcher
+    from headrace.loaders.delivery.prefetch import Prefetcher
 
     most = 0
     start = Prefetcher.start
@@ -576,7 +583,7 @@ def test_memory_ahead_is_bounded_by_prefetch(make: Callable[..., VideoLoader], m
 def test_upcoming_samples_are_announced_soonest_first(
     make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loaders.delivery.ahead import ANNOUNCED_BATCHES, AT_ONCE
+    from headrace.loaders.delivery.ahead import ANNOUNCED_BATCHES, AT_ONCE
 
     said: list[list[tuple[str, int, int]]] = []
     announced = threading.Semaphore(0)  # by the planner, which the trainer does not wait for

@@ -4,6 +4,6 @@
 fetched for whom, `tiers` keeps the books, `files` is one file, `streams` what loaders announced.
 """
 
-from dataio.cache.plan.core import CachePlan
+from headrace.dataio.cache.plan.core import CachePlan
 
 __all__ = ["CachePlan"]

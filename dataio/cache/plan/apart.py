@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from dataio.cache.events import ObjectId, Ranges
-from dataio.cache.plan.files import blocks_of
+from headrace.dataio.cache.events import ObjectId, Ranges
+from headrace.dataio.cache.plan.files import blocks_of
 
 HOLE = 2
 KNOWN, STORES = 1 << 14, 1 << 10

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dataio.cache.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
-from dataio.cache.plan.apart import Apart
-from dataio.cache.plan.files import CacheFile, blocks_of
-from dataio.cache.plan.flights import Flights, Ticket
-from dataio.cache.plan.pinned import Pinned
-from dataio.cache.plan.ring import Ring
-from dataio.cache.plan.streams import Streams
-from dataio.cache.plan.tiers import Tiers
-from dataio.core import limits
+from headrace.dataio.cache.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
+from headrace.dataio.cache.plan.apart import Apart
+from headrace.dataio.cache.plan.files import CacheFile, blocks_of
+from headrace.dataio.cache.plan.flights import Flights, Ticket
+from headrace.dataio.cache.plan.pinned import Pinned
+from headrace.dataio.cache.plan.ring import Ring
+from headrace.dataio.cache.plan.streams import Streams
+from headrace.dataio.cache.plan.tiers import Tiers
+from headrace.dataio.core import limits
 
 
 class CachePlan:

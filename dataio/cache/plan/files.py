@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dataio.cache.events import ObjectId, Ranges
+from headrace.dataio.cache.events import ObjectId, Ranges
 
 _FAR = 1 << 63
 GAP_BYTES = 4096

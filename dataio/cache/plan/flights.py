@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dataio.cache.events import Fetch, Instruction, ObjectId, Ranges
-from dataio.cache.plan.files import CacheFile
-from dataio.cache.plan.streams import Streams
-from dataio.cache.plan.tiers import Tiers
+from headrace.dataio.cache.events import Fetch, Instruction, ObjectId, Ranges
+from headrace.dataio.cache.plan.files import CacheFile
+from headrace.dataio.cache.plan.streams import Streams
+from headrace.dataio.cache.plan.tiers import Tiers
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ Belady: "A study of replacement algorithms for a virtual-storage computer", IBM 
 
 from __future__ import annotations
 
-from dataio.cache.events import Instruction, ObjectId, Ranges
-from dataio.cache.plan.files import Awaited, CacheFile, Readers, extents_of
-from dataio.cache.plan.streams import Streams
-from dataio.cache.plan.tiers import Tier, Tiers
+from headrace.dataio.cache.events import Instruction, ObjectId, Ranges
+from headrace.dataio.cache.plan.files import Awaited, CacheFile, Readers, extents_of
+from headrace.dataio.cache.plan.streams import Streams
+from headrace.dataio.cache.plan.tiers import Tier, Tiers
 
 SHARE = 64
 """The ring is this part of the budget while somebody announces, but at least `BLOCKS` blocks or half of its tier."""

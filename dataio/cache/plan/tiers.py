@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dataio.cache.events import Create, Drop, Instruction, ObjectId, Ranges
-from dataio.cache.plan.files import Books, CacheFile
+from headrace.dataio.cache.events import Create, Drop, Instruction, ObjectId, Ranges
+from headrace.dataio.cache.plan.files import Books, CacheFile
 
 
 @dataclass(slots=True, eq=False)

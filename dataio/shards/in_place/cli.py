@@ -1,7 +1,7 @@
-"""`millrace index`.
+"""`headrace index`.
 
-Invariant: as in `dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
-Failure behaviour: errors are raised for `dataio.cli` to report; 1 is returned when samples or shards were skipped.
+Invariant: as in `headrace.dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report; 1 is returned when samples or shards were skipped.
 """
 
 from __future__ import annotations
@@ -9,10 +9,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dataio.shards.cli import _add_making, _byte_bar, _parser, _print_json, _print_report, _print_some, _printable
+from headrace.dataio.shards.cli import (
+    _add_making,
+    _byte_bar,
+    _parser,
+    _print_json,
+    _print_report,
+    _print_some,
+    _printable,
+)
 
 if TYPE_CHECKING:
-    from dataio.shards.in_place.tally import IndexProgress
+    from headrace.dataio.shards.in_place.tally import IndexProgress
 
 _HELP = """\
 Make a dataset over WebDataset tars that exist, where they are. Nothing is copied: DST gets an index and a version only.
@@ -25,7 +33,7 @@ index · 3 passing trouble, try again · 4 a damaged shard, with --strict · 5 D
 
 
 def index(argv: list[str]) -> int:
-    """`millrace index URL-PATTERN... DST`"""
+    """`headrace index URL-PATTERN... DST`"""
     parser = _parser("index", _HELP, _CODES)
     parser.add_argument("patterns", metavar="URL-PATTERN", nargs="+", help="which tars")
     parser.add_argument("destination", metavar="DST", help="where the dataset goes: a folder or s3://bucket/prefix")
@@ -37,7 +45,7 @@ def index(argv: list[str]) -> int:
     )
     _add_making(parser, "sample or shard that cannot be used", "probing processes")
     args = parser.parse_args(argv)
-    from dataio.shards.in_place.indexing import index as index_in_place
+    from headrace.dataio.shards.in_place.indexing import index as index_in_place
 
     with _byte_bar("indexing", _words, quiet=args.json) as progress:
         dataset = index_in_place(

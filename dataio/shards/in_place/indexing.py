@@ -1,7 +1,7 @@
 """`index`: a dataset over tars that are there already, without copying them.
 
 Purpose: read every shard once, from its beginning to its end; describe its samples; write index parts and a version at another
-place. The shards stay where they are, mounted (`dataio.shards.versions.mounting`), or, where they lie below the dataset,
+place. The shards stay where they are, mounted (`headrace.dataio.shards.versions.mounting`), or, where they lie below the dataset,
 under their keys.
 
 Invariants:
@@ -26,20 +26,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
-from dataio.shards.contract import Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.in_place import patterns as found_by
-from dataio.shards.in_place.tally import IndexProgress, ShardAt, Tally, UniqueKeys
-from dataio.shards.in_place.tar_pass import Pass
-from dataio.shards.ingest.pool import ProbePool
-from dataio.shards.query.parts import PartWriter
-from dataio.shards.report import PackReport, Skipped
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions.mounting import mount_of
-from dataio.store.contract import Store
-from dataio.store.mounts import PREFIX, Mounts
-from dataio.store.open import open_store
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.in_place import patterns as found_by
+from headrace.dataio.shards.in_place.tally import IndexProgress, ShardAt, Tally, UniqueKeys
+from headrace.dataio.shards.in_place.tar_pass import Pass
+from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.query.parts import PartWriter
+from headrace.dataio.shards.report import PackReport, Skipped
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions.mounting import mount_of
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import PREFIX, Mounts
+from headrace.dataio.store.open import open_store
 
 __all__ = ["IndexProgress", "index"]
 
@@ -62,7 +62,7 @@ def index(
 ) -> Dataset:
     """Make version 1 of a dataset at `url` over the WebDataset tars that `patterns` mean, and open it.
 
-    `dataio.shards.in_place.patterns` says what a pattern is. `source_options` open the shards' stores, where
+    `headrace.dataio.shards.in_place.patterns` says what a pattern is. `source_options` open the shards' stores, where
     they are not directories, and `storage_options` the dataset's (`open_store`). Of the former, the version
     records all but secrets, so readers need credentials of their own. `keys`, `strict` and what is refused: see this module.
     `workers` are probing processes (default: one a core). The dataset's `report` says what was indexed and what was skipped.

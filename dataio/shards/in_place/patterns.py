@@ -24,11 +24,11 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
-from dataio.shards.ingest.remote import as_regex
-from dataio.shards.report import Skipped
-from dataio.store.contract import Location, ObjectInfo, Store
-from dataio.store.mounts import MAX_MOUNTS, url_of
+from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.shards.ingest.remote import as_regex
+from headrace.dataio.shards.report import Skipped
+from headrace.dataio.store.contract import Location, ObjectInfo, Store
+from headrace.dataio.store.mounts import MAX_MOUNTS, url_of
 
 MAX_SHARDS = 1_000_000
 _FEW = 16

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
-from dataio.core.log import get_logger
-from dataio.shards.in_place import patterns as found_by
-from dataio.shards.report import PackReport, Skipped
-from dataio.shards.versions import documents as versions
-from dataio.store.contract import Store
-from dataio.store.mounts import url_of
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.shards.in_place import patterns as found_by
+from headrace.dataio.shards.report import PackReport, Skipped
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import url_of
 
 _log = get_logger(__name__)
 

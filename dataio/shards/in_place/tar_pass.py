@@ -18,20 +18,20 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
-from dataio.core.scratch import scratch_folder
-from dataio.shards import tar
-from dataio.shards.contract import Member, Sample
-from dataio.shards.in_place.tally import ShardAt, Tally
-from dataio.shards.ingest.pool import ProbePool
-from dataio.shards.ingest.sources import Group
-from dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read, passed_over
-from dataio.shards.media.facts import Described, Failure
-from dataio.shards.pieces import Hasher, size_for
-from dataio.shards.readahead import ReadAhead
-from dataio.shards.report import Skipped
-from dataio.store.mounts import PREFIX
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
+from headrace.dataio.core.scratch import scratch_folder
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.contract import Member, Sample
+from headrace.dataio.shards.in_place.tally import ShardAt, Tally
+from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.sources import Group
+from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, not_read, passed_over
+from headrace.dataio.shards.media.facts import Described, Failure
+from headrace.dataio.shards.pieces import Hasher, size_for
+from headrace.dataio.shards.readahead import ReadAhead
+from headrace.dataio.shards.report import Skipped
+from headrace.dataio.store.mounts import PREFIX
 
 SPOOL_BYTES = 1 * limits.GIB
 MAX_SHARD_SAMPLES = 1_000_000
@@ -75,7 +75,7 @@ class Pass:
         shard = self._shard
         with (
             ReadAhead(shard.store, shard.inner, shard.size) as ahead,
-            scratch_folder("millrace-index-") as folder,
+            scratch_folder("headrace-index-") as folder,
         ):
             _refuse_compressed(ahead.read_at(0, min(8, shard.size)), shard.url)
             raws = self._raws(ahead, Path(folder))
@@ -172,7 +172,7 @@ class Pass:
                 f"its .{ext} file is kept, and not read as media: the name of a sample's video is its key"
                 for ext in apart
             ),
-            *(() if unread is None else (f"{unread[1]} (`millrace pack` with the tar as its source)",)),
+            *(() if unread is None else (f"{unread[1]} (`headrace pack` with the tar as its source)",)),
         )
         self._tally.notes += [f"{key}: {note}" for note in notes]
 
@@ -231,5 +231,5 @@ def _refuse_compressed(head: bytes, url: str) -> None:
         if head.startswith(magic):
             raise UnsupportedError(
                 f"{url} is compressed by {program} at offset 0, so no sample in it can be read by itself",
-                hint="decompress it and index the plain tar, or unpack it and use `millrace pack`; media is compressed already",
+                hint="decompress it and index the plain tar, or unpack it and use `headrace pack`; media is compressed already",
             )

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.index import kernels as pc
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.index import kernels as pc
 
 I64 = npt.NDArray[np.int64]
 Numbers = I64 | range | None

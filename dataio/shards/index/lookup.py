@@ -11,7 +11,7 @@ directory  of each page: rows, bytes stored, bytes unpacked (u32 each), 16 bytes
 This section lies in the part between the row groups and the footer, where a Parquet reader has nothing to look for. The version's
 document says where, and gives the digest of the directory.
 
-Invariants: a page holds what the row groups hold of the same rows (`millrace verify` compares them); the same samples give the
+Invariants: a page holds what the row groups hold of the same rows (`headrace verify` compares them); the same samples give the
 same bytes. Nothing is unpacked beyond what the directory says, nor above `UNPACKED`. A row is checked as those of tables are
 (`checks`) before anybody gets it.
 Failure behaviour: `CorruptionError` naming the part, the page or the row, and what is wrong with it.
@@ -33,11 +33,21 @@ import numpy.typing as npt
 import zstandard
 from msgspec.structs import replace
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError
-from dataio.shards import pieces as cut
-from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Pieces, Sample, SoundMark, VideoInfo
-from dataio.shards.index.digests import SHORT, digest, short
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards import pieces as cut
+from headrace.dataio.shards.contract import (
+    AudioInfo,
+    Color,
+    Files,
+    KeyFrame,
+    Member,
+    Pieces,
+    Sample,
+    SoundMark,
+    VideoInfo,
+)
+from headrace.dataio.shards.index.digests import SHORT, digest, short
 
 PAGE_ROWS = 64
 PAGE_BYTES = 64 * limits.KIB

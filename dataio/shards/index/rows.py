@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
-from dataio.shards.index import checks as index_checks
-from dataio.shards.index import kernels as pc
-from dataio.shards.index import lookup, parquet
-from dataio.shards.index.digests import SHORT, digest, short
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
+from headrace.dataio.shards.index import checks as index_checks
+from headrace.dataio.shards.index import kernels as pc
+from headrace.dataio.shards.index import lookup, parquet
+from headrace.dataio.shards.index.digests import SHORT, digest, short
 
 GROUP_ROWS = 1024
 GROUP_BYTES = limits.MIB
@@ -36,8 +36,10 @@ MIN_GROUP_ROWS = 64
 """A row group has `GROUP_ROWS`, or fewer where rows are long (a film has thousands of key frames), so that it takes about
 `GROUP_BYTES`; at least `MIN_GROUP_ROWS`."""
 BLOCK_BYTES = 64 * limits.KIB
-BLOCKS = b"millrace.blocks"
-"""The footer's entry: base64 of the blocks' BLAKE3 digests, `BLOCK_DIGEST` bytes of each."""
+BLOCKS_SUFFIX = b".blocks"
+BLOCKS = b"headrace" + BLOCKS_SUFFIX
+"""The footer's entry: base64 of the blocks' BLAKE3 digests, `BLOCK_DIGEST` bytes of each. Readers accept any name before the
+suffix: the software had another one when it wrote the oldest indexes."""
 BLOCK_DIGEST = SHORT
 
 _MEMBER = pa.struct(
@@ -326,7 +328,7 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
     if not fits:
         raise CorruptionError(
             f"{name}: its columns are not those of a sample index",
-            hint="was it written by this version of Millrace? If not, pack or index the data again",
+            hint="was it written by this version of Headrace? If not, pack or index the data again",
         )
     if table.num_rows != rows:
         raise CorruptionError(f"{name}: holds {table.num_rows} rows, the dataset version says {rows}")

@@ -10,10 +10,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.shards import tar
-from dataio.shards.ingest.remote import Remote, is_url
-from dataio.shards.media.facts import Span
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.remote import Remote, is_url
+from headrace.dataio.shards.media.facts import Span
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz"}
 

@@ -1,7 +1,7 @@
-"""`millrace pack`, also with `--append`.
+"""`headrace pack`, also with `--append`.
 
-Invariant: as in `dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
-Failure behaviour: errors are raised for `dataio.cli` to report; 1 is returned when inputs were skipped.
+Invariant: as in `headrace.dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report; 1 is returned when inputs were skipped.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dataio.core import limits
-from dataio.core.errors import UsageError
-from dataio.core.options import count
-from dataio.shards.cli import _add_making, _add_trust, _byte_bar, _parser, _print_json, _print_report
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.options import count
+from headrace.dataio.shards.cli import _add_making, _add_trust, _byte_bar, _parser, _print_json, _print_report
 
 if TYPE_CHECKING:
-    from dataio.shards.media.facts import Recipe
-    from dataio.shards.report import PackReport, Progress
+    from headrace.dataio.shards.media.facts import Recipe
+    from headrace.dataio.shards.report import PackReport, Progress
 
 _HELP = """\
 SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar, local or s3://bucket/….
@@ -34,15 +34,15 @@ _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min)?")
 
 
 def pack(argv: list[str]) -> int:
-    """`millrace pack SRC... DST`"""
+    """`headrace pack SRC... DST`"""
     args = _arguments().parse_args(argv)
     if args.append and args.name:
         raise UsageError("--name is for a new dataset, not for --append", hint="leave one of them out")
     if args.trust_mounts and not args.append:
         raise UsageError("--trust-mounts is for --append: a new dataset has no mounts", hint="leave it out")
-    from dataio.shards.ingest.manifests import Columns
-    from dataio.shards.ingest.pack import append
-    from dataio.shards.ingest.pack import pack as pack_files
+    from headrace.dataio.shards.ingest.manifests import Columns
+    from headrace.dataio.shards.ingest.pack import append
+    from headrace.dataio.shards.ingest.pack import pack as pack_files
 
     call = partial(append, trust_mounts=args.trust_mounts) if args.append else partial(pack_files, name=args.name)
     with _byte_bar("packing", _words, quiet=args.json) as progress:
@@ -94,7 +94,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    from dataio.shards.media.facts import Recipe
+    from headrace.dataio.shards.media.facts import Recipe
 
     return Recipe(
         codec=args.transcode,

@@ -10,14 +10,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from dataio.core.errors import UnsupportedError, UsageError
-from dataio.shards.ingest.journal import Journal
-from dataio.shards.ingest.packing import pack_units
-from dataio.shards.ingest.plan import Settings, Step, Unit
-from dataio.shards.ingest.pool import ProbePool
-from dataio.shards.ingest.remote import Remote
-from dataio.shards.report import WorkerReport
-from dataio.store.contract import Store
+from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.shards.ingest.journal import Journal
+from headrace.dataio.shards.ingest.packing import pack_units
+from headrace.dataio.shards.ingest.plan import Settings, Step, Unit
+from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.report import WorkerReport
+from headrace.dataio.store.contract import Store
 
 Engine = Callable[[Store, Journal, Sequence[Unit], Settings, int | None, str, Step, Remote], Sequence[WorkerReport]]
 
@@ -48,10 +48,10 @@ def named(name: str) -> Engine:
         return local
     if name == "ray":
         try:
-            from dataio.shards.ingest import ray_engine
+            from headrace.dataio.shards.ingest import ray_engine
         except ImportError as error:
             raise UnsupportedError(
-                f"the engine ray cannot be used: {error}", hint="pip install 'millrace[ray]'"
+                f"the engine ray cannot be used: {error}", hint="pip install 'headrace[ray]'"
             ) from error
         engine: Engine = ray_engine.run
         return engine

@@ -21,13 +21,13 @@ from collections.abc import Iterator
 import blake3
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, NotFoundError
-from dataio.shards.contract import Sample
-from dataio.shards.media.facts import decode_other, encode_other
-from dataio.shards.report import Skipped
-from dataio.shards.versions.documents import Shard
-from dataio.store.contract import Store
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.media.facts import decode_other, encode_other
+from headrace.dataio.shards.report import Skipped
+from headrace.dataio.shards.versions.documents import Shard
+from headrace.dataio.store.contract import Store
 
 _RECORD_BYTES = 512 * limits.MIB
 _NAME = re.compile(r"(\d{8})\.unit")

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from dataio.core import limits
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.shards.ingest.remote import is_url, joined
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.shards.ingest.remote import is_url, joined
 
 EXTENSIONS = frozenset(["csv", "tsv", "jsonl", "ndjson", "parquet"])
 _BATCH = 1024

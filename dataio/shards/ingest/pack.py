@@ -27,26 +27,26 @@ from typing import Any
 
 import msgspec
 
-from dataio.core import crashpoints, limits
-from dataio.core.errors import ConflictError, UsageError
-from dataio.core.scratch import scratch_folder
-from dataio.shards.dataset import Dataset
-from dataio.shards.ingest import engines, plan
-from dataio.shards.ingest.journal import Journal
-from dataio.shards.ingest.manifests import USUAL, Columns
-from dataio.shards.ingest.packing import error_of
-from dataio.shards.ingest.remote import Remote
-from dataio.shards.ingest.sources import Gathered, Group, gather
-from dataio.shards.media.facts import TEXT_BYTES, Recipe
-from dataio.shards.media.recipes import check_recipe
-from dataio.shards.query import conditions as query
-from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.query.parts import PartWriter
-from dataio.shards.report import PackReport, Progress, Skipped, WorkerReport
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions.mounting import with_mounts
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core import crashpoints, limits
+from headrace.dataio.core.errors import ConflictError, UsageError
+from headrace.dataio.core.scratch import scratch_folder
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.ingest import engines, plan
+from headrace.dataio.shards.ingest.journal import Journal
+from headrace.dataio.shards.ingest.manifests import USUAL, Columns
+from headrace.dataio.shards.ingest.packing import error_of
+from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
+from headrace.dataio.shards.media.facts import TEXT_BYTES, Recipe
+from headrace.dataio.shards.media.recipes import check_recipe
+from headrace.dataio.shards.query import conditions as query
+from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.query.parts import PartWriter
+from headrace.dataio.shards.report import PackReport, Progress, Skipped, WorkerReport
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions.mounting import with_mounts
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 __all__ = ["Columns", "PackReport", "Progress", "Recipe", "Skipped", "append", "pack"]
 
@@ -78,8 +78,8 @@ def pack(
 
     `sources` are files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet) and WebDataset tars, local or at URLs
     (`s3://bucket/folder`), whose stores get `source_options`;
-    `dataio.shards.ingest.sources` says what becomes a sample and what its key is. A shard is closed before the sample
-    that would make it larger than `shard_bytes`, and at the end of a unit of the plan (`dataio.shards.ingest.plan`).
+    `headrace.dataio.shards.ingest.sources` says what becomes a sample and what its key is. A shard is closed before the sample
+    that would make it larger than `shard_bytes`, and at the end of a unit of the plan (`headrace.dataio.shards.ingest.plan`).
     `captions` gives texts by key to samples without a `.txt` file, and are stored as one; `columns` names the columns of
     manifests. `recipe` re-encodes, copies into another container or splits.
     `engine` is "local" or "ray"; `workers` are processes (default: one a core, here or of the Ray cluster). `progress` is
@@ -287,7 +287,7 @@ class _Work:
                 tally.step(packed.groups, packed.bytes, len(packed.skipped))
         if not todo:
             return ()
-        with scratch_folder("millrace-pack-") as scratch:
+        with scratch_folder("headrace-pack-") as scratch:
             return engine(self.store, self.journal, todo, self.settings, workers, scratch, tally.step, remote)
 
     def index(self, first: int, nothing: Callable[[], UsageError]) -> tuple[Any, Any]:
@@ -358,7 +358,7 @@ def _nothing(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageEr
     why, hint = "no media files were found", "give media files, or folders of them; nothing below DST is packed"
     if ignored:
         why = f"none of {limits.counted(len(ignored), 'file')} is media (such as {ignored[0]})"
-        hint = "give media files; of latents, features and other files write tars, of which `millrace index` makes a dataset"
+        hint = "give media files; of latents, features and other files write tars, of which `headrace index` makes a dataset"
     if skipped:
         hint = "give media files, or folders of them"
         all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""

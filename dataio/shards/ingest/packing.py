@@ -18,28 +18,28 @@ import blake3
 import msgspec
 import xxhash
 
-from dataio.core import crashpoints, limits
-from dataio.core.errors import (
+from headrace.dataio.core import crashpoints, limits
+from headrace.dataio.core.errors import (
     AccessDeniedError,
     CapacityError,
     CorruptionError,
     DeadlineError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
 )
-from dataio.core.log import get_logger
-from dataio.shards import tar
-from dataio.shards.contract import Member, Sample
-from dataio.shards.ingest.journal import Journal, Packed
-from dataio.shards.ingest.plan import Settings, Unit
-from dataio.shards.ingest.pool import ProbePool, scratch_of
-from dataio.shards.ingest.sources import Group
-from dataio.shards.media.facts import Clip, Failure, FileFact, Outcome
-from dataio.shards.report import Skipped
-from dataio.shards.versions.documents import Shard
-from dataio.store.contract import Store
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.contract import Member, Sample
+from headrace.dataio.shards.ingest.journal import Journal, Packed
+from headrace.dataio.shards.ingest.plan import Settings, Unit
+from headrace.dataio.shards.ingest.pool import ProbePool, scratch_of
+from headrace.dataio.shards.ingest.sources import Group
+from headrace.dataio.shards.media.facts import Clip, Failure, FileFact, Outcome
+from headrace.dataio.shards.report import Skipped
+from headrace.dataio.shards.versions.documents import Shard
+from headrace.dataio.store.contract import Store
 
 _READ = 1 * limits.MIB
 _log = get_logger(__name__)
@@ -77,9 +77,9 @@ def pack_units(
             yield unit, packed
 
 
-def error_of(item: Skipped, hint: str) -> MillraceError:
+def error_of(item: Skipped, hint: str) -> HeadraceError:
     """The error that a skipped input is under `strict`."""
-    kinds: tuple[type[MillraceError], ...] = (
+    kinds: tuple[type[HeadraceError], ...] = (
         UnsupportedError,
         NotFoundError,
         AccessDeniedError,

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 import blake3
 import msgspec
 
-from dataio.shards import tar
-from dataio.shards.ingest.sources import Group
-from dataio.shards.media.facts import Recipe
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.sources import Group
+from headrace.dataio.shards.media.facts import Recipe
 
 FORMAT = 1
 UNIT_GROUPS = 20_000
@@ -80,7 +80,7 @@ def digest(groups: Sequence[Group], settings: Settings, append: bool) -> str:
 def _versions() -> list[str]:
     from importlib.metadata import version
 
-    return [version("millrace"), version("av")]
+    return [version("headrace"), version("av")]
 
 
 encode_group = msgspec.msgpack.Encoder().encode

@@ -2,7 +2,7 @@
 
 Files that lie in stores are copied into the scratch folder of their group first, as many groups at once as are in flight.
 Invariants: at most `_AHEAD` samples per worker are in flight, and answers come in the order asked; time limits and the lives of
-the workers are `dataio.shards.workers.process`'s.
+the workers are `headrace.dataio.shards.workers.process`'s.
 Failure behaviour: a hang is a `Failure` with code "deadline", a crash one with code "corruption". A worker that cannot even start
 raises `UnsupportedError`, since then no file is to blame.
 """
@@ -18,19 +18,19 @@ from typing import Self
 import blake3
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, DeadlineError
-from dataio.shards.ingest.remote import Remote, is_url
-from dataio.shards.ingest.sources import Group
-from dataio.shards.media.facts import Answer, Failure, Outcome, Recipe, Span, Task, decode_outcome, encode_task
-from dataio.shards.workers.probe_worker import HELLO
-from dataio.shards.workers.process import WorkerPool, run_module
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError
+from headrace.dataio.shards.ingest.remote import Remote, is_url
+from headrace.dataio.shards.ingest.sources import Group
+from headrace.dataio.shards.media.facts import Answer, Failure, Outcome, Recipe, Span, Task, decode_outcome, encode_task
+from headrace.dataio.shards.workers.probe_worker import HELLO
+from headrace.dataio.shards.workers.process import WorkerPool, run_module
 
 _AHEAD = 4
 _ANSWER_BYTES = 256 * limits.MIB
 _AS_IT_IS = Recipe()
 _Flying = tuple[Group, Task, Future[Outcome]]
-_COMMAND = run_module("dataio.shards.workers.probe_worker")
+_COMMAND = run_module("headrace.dataio.shards.workers.probe_worker")
 
 
 def seconds_for(group: Group, recipe: Recipe = _AS_IT_IS) -> float:

@@ -24,17 +24,17 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by ray at import
 import ray
 import ray.exceptions
 
-from dataio.core import errors
-from dataio.core.errors import MillraceError, TransientError, UnsupportedError
-from dataio.core.scratch import scratch_folder
-from dataio.shards.ingest.journal import Journal
-from dataio.shards.ingest.packing import pack_units
-from dataio.shards.ingest.plan import Settings, Step, Unit, decode_unit, encode_unit
-from dataio.shards.ingest.pool import ProbePool
-from dataio.shards.ingest.remote import Remote
-from dataio.shards.report import WorkerReport
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core import errors
+from headrace.dataio.core.errors import HeadraceError, TransientError, UnsupportedError
+from headrace.dataio.core.scratch import scratch_folder
+from headrace.dataio.shards.ingest.journal import Journal
+from headrace.dataio.shards.ingest.packing import pack_units
+from headrace.dataio.shards.ingest.plan import Settings, Step, Unit, decode_unit, encode_unit
+from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.report import WorkerReport
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 _AHEAD = 2
 _RESTARTS = 3
@@ -67,12 +67,12 @@ class _Packer:
         """Pack one unit and record it."""
         started = time.monotonic()
         try:
-            with scratch_folder("millrace-pack-") as scratch:
+            with scratch_folder("headrace-pack-") as scratch:
                 work = pack_units(
                     self._store, self._journal, [decode_unit(unit)], self._settings, self._pool, scratch, _nobody
                 )
                 ((_, packed),) = work
-        except MillraceError as error:
+        except HeadraceError as error:
             return _encode(_Done(worker=self._name, code=error.code, message=error.message, hint=error.hint))
         done = _Done(
             worker=self._name,
@@ -138,7 +138,7 @@ def _cluster(workers: int | None) -> Iterator[None]:
         **({} if os.environ.get("RAY_ADDRESS") else local),
         log_to_driver=False,
         configure_logging=False,
-        namespace="millrace",
+        namespace="headrace",
     )
     try:
         yield
@@ -174,9 +174,9 @@ def _send(actor: Any, waiting: Iterator[Unit], flying: dict[Any, Any]) -> None:
         flying[actor.pack.remote(encode_unit(unit))] = actor
 
 
-def _error(done: _Done) -> MillraceError:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MillraceError)]
-    kind = next((kind for kind in kinds if kind.code == done.code), MillraceError)
+def _error(done: _Done) -> HeadraceError:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HeadraceError)]
+    kind = next((kind for kind in kinds if kind.code == done.code), HeadraceError)
     return kind(done.message, hint=done.hint)
 
 

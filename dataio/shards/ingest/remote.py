@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from dataio.core import limits
-from dataio.core.errors import NotFoundError, RangeError, TransientError, UsageError
-from dataio.core.scratch import scratch_folder
-from dataio.store.contract import ObjectInfo, Store, check_key
-from dataio.store.open import open_store
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import NotFoundError, RangeError, TransientError, UsageError
+from headrace.dataio.core.scratch import scratch_folder
+from headrace.dataio.store.contract import ObjectInfo, Store, check_key
+from headrace.dataio.store.open import open_store
 
 _PIECE = 4 * limits.MIB
 _AGAIN = "pack again when nothing writes to the input"
@@ -144,7 +144,7 @@ class Remote:
     @contextlib.contextmanager
     def copied(self, url: str, size: int) -> Iterator[Path]:
         """A local copy of the object, of the same suffix, as long as the block lasts."""
-        with scratch_folder("millrace-pack-") as folder:
+        with scratch_folder("headrace-pack-") as folder:
             path = Path(folder, "copy" + posixpath.splitext(url)[1])
             self.copy_whole(url, size, str(path))
             yield path

@@ -37,15 +37,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
-from dataio.shards import tar
-from dataio.shards.ingest import archives
-from dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
-from dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
-from dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, passed_over
-from dataio.shards.media.facts import Span
-from dataio.shards.report import Skipped
-from dataio.store.contract import check_key
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest import archives
+from headrace.dataio.shards.ingest.manifests import EXTENSIONS, USUAL, Columns, Row, rows
+from headrace.dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
+from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, passed_over
+from headrace.dataio.shards.media.facts import Span
+from headrace.dataio.shards.report import Skipped
+from headrace.dataio.store.contract import check_key
 
 SIDECARS = ("json", "txt", "vtt")
 """Of a manifest's media file, the files of the same stem that are taken along."""

@@ -1,7 +1,7 @@
-"""`millrace export` and `preview`.
+"""`headrace export` and `preview`.
 
-Invariant: as in `dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
-Failure behaviour: errors are raised for `dataio.cli` to report.
+Invariant: as in `headrace.dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dataio.core import limits
-from dataio.core.options import count
-from dataio.shards.cli import (
+from headrace.dataio.core import limits
+from headrace.dataio.core.options import count
+from headrace.dataio.shards.cli import (
     _add_dataset,
     _add_json,
     _add_where,
@@ -27,12 +27,12 @@ from dataio.shards.cli import (
 
 
 def export(argv: list[str]) -> int:
-    """`millrace export DATASET KEY... DIR`"""
+    """`headrace export DATASET KEY... DIR`"""
     parser = _parser(
         "export", "Write the members of samples as files into one folder, after their checksums were verified."
     )
     _add_dataset(parser)
-    parser.add_argument("keys", metavar="KEY", nargs="+", help="samples' keys, as `millrace ls` prints them")
+    parser.add_argument("keys", metavar="KEY", nargs="+", help="samples' keys, as `headrace ls` prints them")
     parser.add_argument(
         "folder", metavar="DIR", help="where the files go; a / of a key becomes %%2F in the file's name"
     )
@@ -40,8 +40,8 @@ def export(argv: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     _add_json(parser, "one JSON object a line: member and path")
     args = parser.parse_args(argv)
-    from dataio.shards.dataset import Dataset
-    from dataio.shards.look.export import export as export_members
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.look.export import export as export_members
 
     with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as dataset:
         for name, path in export_members(dataset, args.keys, args.folder, ext=args.ext, force=args.force):
@@ -58,7 +58,7 @@ captions. The page needs nothing else and no network; it is opened with any brow
 
 
 def preview(argv: list[str]) -> int:
-    """`millrace preview DATASET -o PAGE`"""
+    """`headrace preview DATASET -o PAGE`"""
     parser = _parser("preview", _PREVIEW)
     _add_dataset(parser)
     _add_where(parser)
@@ -68,10 +68,10 @@ def preview(argv: list[str]) -> int:
     parser.add_argument("-o", "--output", metavar="PAGE", required=True, help="the file to write, such as page.html")
     _add_json(parser, "one JSON object: the page, its size, and what it is of")
     args = parser.parse_args(argv)
-    from dataio.core.outputs import written_whole
-    from dataio.shards.dataset import Dataset
-    from dataio.shards.look.export import said
-    from dataio.shards.look.preview import preview as make
+    from headrace.dataio.core.outputs import written_whole
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.dataio.shards.look.export import said
+    from headrace.dataio.shards.look.preview import preview as make
 
     path = Path(args.output)
     with (

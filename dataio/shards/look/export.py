@@ -15,12 +15,12 @@ from pathlib import Path
 
 import xxhash
 
-from dataio.core import outputs
-from dataio.core.errors import ConflictError, MillraceError, NotFoundError
-from dataio.shards import members
-from dataio.shards.contract import Member, Sample
-from dataio.shards.dataset import Dataset
-from dataio.store.oserrors import from_os_error
+from headrace.dataio.core import outputs
+from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError
+from headrace.dataio.shards import members
+from headrace.dataio.shards.contract import Member, Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.store.oserrors import from_os_error
 
 _NAME_BYTES = 200
 _PLAIN = frozenset("-_.+=,@")
@@ -93,7 +93,7 @@ def _exists(path: Path) -> ConflictError:
     return ConflictError(f"{path} exists already", hint="--force replaces it; or export into another folder")
 
 
-def _os_error(path: Path, error: OSError) -> MillraceError:
+def _os_error(path: Path, error: OSError) -> HeadraceError:
     if isinstance(error, FileNotFoundError):
         return NotFoundError(
             f"writing {path}: its folder does not exist", hint="make the folder first, or name another"

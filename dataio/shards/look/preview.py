@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, DeadlineError, UsageError
-from dataio.shards.contract import Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.look.preview_page import Shown, page
-from dataio.shards.workers import media_jobs
-from dataio.shards.workers.decoding import ask, seconds_for, set_aside
-from dataio.shards.workers.media_jobs import Pictures, PicturesJob
-from dataio.shards.workers.process import WorkerPool, run_module
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError, UsageError
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.look.preview_page import Shown, page
+from headrace.dataio.shards.workers import media_jobs
+from headrace.dataio.shards.workers.decoding import ask, seconds_for, set_aside
+from headrace.dataio.shards.workers.media_jobs import Pictures, PicturesJob
+from headrace.dataio.shards.workers.process import WorkerPool, run_module
 
 MOST_SAMPLES, MOST_FRAMES = 1000, 16
 PICTURE_BYTES = 32 * limits.MIB

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from dataio.core import limits
-from dataio.shards.contract import Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.look import histogram
-from dataio.shards.workers.media_jobs import Pictures
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.look import histogram
+from headrace.dataio.shards.workers.media_jobs import Pictures
 
 _ROWS = 8
 _CAPTION = 600
@@ -50,7 +50,7 @@ class Shown:
 
 def page(dataset: Dataset, shown: Sequence[Shown], frames: int) -> str:
     """The whole page; a strip has room for `frames` pictures."""
-    style = resources.files("dataio.shards.look").joinpath("preview.css").read_text(encoding="utf-8")
+    style = resources.files("headrace.dataio.shards.look").joinpath("preview.css").read_text(encoding="utf-8")
     name = html.escape(dataset.name)
     cards = "".join(_card(one, frames) for one in shown)
     some = f"{len(shown):,} of {len(dataset):,}, evenly spread" if len(shown) < len(dataset) else f"all {len(shown):,}"
@@ -60,7 +60,7 @@ def page(dataset: Dataset, shown: Sequence[Shown], frames: int) -> str:
         f"<title>{name} · version {dataset.version}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
         f"<header>\n<h1>{name}</h1>\n{_about(dataset)}</header>\n{_figures(dataset)}"
         f'<h2>Samples <small>{some}</small></h2>\n<ul class="samples">\n{cards}</ul>\n'
-        f"<footer>made by millrace preview · digest {html.escape(dataset.digest[:16])}</footer>\n</body>\n</html>\n"
+        f"<footer>made by headrace preview · digest {html.escape(dataset.digest[:16])}</footer>\n</body>\n</html>\n"
     )
 
 

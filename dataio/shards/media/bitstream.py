@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 
-from dataio.core.errors import UnsupportedError
+from headrace.dataio.core.errors import UnsupportedError
 
 _H264_IDR, _H264_SLICE, _H264_PARTITION, _H264_SEI = 5, 1, 2, 6
 _H264_NOTHING, _HEVC_SEI, _HEVC_NOTHING = 31, 39, 63

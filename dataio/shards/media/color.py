@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dataio.shards.contract import Color
+from headrace.dataio.shards.contract import Color
 
 UNKNOWN = "unknown"
 

@@ -13,7 +13,7 @@ import io
 from collections.abc import Collection
 from typing import BinaryIO
 
-from dataio.core.errors import CorruptionError
+from headrace.dataio.core.errors import CorruptionError
 
 MEDIA_EXTENSIONS = frozenset(
     [

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dataio.core.errors import UnsupportedError
-from dataio.shards.media import probe, vtt
-from dataio.shards.media.container import CONVERTED_EXTENSIONS, MEDIA_EXTENSIONS, VIDEO_EXTENSIONS
-from dataio.shards.media.encode import FORMATS, encode
-from dataio.shards.media.facts import Recipe, Request, Task
-from dataio.shards.media.remux import Piece, remux
-from dataio.shards.media.sample_json import Sample, with_fields
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.shards.media import probe, vtt
+from headrace.dataio.shards.media.container import CONVERTED_EXTENSIONS, MEDIA_EXTENSIONS, VIDEO_EXTENSIONS
+from headrace.dataio.shards.media.encode import FORMATS, encode
+from headrace.dataio.shards.media.facts import Recipe, Request, Task
+from headrace.dataio.shards.media.remux import Piece, remux
+from headrace.dataio.shards.media.sample_json import Sample, with_fields
 
 _PICTURES = VIDEO_EXTENSIONS | CONVERTED_EXTENSIONS
 

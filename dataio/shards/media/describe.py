@@ -15,15 +15,15 @@ import json
 import os
 from typing import Any
 
-from dataio.core import limits, strictjson
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError, UnsupportedError
-from dataio.shards.contract import AudioInfo, VideoInfo
-from dataio.shards.media import images, vtt
-from dataio.shards.media.container import IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, not_read, passed_over
-from dataio.shards.media.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
-from dataio.shards.media.heads import with_head
-from dataio.shards.media.probe import Probe, probe
-from dataio.shards.pieces import Hasher, size_for
+from headrace.dataio.core import limits, strictjson
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.shards.contract import AudioInfo, VideoInfo
+from headrace.dataio.shards.media import images, vtt
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, not_read, passed_over
+from headrace.dataio.shards.media.facts import TEXT_BYTES, Answer, Described, Failure, FileFact, Request
+from headrace.dataio.shards.media.heads import with_head
+from headrace.dataio.shards.media.probe import Probe, probe
+from headrace.dataio.shards.pieces import Hasher, size_for
 
 PROMOTED_STRING = 1024
 """The most characters that a string in a sample's JSON may have to become a field of the index."""
@@ -55,7 +55,7 @@ def describe(files: Request) -> Answer:
         for ext, at in files if not probes else ():
             if ext in IMAGE_EXTENSIONS:
                 probes.append(Probe("image", 0.0, images.probe(_bytes(at, images.IMAGE_BYTES), ext), None))
-    except MillraceError as error:
+    except HeadraceError as error:
         return Failure(at, error.code, error.message)
     except OSError as error:
         return Failure(at, CorruptionError.code, f"cannot be read: {error.strerror or error}")

@@ -19,11 +19,11 @@ from av.audio.resampler import AudioResampler
 from av.filter import Graph
 from av.video.frame import PictureType
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.shards.media import probe
-from dataio.shards.media.container import is_converted
-from dataio.shards.media.facts import Recipe
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards.media import probe
+from headrace.dataio.shards.media.container import is_converted
+from headrace.dataio.shards.media.facts import Recipe
 
 FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
 """Extension → muxer, for the containers that are written."""

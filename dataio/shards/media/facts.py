@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from dataio.core import limits
-from dataio.shards.contract import AudioInfo, Pieces, VideoInfo
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import AudioInfo, Pieces, VideoInfo
 
 TEXT_BYTES = 1 * limits.MIB
 """The most that a sample's text may hold."""
@@ -56,7 +56,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """Why a sample cannot be packed; `code` is that of a Millrace error. `ours`: not for what is in its files."""
+    """Why a sample cannot be packed; `code` is that of a Headrace error. `ours`: not for what is in its files."""
 
     path: str
     code: str

@@ -20,12 +20,12 @@ import av
 import av.error
 from msgspec.structs import replace
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError
-from dataio.shards.media.container import DEMUXERS, check_complete
-from dataio.shards.media.facts import FileFact
-from dataio.shards.media.probe import Probe
-from dataio.shards.pieces import runs
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.media.container import DEMUXERS, check_complete
+from headrace.dataio.shards.media.facts import FileFact
+from headrace.dataio.shards.media.probe import Probe
+from headrace.dataio.shards.pieces import runs
 
 _READ_BYTES = 1 << 16
 _DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}

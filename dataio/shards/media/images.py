@@ -18,10 +18,10 @@ import av
 import av.error
 from av.video.frame import VideoFrame
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.shards.contract import KeyFrame, VideoInfo
-from dataio.shards.media.color import color_of
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.dataio.shards.media.color import color_of
 
 _DEMUXERS = "jpeg_pipe,png_pipe,webp_pipe"
 _STRICT = {"max_pixels": str(limits.FRAME_PIXELS), "err_detect": "explode"}

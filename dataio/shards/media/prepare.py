@@ -13,11 +13,11 @@ import json
 import os
 from pathlib import Path
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError
-from dataio.shards.media import describe
-from dataio.shards.media.facts import Clip, Failure, Outcome, Prepared, Request, Span, Task
-from dataio.shards.media.sample_json import Sample, with_fields
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
+from headrace.dataio.shards.media import describe
+from headrace.dataio.shards.media.facts import Clip, Failure, Outcome, Prepared, Request, Span, Task
+from headrace.dataio.shards.media.sample_json import Sample, with_fields
 
 _READ = 4 * limits.MIB
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -36,10 +36,10 @@ def prepare(task: Task) -> Outcome:
         at = task.files[0]
         made = [Sample("", files)]
         if task.recipe.changes:
-            from dataio.shards.media.convert import convert
+            from headrace.dataio.shards.media.convert import convert
 
             made = convert(files, task)
-    except MillraceError as error:
+    except HeadraceError as error:
         return Failure(at.named, error.code, error.message)
     except OSError as error:
         if error.errno in _NO_ROOM:

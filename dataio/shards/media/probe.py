@@ -14,7 +14,8 @@ Invariants:
   H.264 recovers little by little.
 * So a key frame's index is the number of frames that decoding from the start puts out before it. A key frame cut off by an
   edit list, which is decoded but not shown, carries the index of the first shown frame that needs it.
-* Of files that may be read in part (`dataio.shards.pieces`), a key frame's place is where libav says that its packet begins.
+* Of files that may be read in part (`headrace.dataio.shards.pieces`), a key frame's place is where libav says that its
+packet begins.
 * When the first sample sounds, and where some packets of sound lie, are as libav says when it reads the file from its beginning.
   No packets are marked of sound that does not decode without an error, so that loaders leave it to libav.
 * At least one frame was decoded: a file that cannot be decoded at all is refused. Damage further inside is not looked for:
@@ -47,13 +48,13 @@ from av.audio.frame import AudioFrame
 from av.stream import Disposition
 from av.video.frame import VideoFrame
 
-from dataio.core import limits
-from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
-from dataio.shards.contract import AudioInfo, KeyFrame, SoundMark, VideoInfo
-from dataio.shards.media.bitstream import is_shown, length_size, starts_clean
-from dataio.shards.media.color import color_of
-from dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, is_converted
-from dataio.shards.pieces import size_for
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.shards.contract import AudioInfo, KeyFrame, SoundMark, VideoInfo
+from headrace.dataio.shards.media.bitstream import is_shown, length_size, starts_clean
+from headrace.dataio.shards.media.color import color_of
+from headrace.dataio.shards.media.container import CONVERTED_DEMUXERS, DEMUXERS, check_complete, is_converted
+from headrace.dataio.shards.pieces import size_for
 
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from dataio.core.errors import UsageError
-from dataio.shards.media.facts import Recipe
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.media.facts import Recipe
 
 CODECS = ("h264",)
 CONTAINERS = ("mp4", "mkv", "webm", "mov")
@@ -28,5 +28,5 @@ def check_recipe(recipe: Recipe) -> Recipe:
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
-            raise UsageError(what, hint="`millrace pack --help` lists what goes together")
+            raise UsageError(what, hint="`headrace pack --help` lists what goes together")
     return recipe

@@ -22,10 +22,10 @@ from typing import Any
 import av.error
 import numpy as np
 
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.shards.media import probe
-from dataio.shards.media.container import is_converted
-from dataio.shards.media.encode import open_output, seconds, start_of
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards.media import probe
+from headrace.dataio.shards.media.container import is_converted
+from headrace.dataio.shards.media.encode import open_output, seconds, start_of
 
 _OPEN = 64
 _NEAR = 0.002

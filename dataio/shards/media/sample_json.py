@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dataio.core import limits, strictjson
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.shards.media.facts import Request
+from headrace.dataio.core import limits, strictjson
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards.media.facts import Request
 
 
 class Sample(NamedTuple):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.shards.media.facts import TEXT_BYTES
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards.media.facts import TEXT_BYTES
 
 _TIME = r"(?:(\d{2,6}):)?([0-5]\d):([0-5]\d)\.(\d{3})"
 _TIMING = re.compile(rf"{_TIME}[ \t]+-->[ \t]+{_TIME}(?:[ \t].*)?")

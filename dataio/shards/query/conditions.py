@@ -17,13 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataio.core.errors import UsageError
-from dataio.shards.index import rows as index
-from dataio.shards.query.kept import Rows
-from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.query.parts import join_types
-from dataio.shards.query.predicate import Predicate, connect, parse, quote
-from dataio.shards.versions.documents import VersionDocument
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.query.kept import Rows
+from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.query.parts import join_types
+from headrace.dataio.shards.query.predicate import Predicate, connect, parse, quote
+from headrace.dataio.shards.versions.documents import VersionDocument
 
 
 def field_types(document: VersionDocument) -> dict[str, str]:

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core.errors import CorruptionError, NotFoundError, RangeError
-from dataio.shards.index.digests import digest
-from dataio.shards.versions.documents import IndexPart, Kept
-from dataio.store.contract import Store
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.versions.documents import IndexPart, Kept
+from headrace.dataio.store.contract import Store
 
 Rows = npt.NDArray[np.uint32]
 """Row numbers of one part, rising."""

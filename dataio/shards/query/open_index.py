@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core.errors import CorruptionError, NotFoundError
-from dataio.shards.contract import Files, Sample
-from dataio.shards.index.lookup import without_parts
-from dataio.shards.query import kept, row_pages
-from dataio.shards.query.kept import Rows
-from dataio.shards.query.part_bytes import name_of
-from dataio.shards.query.row_pages import RowPages
-from dataio.shards.versions.documents import VersionDocument
-from dataio.store.contract import Store
+from headrace.dataio.core.errors import CorruptionError, NotFoundError
+from headrace.dataio.shards.contract import Files, Sample
+from headrace.dataio.shards.index.lookup import without_parts
+from headrace.dataio.shards.query import kept, row_pages
+from headrace.dataio.shards.query.kept import Rows
+from headrace.dataio.shards.query.part_bytes import name_of
+from headrace.dataio.shards.query.row_pages import RowPages
+from headrace.dataio.shards.versions.documents import VersionDocument
+from headrace.dataio.store.contract import Store
 
 if TYPE_CHECKING:
-    from dataio.shards.query.tables import Tables
+    from headrace.dataio.shards.query.tables import Tables
 
 READERS = 256
 _SIDE_BY_SIDE = 16
@@ -107,7 +107,7 @@ class OpenIndex:
     def compare(self) -> dict[int, str]:
         """As `check`; and of each part whose pages cannot be read, or hold something else than its tables, what is wrong with the
         first such row. Tables have no pieces and no places, so these are not compared."""
-        from dataio.shards.index.rows import samples_of  # with Arrow
+        from headrace.dataio.shards.index.rows import samples_of  # with Arrow
 
         wrong = dict[int, str]()
         for part, first, table in self._tables.checked():
@@ -171,7 +171,7 @@ class OpenIndex:
         if len(parts) < 2 or not self._is_far:
             yield from map(read, parts)
             return
-        pool = ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(parts)), "millrace-index")
+        pool = ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(parts)), "headrace-index")
         try:
             yield from [future.result() for future in [pool.submit(read, part) for part in parts]]
         finally:
@@ -205,6 +205,6 @@ class OpenIndex:
 
     @cached_property
     def _tables(self) -> Tables:
-        from dataio.shards.query.tables import Tables  # with Arrow, which looking up samples does without
+        from headrace.dataio.shards.query.tables import Tables  # with Arrow, which looking up samples does without
 
         return Tables(self._store, self._document, self.kept, len(self))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dataio.core.errors import CorruptionError, NotFoundError, RangeError
-from dataio.shards.versions.documents import IndexPart
-from dataio.store.contract import Store
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
+from headrace.dataio.shards.versions.documents import IndexPart
+from headrace.dataio.store.contract import Store
 
 
 def name_of(store: Store, part: IndexPart) -> str:

@@ -11,7 +11,6 @@ Failure behaviour: `CorruptionError` naming the part; for a missing part too, si
 from __future__ import annotations
 
 import base64
-import binascii
 import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.index import parquet
-from dataio.shards.index import rows as index
-from dataio.shards.index.digests import digest
-from dataio.shards.query.part_bytes import fill, name_of
-from dataio.shards.versions.documents import IndexPart
-from dataio.store.contract import Store
-from dataio.store.mounts import PREFIX
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.index import parquet
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.query.part_bytes import fill, name_of
+from headrace.dataio.shards.versions.documents import IndexPart
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import PREFIX
 
 GROUP_BYTES = 1 << 30
 """The most that a row group may say to hold unpacked."""
@@ -49,13 +48,13 @@ class PartReader:
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._bad(f"not a readable Parquet file: {error}") from error
         if not schema.equals(index.SCHEMA):
-            raise self._bad("its columns are not those of a sample index", hint="was it written by Millrace?")
+            raise self._bad("its columns are not those of a sample index", hint="was it written by Headrace?")
         if self._metadata.num_rows != part.rows:
             raise self._bad(f"holds {self._metadata.num_rows} rows, the dataset version says {part.rows}")
         self._digests = self._block_digests()
         groups = [self._metadata.row_group(g) for g in range(self._metadata.num_row_groups)]
         if any(g.num_rows < 0 or g.total_byte_size > GROUP_BYTES for g in groups):
-            raise self._bad("a row group is larger than any that Millrace writes")
+            raise self._bad("a row group is larger than any that Headrace writes")
         self.ends = np.cumsum([g.num_rows for g in groups], dtype=np.int64)
         """The row after the last one of every row group."""
 
@@ -97,8 +96,11 @@ class PartReader:
     def _block_digests(self) -> list[bytes]:
         size, each = self._part.size - self._part.footer, index.BLOCK_DIGEST
         try:
-            joined = base64.b64decode((self._metadata.metadata or {})[index.BLOCKS], validate=True)
-        except (KeyError, binascii.Error) as error:
+            entries = self._metadata.metadata or {}
+            (joined,) = (
+                base64.b64decode(v, validate=True) for k, v in entries.items() if k.endswith(index.BLOCKS_SUFFIX)
+            )
+        except ValueError as error:  # none, several, or not base64
             raise self._bad("its footer does not hold the digests of its blocks") from error
         if len(joined) != each * -(-size // index.BLOCK_BYTES):
             raise self._bad("its footer does not hold as many digests as it has blocks")

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dataio.core import limits
-from dataio.shards.contract import Sample
-from dataio.shards.index import rows as index
-from dataio.shards.index.digests import digest
-from dataio.shards.versions.documents import IndexPart
-from dataio.store.contract import Store
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.versions.documents import IndexPart
+from headrace.dataio.store.contract import Store
 
 PART_ROWS = 50_000
 PART_WEIGHT = 32 * limits.MIB

@@ -18,13 +18,13 @@ from typing import Any
 
 import duckdb
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 TEXT_BYTES = 16 << 10
 GROWTH = 64
 ROW = "__row"
 """The column of the rows' numbers. A promoted field of this name is reached as `fields."__row"` only."""
-_EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see millrace filter --help)"
+_EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see headrace filter --help)"
 
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     name: ((name,), name)

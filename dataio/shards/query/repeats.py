@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataio.shards.index import rows as index
-from dataio.shards.query.predicate import connect
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.query.predicate import connect
 
 
 def repeated_keys(tables: Iterable[Any]) -> list[str]:

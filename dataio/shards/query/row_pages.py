@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataio.core import limits
-from dataio.shards.contract import Files, Sample
-from dataio.shards.index.lookup import Directory, Rows, Section
-from dataio.shards.query.part_bytes import fill, name_of
-from dataio.shards.versions.documents import IndexPart
-from dataio.store.contract import Store
-from dataio.store.mounts import PREFIX
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import Files, Sample
+from headrace.dataio.shards.index.lookup import Directory, Rows, Section
+from headrace.dataio.shards.query.part_bytes import fill, name_of
+from headrace.dataio.shards.versions.documents import IndexPart
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import PREFIX
 
 KEPT_BYTES = 64 * limits.MIB
 WHOLE = 256 * limits.KIB

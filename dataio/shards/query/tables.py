@@ -24,15 +24,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import Files, Sample
-from dataio.shards.index import kernels as pc
-from dataio.shards.index import rows as index
-from dataio.shards.query.kept import Rows
-from dataio.shards.query.part_reader import PartReader
-from dataio.shards.versions.documents import VersionDocument
-from dataio.store.contract import Store
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import Files, Sample
+from headrace.dataio.shards.index import kernels as pc
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.query.kept import Rows
+from headrace.dataio.shards.query.part_reader import PartReader
+from headrace.dataio.shards.versions.documents import VersionDocument
+from headrace.dataio.store.contract import Store
 
 CACHE_BYTES = 256 * limits.MIB
 READERS = 256
@@ -77,7 +77,7 @@ class Tables:
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """One table of these columns (None: all) for every part, in order, read a few parts ahead."""
-        with ThreadPoolExecutor(_THREADS, "millrace-index") as pool:
+        with ThreadPoolExecutor(_THREADS, "headrace-index") as pool:
             ahead = list[Future[Any]]()
             try:
                 for part in range(len(self._document.index)):
@@ -120,7 +120,7 @@ class Tables:
 
     def _repeats_a_key(self) -> bool:
         if self._samples > _FEW:
-            from dataio.shards.query.repeats import repeated_keys
+            from headrace.dataio.shards.query.repeats import repeated_keys
 
             return bool(repeated_keys(self.tables(["key"])))
         keys = [self.part_table(part, ["key"])["key"] for part in range(len(self._document.index))]

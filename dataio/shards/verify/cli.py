@@ -1,15 +1,15 @@
-"""`millrace verify`.
+"""`headrace verify`.
 
-Invariant: as in `dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
-Failure behaviour: damage is listed and returns 1; what makes it impossible to check anything is raised for `dataio.cli`.
+Invariant: as in `headrace.dataio.shards.cli`: standard output holds results only, progress goes to a terminal's standard error.
+Failure behaviour: damage is listed and returns 1; what makes it impossible to check anything is raised for `headrace.dataio.cli`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dataio.core import limits
-from dataio.shards.cli import (
+from headrace.dataio.core import limits
+from headrace.dataio.shards.cli import (
     _add_dataset,
     _add_json,
     _add_workers,
@@ -20,12 +20,12 @@ from dataio.shards.cli import (
 )
 
 if TYPE_CHECKING:
-    from dataio.shards.verify.findings import ObjectReport, VerifyProgress, VerifyReport
+    from headrace.dataio.shards.verify.findings import ObjectReport, VerifyProgress, VerifyReport
 
 _LISTED = 50
 _LISTED_OF_ONE = 10
-_CHANGED = "millrace verify --repair FROM-URL takes right bytes from a second copy"
-_AS_PACKED = "these files are as they were packed; millrace remove DATASET KEY leaves them out of the next version"
+_CHANGED = "headrace verify --repair FROM-URL takes right bytes from a second copy"
+_AS_PACKED = "these files are as they were packed; headrace remove DATASET KEY leaves them out of the next version"
 
 _HELP = """\
 Read every byte of a dataset version and say what is not as it was written: documents, index parts and shards by their
@@ -38,7 +38,7 @@ there is nothing to check against: give another --version, or --repair"""
 
 
 def verify(argv: list[str]) -> int:
-    """`millrace verify DATASET`"""
+    """`headrace verify DATASET`"""
     parser = _parser("verify", _HELP, _CODES)
     _add_dataset(parser)
     parser.add_argument(
@@ -48,7 +48,7 @@ def verify(argv: list[str]) -> int:
     _add_workers(parser, "shards read at once")
     _add_json(parser, "the report as one JSON object")
     args = parser.parse_args(argv)
-    from dataio.shards.verify.run import verify as verify_dataset
+    from headrace.dataio.shards.verify.run import verify as verify_dataset
 
     with _byte_bar("verifying", _words, quiet=args.json) as progress:
         report = verify_dataset(

@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import xxhash
 
-from dataio.core import limits
-from dataio.core.errors import (
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import (
     CapacityError,
     CorruptionError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     RangeError,
     TransientError,
     UsageError,
 )
-from dataio.shards.index.digests import digest
-from dataio.shards.verify.shard_check import ShardCheck, Wanted, check_members, check_shard
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions.documents import IndexPart, Kept, Shard
-from dataio.store.contract import Store
-from dataio.store.mounts import PREFIX
+from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.verify.shard_check import ShardCheck, Wanted, check_members, check_shard
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions.documents import IndexPart, Kept, Shard
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import PREFIX
 
 _PIECE = 4 * limits.MIB
 
@@ -63,7 +63,7 @@ def document(store: Store, copy: Store, key: str, check: Callable[[bytes, str], 
     data = _get(copy, key, limits.JSON_DOCUMENT_BYTES)
     try:
         check(data, f"{copy.location.url}: {key}")
-    except MillraceError as error:
+    except HeadraceError as error:
         raise Refused(f"the copy's is bad as well: {error.message}") from error
     store.put(key, data)
 

@@ -24,22 +24,22 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from dataio.core.errors import CorruptionError, DeadlineError, UsageError
-from dataio.shards.contract import Sample
-from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.verify import repair as repairs
-from dataio.shards.verify import sampling
-from dataio.shards.verify import top as verify_top
-from dataio.shards.verify.findings import LISTED, Finding, ObjectReport, VerifyProgress, VerifyReport, report
-from dataio.shards.verify.shard_check import ShardCheck, Wanted, check_shard
-from dataio.shards.versions import tags
-from dataio.shards.versions.documents import Shard, VersionDocument
-from dataio.shards.versions.mounting import with_mounts
-from dataio.shards.workers import media_jobs
-from dataio.shards.workers.decoding import decode_sample
-from dataio.shards.workers.process import WorkerPool, run_module
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageError
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.verify import repair as repairs
+from headrace.dataio.shards.verify import sampling
+from headrace.dataio.shards.verify import top as verify_top
+from headrace.dataio.shards.verify.findings import LISTED, Finding, ObjectReport, VerifyProgress, VerifyReport, report
+from headrace.dataio.shards.verify.shard_check import ShardCheck, Wanted, check_shard
+from headrace.dataio.shards.versions import tags
+from headrace.dataio.shards.versions.documents import Shard, VersionDocument
+from headrace.dataio.shards.versions.mounting import with_mounts
+from headrace.dataio.shards.workers import media_jobs
+from headrace.dataio.shards.workers.decoding import decode_sample
+from headrace.dataio.shards.workers.process import WorkerPool, run_module
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 __all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import xxhash
 
-from dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError
 
 MOST = 1_000_000
 """The largest number of samples that can be asked for; a share has no such limit."""

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
-from dataio.shards import tar
-from dataio.shards.contract import Pieces
-from dataio.shards.pieces import Hasher, first_difference
-from dataio.shards.readahead import ReadAhead
-from dataio.shards.verify.findings import Finding
-from dataio.shards.versions.documents import Shard
-from dataio.store.contract import Store
-from dataio.store.mounts import PREFIX
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.contract import Pieces
+from headrace.dataio.shards.pieces import Hasher, first_difference
+from headrace.dataio.shards.readahead import ReadAhead
+from headrace.dataio.shards.verify.findings import Finding
+from headrace.dataio.shards.versions.documents import Shard
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import PREFIX
 
 _WINDOW = 4 * limits.MIB
 

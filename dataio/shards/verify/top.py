@@ -13,18 +13,18 @@ from collections.abc import Callable, Collection
 import blake3
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError, NotFoundError, UnsupportedError
-from dataio.shards.query import kept
-from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.readahead import ReadAhead
-from dataio.shards.verify import repair
-from dataio.shards.verify.findings import Finding, ObjectReport, report
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions import tags
-from dataio.shards.versions.documents import IndexPart, VersionDocument
-from dataio.store.contract import Store
-from dataio.store.mounts import PREFIX
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, NotFoundError, UnsupportedError
+from headrace.dataio.shards.query import kept
+from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.readahead import ReadAhead
+from headrace.dataio.shards.verify import repair
+from headrace.dataio.shards.verify.findings import Finding, ObjectReport, report
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import tags
+from headrace.dataio.shards.versions.documents import IndexPart, VersionDocument
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import PREFIX
 
 Check = Callable[[bytes, str], object]
 
@@ -167,7 +167,7 @@ def _read_kept(store: Store, key: str, document: VersionDocument) -> list[Findin
         if part.kept is not None and part.kept.key == key:
             try:
                 kept.load(store, part, part.key)
-            except MillraceError as error:
+            except HeadraceError as error:
                 if not isinstance(error, CorruptionError):
                     raise
                 findings.append(Finding(code="digest", message=error.message, offset=part.kept.offset))

@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from dataio.core import limits, seal, strictjson
-from dataio.core.errors import (
+from headrace.dataio.core import limits, seal, strictjson
+from headrace.dataio.core.errors import (
     CapacityError,
     ConflictError,
     CorruptionError,
@@ -32,17 +32,18 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from dataio.shards.index.digests import digest
-from dataio.shards.index.lookup import Section
-from dataio.store.contract import Store
-from dataio.store.mounts import MAX_MOUNTS, PREFIX
+from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.index.lookup import Section
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.mounts import MAX_MOUNTS, PREFIX
 
 FORMAT = 1
 DATASET_KEY = "dataset.json"
 COMMIT_TRIES = 64
 """Races that `commit` may lose before it gives up."""
 PART_BYTES = 256 * limits.MIB
-"""The largest index part that is read; those written here are smaller, whatever they hold (`dataio.shards.query.parts`)."""
+"""The largest index part that is read; those written here are smaller, whatever they hold
+(`headrace.dataio.shards.query.parts`)."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
@@ -65,7 +66,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """Which rows of an index part are left: `size` bytes of object `key` from `offset`, `digest` being their BLAKE3.
 
-    They hold a bitmap (`dataio.shards.query.kept`). `rows` are left, whose members have `bytes` bytes.
+    They hold a bitmap (`headrace.dataio.shards.query.kept`). `rows` are left, whose members have `bytes` bytes.
     """
 
     key: str
@@ -283,7 +284,7 @@ def _newest(store: Store) -> int:
     newest = max(list_versions(store), default=None)
     if newest is None:
         url = store.location.url
-        raise NotFoundError(f"there is no dataset at {url}", hint="check the address, or make one with `millrace pack`")
+        raise NotFoundError(f"there is no dataset at {url}", hint="check the address, or make one with `headrace pack`")
     return newest
 
 
@@ -329,7 +330,7 @@ def check_bytes(data: bytes, name: str) -> None:
         strictjson.loads(data, unique_names=True)
         found = msgspec.json.decode(data, type=_Format).format
         if found != FORMAT:
-            raise UnsupportedError(f"{name} has format {found}; this Millrace reads {FORMAT}", hint="upgrade Millrace")
+            raise UnsupportedError(f"{name} has format {found}; this Headrace reads {FORMAT}", hint="upgrade Headrace")
     except (msgspec.MsgspecError, ValueError) as error:
         raise CorruptionError(f"{name} is not a version document or dataset.json: {error}") from error
     seal.unseal(data, name)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions import tags
-from dataio.store.contract import Store
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import tags
+from headrace.dataio.store.contract import Store
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The mounts of a dataset version: recorded in its document, opened with the dataset.
 
 Purpose: shards that were indexed in place lie in other buckets and folders; the version says where.
-Invariants: only what `dataio.store.allowed` lists is recorded and heeded: few schemes, few options, no secrets. A mount's name is
+Invariants: only what `headrace.dataio.store.allowed` lists is recorded and heeded: few schemes, few options, no
+secrets. A mount's name is
 a digest of what it mounts, so equal places have equal names in every version and versions can be merged.
 
 The author of a document may not be the reader. So without the reader's `trust`, a mount is one of these:
@@ -31,13 +32,13 @@ from typing import Any
 import blake3
 import msgspec
 
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError, UsageError
-from dataio.shards.versions.documents import Mount, VersionDocument
-from dataio.store.allowed import allowed_options, mountable, scheme_of
-from dataio.store.contract import Location, Store
-from dataio.store.mounts import OPTION, Mounts
-from dataio.store.open import folder_of, open_store
-from dataio.store.s3config import parse
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
+from headrace.dataio.shards.versions.documents import Mount, VersionDocument
+from headrace.dataio.store.allowed import allowed_options, mountable, scheme_of
+from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.mounts import OPTION, Mounts
+from headrace.dataio.store.open import folder_of, open_store
+from headrace.dataio.store.s3config import parse
 
 
 def mount_of(location: Location) -> Mount:
@@ -77,7 +78,7 @@ def with_mounts(
         for mount, options in allowed:
             opened[mount.name] = open_store(mount.url, **options)
         return Mounts(base, {**there, **opened}, owns_base=owned, lent=() if owned else there), True
-    except MillraceError as error:
+    except HeadraceError as error:
         for made in opened.values():
             made.close()
         raise CorruptionError(

@@ -12,7 +12,7 @@ from typing import Any
 import av
 import av.error
 
-from dataio.shards.workers.media_jobs import Decoded, DecodeJob
+from headrace.dataio.shards.workers.media_jobs import Decoded, DecodeJob
 
 DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
 

@@ -14,13 +14,13 @@ import os
 import tempfile
 from collections.abc import Iterator
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError
-from dataio.shards import members
-from dataio.shards.contract import Sample
-from dataio.shards.workers import media_jobs
-from dataio.shards.workers.process import WorkerPool
-from dataio.store.contract import Store
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.shards import members
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.workers import media_jobs
+from headrace.dataio.shards.workers.process import WorkerPool
+from headrace.dataio.store.contract import Store
 
 SET_ASIDE_BYTES = 8 * limits.GIB
 
@@ -37,7 +37,7 @@ def set_aside(store: Store, sample: Sample, ext: str) -> Iterator[str]:
     member = members.find_member(sample, ext)
     if member.length > SET_ASIDE_BYTES:
         raise CapacityError(f"{sample.key}.{ext} has {limits.format_bytes(member.length)}, more than is set aside")
-    handle, path = tempfile.mkstemp(prefix="millrace-", suffix=".media")
+    handle, path = tempfile.mkstemp(prefix="headrace-", suffix=".media")
     try:
         with os.fdopen(handle, "wb") as file:
             try:

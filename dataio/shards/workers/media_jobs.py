@@ -53,8 +53,8 @@ class Pictures(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
 Job = DecodeJob | PicturesJob
 Answer = Decoded | Pictures
 
-HELLO = b"millrace media 1"
-WORKER = "dataio.shards.workers.media_worker"
+HELLO = b"headrace media 1"
+WORKER = "headrace.dataio.shards.workers.media_worker"
 encode = msgspec.msgpack.Encoder().encode
 decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode

@@ -7,13 +7,13 @@ Failure behaviour: what libav reports becomes part of the answer; a crash or a h
 
 from __future__ import annotations
 
-from dataio.shards.workers import media_jobs
-from dataio.shards.workers.probe_worker import confine, serve
+from headrace.dataio.shards.workers import media_jobs
+from headrace.dataio.shards.workers.probe_worker import confine, serve
 
 
 def answer(job: media_jobs.Job) -> media_jobs.Answer:
     """Do one job."""
-    from dataio.shards.workers import decode_all, pictures
+    from headrace.dataio.shards.workers import decode_all, pictures
 
     return decode_all.run(job) if isinstance(job, media_jobs.DecodeJob) else pictures.run(job)
 

@@ -16,9 +16,9 @@ import av
 import av.error
 import numpy as np
 
-from dataio.core.errors import UnsupportedError
-from dataio.shards.workers.decode_all import open_media
-from dataio.shards.workers.media_jobs import Pictures, PicturesJob
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.shards.workers.decode_all import open_media
+from headrace.dataio.shards.workers.media_jobs import Pictures, PicturesJob
 
 _REACH = 300
 _PIXELS = 64_000_000

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import IO
 
-from dataio.core import limits
+from headrace.dataio.core import limits
 
-HELLO = b"millrace probe 1"
+HELLO = b"headrace probe 1"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,8 +68,8 @@ def confine() -> None:
 def main() -> None:
     """Serve tasks for `prepare` until standard input ends."""
     confine()
-    from dataio.shards.media.facts import decode_task, encode_outcome
-    from dataio.shards.media.prepare import prepare
+    from headrace.dataio.shards.media.facts import decode_task, encode_outcome
+    from headrace.dataio.shards.media.prepare import prepare
 
     serve(HELLO, lambda frame: encode_outcome(prepare(decode_task(frame))))
 

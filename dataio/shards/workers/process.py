@@ -27,9 +27,9 @@ from typing import Self, TypeVar
 
 import msgspec
 
-import dataio
-from dataio.core import limits
-from dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError, UsageError
+import headrace
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError, UsageError
 
 _PIPE_BYTES = 1 << 20
 _START_SECONDS = 120.0
@@ -108,7 +108,7 @@ class _Worker:
     """One process and the pipes to it."""
 
     def __init__(self, command: Sequence[str], answer_bytes: int) -> None:
-        home = str(Path(dataio.__file__).parents[1])
+        home = str(Path(headrace.__file__).parents[1])
         path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         self._command, self._answer_bytes = command, answer_bytes
         self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`millrace sidecar forget`: remove kept steps from the node's tier, also those of which nobody else has a copy.
+"""`headrace sidecar forget`: remove kept steps from the node's tier, also those of which nobody else has a copy.
 
 Invariant: nothing is removed without `--yes`; then exactly what was listed. Failure behaviour: `NotFoundError` where no daemon
 answers, it has no tier, or nothing fits.
@@ -10,11 +10,11 @@ import argparse
 import json
 from pathlib import Path
 
-from dataio.core.errors import NotFoundError
-from dataio.sidecar.cli_status import ask
-from dataio.store.tier.record import Record
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.sidecar.cli_status import ask
+from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
 
 
 def forget(options: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def forget(options: argparse.Namespace) -> int:
     shelf = Shelf(Path(tier["directory"]), Limits(tier["budget_bytes"], tier["steps"]))
     chosen = [r for r in shelf.records(run=options.run) if options.step in (None, r.step)]
     if not chosen:
-        raise NotFoundError(f"no such step of run {options.run} is kept here", hint="see millrace sidecar status")
+        raise NotFoundError(f"no such step of run {options.run} is kept here", hint="see headrace sidecar status")
     if options.yes:
         shelf.forget(chosen)
     print(json.dumps([_line(r) for r in chosen]) if options.json else _text(chosen, options.yes))

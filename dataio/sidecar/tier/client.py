@@ -13,12 +13,12 @@ import ssl
 from collections.abc import Iterator
 from typing import Self, TypeVar
 
-from dataio.core.errors import CapacityError, CorruptionError, TransientError
-from dataio.sidecar.tier import protocol as p
-from dataio.sidecar.tier.config import TierConfig
-from dataio.store.tier import record as documents
-from dataio.store.tier.record import Record
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core.errors import CapacityError, CorruptionError, TransientError
+from headrace.dataio.sidecar.tier import protocol as p
+from headrace.dataio.sidecar.tier.config import TierConfig
+from headrace.dataio.store.tier import record as documents
+from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.tier.shelf import Shelf
 
 CONNECT_SECONDS = 5.0
 A = TypeVar("A")

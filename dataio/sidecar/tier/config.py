@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataio.core.errors import UsageError
-from dataio.core.limits import GIB, parse_bytes
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import GIB, parse_bytes
 
 OFF = "off"
 

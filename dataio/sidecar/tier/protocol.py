@@ -21,8 +21,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from dataio.core.limits import GIB, KIB, MIB
-from dataio.store.tier.record import RECORD_BYTES, Key
+from headrace.dataio.core.limits import GIB, KIB, MIB
+from headrace.dataio.store.tier.record import RECORD_BYTES, Key
 
 VERSION = 1
 MESSAGE_BYTES = 64 * KIB

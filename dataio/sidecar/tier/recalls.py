@@ -17,13 +17,13 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError
-from dataio.core.log import get_logger
-from dataio.sidecar.tier import protocol as p
-from dataio.sidecar.tier.client import Buddy
-from dataio.sidecar.tier.config import TierConfig
-from dataio.store.tier.record import Record, as_guest
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.tier import protocol as p
+from headrace.dataio.sidecar.tier.client import Buddy
+from headrace.dataio.sidecar.tier.config import TierConfig
+from headrace.dataio.store.tier.record import Record, as_guest
+from headrace.dataio.store.tier.shelf import Shelf
 
 CONNECTIONS = 4
 AHEAD = 1024
@@ -41,7 +41,7 @@ class Recalls:
     def __init__(self, config: TierConfig, shelf: Shelf, context: ssl.SSLContext) -> None:
         self._config, self._shelf, self._context = config, shelf, context
         self._pace = p.Pace(None)  # somebody waits for what is fetched
-        self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="millrace-fetch")
+        self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="headrace-fetch")
         self._lock, self._away_until, self._closed = threading.Lock(), 0.0, False
         self._coming: dict[_Name, Future[bool]] = {}
         self._queue: deque[_Name] = deque()
@@ -118,7 +118,7 @@ class Recalls:
                     buddy = buddy or stack.enter_context(Buddy.connect(self._config, self._context, self._pace))
                     there = buddy.fetch(self._shelf, *name)
                     self._count("found" if there else "absent")
-                except (MillraceError, OSError) as error:
+                except (HeadraceError, OSError) as error:
                     buddy = None  # what comes by this connection next is the rest of that object
                     self._failed(name, error)
                 finally:
@@ -158,7 +158,7 @@ class Recalls:
                 records = buddy.records(source)
             for record in records:
                 self._shelf.put_record(as_guest(record))
-        except (MillraceError, OSError) as error:
+        except (HeadraceError, OSError) as error:
             self._failed((source, ""), error)
             return False
         self._count("found" if records else "absent")

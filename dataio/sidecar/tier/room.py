@@ -15,19 +15,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from dataio.core.errors import MillraceError
-from dataio.core.log import get_logger
-from dataio.core.medium import medium
-from dataio.core.metrics import REGISTRY
-from dataio.sidecar.tier import tls
-from dataio.sidecar.tier.config import TierConfig
-from dataio.sidecar.tier.metrics import TierMetrics
-from dataio.sidecar.tier.recalls import Recalls
-from dataio.sidecar.tier.sending import Sending
-from dataio.sidecar.tier.server import BuddyServer
-from dataio.store.tier.record import Record
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.medium import medium
+from headrace.dataio.core.metrics import REGISTRY
+from headrace.dataio.sidecar.tier import tls
+from headrace.dataio.sidecar.tier.config import TierConfig
+from headrace.dataio.sidecar.tier.metrics import TierMetrics
+from headrace.dataio.sidecar.tier.recalls import Recalls
+from headrace.dataio.sidecar.tier.sending import Sending
+from headrace.dataio.sidecar.tier.server import BuddyServer
+from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
 
 TIDY_SECONDS = 5.0
 WAITING = 16
@@ -45,11 +45,11 @@ class Tier:
         self._server = BuddyServer(config, self.shelf) if config.listen is not None else None
         self._sending = Sending(config, self.shelf) if config.buddy is not None else None
         self._recalls = Recalls(config, self.shelf, tls.client_context(config)) if config.buddy is not None else None
-        self.pool = ThreadPoolExecutor(WAITING, thread_name_prefix="millrace-recall")
+        self.pool = ThreadPoolExecutor(WAITING, thread_name_prefix="headrace-recall")
         """For `recall`, which waits."""
         self._medium = medium(config.folder)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look_after, name="millrace-tier", daemon=True)
+        self._thread = threading.Thread(target=self._look_after, name="headrace-tier", daemon=True)
         self._port: int | None = None
         self._shown: dict[str, object] = {}
         self._metrics = TierMetrics(self.status)
@@ -113,7 +113,7 @@ class Tier:
                 if self._server is not None:
                     self._server.tidy()
             records, used = self.shelf.records(), self.shelf.used()
-        except (OSError, MillraceError) as error:
+        except (OSError, HeadraceError) as error:
             trouble = str(getattr(error, "strerror", None) or error)
             if not self._shown.get("trouble"):
                 _log.warning("the tier in %s cannot be used, saves go to the store only: %s", self.shelf.root, trouble)

@@ -14,14 +14,14 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dataio.core.errors import MillraceError
-from dataio.core.log import get_logger
-from dataio.sidecar.tier import protocol as p
-from dataio.sidecar.tier import tls
-from dataio.sidecar.tier.client import Buddy
-from dataio.sidecar.tier.config import TierConfig
-from dataio.store.tier.record import Record
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.tier import protocol as p
+from headrace.dataio.sidecar.tier import tls
+from headrace.dataio.sidecar.tier.client import Buddy
+from headrace.dataio.sidecar.tier.config import TierConfig
+from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.tier.shelf import Shelf
 
 IDLE_SECONDS = 0.5
 LONGEST = 30.0
@@ -49,7 +49,7 @@ class Sending:
         self._sent: dict[tuple[str, str, bytes], None] = {}
         self._done: dict[tuple[str, int, bool], None] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="millrace-copies", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="headrace-copies", daemon=True)
         self.trouble, self.waiting, self.bytes = "not reached yet", 0, 0
         self.copies: dict[str, Copy] = {}
 
@@ -73,7 +73,7 @@ class Sending:
                     self._well()
                     pause = 1.0
                     self._send_all(buddy)
-            except (MillraceError, OSError) as error:
+            except (HeadraceError, OSError) as error:
                 self._trouble(str(error))
                 self._stop.wait(pause)
                 pause = min(pause * 2, LONGEST)

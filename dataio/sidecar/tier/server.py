@@ -23,14 +23,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from dataio.core.errors import CapacityError, MillraceError, UsageError
-from dataio.core.log import get_logger
-from dataio.sidecar.tier import protocol as p
-from dataio.sidecar.tier import tls
-from dataio.sidecar.tier.config import TierConfig
-from dataio.store.tier import record as documents
-from dataio.store.tier.kept import Writer
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core.errors import CapacityError, HeadraceError, UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.tier import protocol as p
+from headrace.dataio.sidecar.tier import tls
+from headrace.dataio.sidecar.tier.config import TierConfig
+from headrace.dataio.store.tier import record as documents
+from headrace.dataio.store.tier.kept import Writer
+from headrace.dataio.store.tier.shelf import Shelf
 
 CONNECTIONS = 16
 STRANGERS = 64
@@ -82,7 +82,7 @@ class BuddyServer:
             self._socket = socket.create_server((where.host, where.port), family=_family(where.host), backlog=SILENT)
         except OSError as error:
             raise UsageError(f"buddy_listen {where} cannot be used: {error.strerror}") from None
-        self._thread = threading.Thread(target=self._accept, name="millrace-buddies", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="headrace-buddies", daemon=True)
         self._thread.start()
         port: int = self._socket.getsockname()[1]
         return port
@@ -170,7 +170,7 @@ class BuddyServer:
             sock.close()
             self._refuse("busy", address, _BusyError(f"{STRANGERS} strangers are connected"))
             return
-        threading.Thread(target=self._serve, args=(sock, address), name="millrace-buddy", daemon=True).start()
+        threading.Thread(target=self._serve, args=(sock, address), name="headrace-buddy", daemon=True).start()
 
     def _serve(self, sock: socket.socket, address: str) -> None:
         peer = sock
@@ -189,7 +189,7 @@ class BuddyServer:
             self._refuse("name", address, error)
         except ssl.SSLError as error:
             self._refuse("tls", address, error)
-        except (p.ProtocolError, MillraceError) as error:
+        except (p.ProtocolError, HeadraceError) as error:
             self._refuse("protocol", address, error)
         except OSError as error:
             self._refuse("broken", address, error)
@@ -302,7 +302,7 @@ class BuddyServer:
     def _keep(self, channel: p.Channel, data: bytes) -> None:
         try:
             self._shelf.put_record(documents.as_guest(documents.decode(data, "a buddy's record")))
-        except (MillraceError, OSError) as error:
+        except (HeadraceError, OSError) as error:
             channel.send(p.Refused(getattr(error, "code", "capacity"), str(error)[:1000]))
             return
         channel.send(p.Stored())
@@ -320,7 +320,7 @@ class BuddyServer:
         channel.send(p.Found(held.size, held.label.digest))
         try:
             channel.send_bytes(held.pieces(request.offset))
-        except MillraceError as error:  # the file became shorter: the peer sees the connection end
+        except HeadraceError as error:  # the file became shorter: the peer sees the connection end
             raise ConnectionError(str(error)) from None
 
 

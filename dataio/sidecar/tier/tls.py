@@ -12,8 +12,8 @@ import ssl
 from collections.abc import Sequence
 from typing import Any
 
-from dataio.core.errors import UsageError
-from dataio.sidecar.tier.config import TierConfig
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.sidecar.tier.config import TierConfig
 
 
 class StrangerError(Exception):

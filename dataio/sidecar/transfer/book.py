@@ -15,13 +15,13 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dataio.core.errors import NotFoundError
-from dataio.core.log import get_logger
-from dataio.sidecar import messages as m
-from dataio.sidecar.transfer.held import Held
-from dataio.sidecar.transfer.job import Job
-from dataio.sidecar.transfer.journal import Journal
-from dataio.sidecar.transfer.schedule import Schedule
+from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.transfer.held import Held
+from headrace.dataio.sidecar.transfer.job import Job
+from headrace.dataio.sidecar.transfer.journal import Journal
+from headrace.dataio.sidecar.transfer.schedule import Schedule
 
 KEPT = 256
 _log = get_logger(__name__)
@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 class Book:
     def __init__(self, folder: Path, schedule: Schedule) -> None:
         self.schedule, self.journal, self.held = schedule, Journal(folder), Held(folder)
-        self.files = ThreadPoolExecutor(1, thread_name_prefix="millrace-journal")
+        self.files = ThreadPoolExecutor(1, thread_name_prefix="headrace-journal")
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.finished: OrderedDict[str, Job] = OrderedDict()
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dataio.core.errors import MillraceError
-from dataio.sidecar import messages as m
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.sidecar import messages as m
 
 LINE_BYTES = 32 << 10
 
@@ -24,7 +24,7 @@ class Event(msgspec.Struct, frozen=True):
     done: m.Size = 0
     total: m.Size = 0
     result: msgspec.Raw = msgspec.Raw(b"{}")
-    code: str = MillraceError.code
+    code: str = HeadraceError.code
     message: str = ""
     hint: str = ""
     again: bool = False

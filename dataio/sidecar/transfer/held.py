@@ -18,10 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataio.core.errors import MillraceError, TransientError
-from dataio.core.log import get_logger, warn_once
-from dataio.sidecar import wire
-from dataio.sidecar.transfer import keeper
+from headrace.dataio.core.errors import HeadraceError, TransientError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.transfer import keeper
 
 SECONDS = 5.0
 TRIES = 3
@@ -43,13 +43,13 @@ class Held:
         self._mine[name] = fd
         try:
             self._put(name, fd)
-        except (OSError, MillraceError, subprocess.TimeoutExpired):
+        except (OSError, HeadraceError, subprocess.TimeoutExpired):
             self._again()
 
     def drop(self, name: str) -> None:
         """Let go of it; nothing when it is not held."""
         self._mine.pop(name, None)
-        with contextlib.suppress(OSError, MillraceError):
+        with contextlib.suppress(OSError, HeadraceError):
             if self._sock is not None:
                 self._ask(f"drop {name}")
         if not self._mine:
@@ -58,7 +58,7 @@ class Held:
     def take(self) -> dict[str, int]:
         """What an earlier daemon left with its keeper; the descriptors are the caller's, and stay held."""
         found: dict[str, int] = {}
-        with contextlib.suppress(OSError, MillraceError):
+        with contextlib.suppress(OSError, HeadraceError):
             if self._sock is None:
                 self._connect()
             for name in self._ask("list")[0].split(" ")[1:]:
@@ -96,7 +96,7 @@ class Held:
                 for name, fd in self._mine.items():
                     self._put(name, fd)
                 return
-            except (OSError, MillraceError, subprocess.TimeoutExpired) as error:
+            except (OSError, HeadraceError, subprocess.TimeoutExpired) as error:
                 reason = str(error)
         self._hang_up()
         warn_once(_log, f"nobody keeps staged checkpoints for the next daemon: {reason}")

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dataio.core.errors import CapacityError, MillraceError, TransientError
-from dataio.sidecar import messages as m
-from dataio.sidecar.transfer.events import Event
-from dataio.sidecar.transfer.journal import Entry, digest
+from headrace.dataio.core.errors import CapacityError, HeadraceError, TransientError
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.transfer.events import Event
+from headrace.dataio.sidecar.transfer.journal import Entry, digest
 
 Listener = Callable[[m.JobEvent], None]
-Answer = Callable[["Job | MillraceError"], None]
+Answer = Callable[["Job | HeadraceError"], None]
 
 
 @dataclass(slots=True, eq=False)

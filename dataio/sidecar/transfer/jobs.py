@@ -17,19 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from dataio.core.crashpoints import declare
-from dataio.core.errors import CapacityError, MillraceError, TransientError, UsageError
-from dataio.core.log import get_logger
-from dataio.sidecar import messages as m
-from dataio.sidecar.transfer.book import Book
-from dataio.sidecar.transfer.gate import Gate
-from dataio.sidecar.transfer.job import Answer, Job, Listener, describe, no_room, shutting_down, with_plan
-from dataio.sidecar.transfer.journal import Entry, read_plan
-from dataio.sidecar.transfer.memfd import check_arena, check_plan
-from dataio.sidecar.transfer.patience import Patience
-from dataio.sidecar.transfer.runner import LOST_SECONDS, Runner
-from dataio.sidecar.transfer.schedule import Schedule
-from dataio.sidecar.wire import close_all
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import CapacityError, HeadraceError, TransientError, UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.transfer.book import Book
+from headrace.dataio.sidecar.transfer.gate import Gate
+from headrace.dataio.sidecar.transfer.job import Answer, Job, Listener, describe, no_room, shutting_down, with_plan
+from headrace.dataio.sidecar.transfer.journal import Entry, read_plan
+from headrace.dataio.sidecar.transfer.memfd import check_arena, check_plan
+from headrace.dataio.sidecar.transfer.patience import Patience
+from headrace.dataio.sidecar.transfer.runner import LOST_SECONDS, Runner
+from headrace.dataio.sidecar.transfer.schedule import Schedule
+from headrace.dataio.sidecar.wire import close_all
 
 _received = declare("sidecar.stage-received", "the daemon has plan and arena; nothing is journaled: not promised")
 _journaled = declare("sidecar.stage-journaled", "plan and entry are synced, the arena is kept; not yet acknowledged")
@@ -80,7 +80,7 @@ class Jobs:
         try:
             size = self._check(kind, arena, plan)
             taken = self.schedule.offer(token, size, urgent=urgent, patient=wait > 0)
-        except MillraceError as error:
+        except HeadraceError as error:
             close_all((arena, plan))
             answer(error)
             return None
@@ -209,13 +209,13 @@ class Jobs:
         job.patience()
 
         def keep() -> None:
-            error: MillraceError | None = None
+            error: HeadraceError | None = None
             try:
                 plan = read_plan(job.plan)
                 job.entry = with_plan(job.entry, plan)
                 self._book.journal.record(job.entry, plan)
                 self._book.held.put(job.token, job.arena)
-            except MillraceError as caught:
+            except HeadraceError as caught:
                 error = caught
             except OSError as caught:
                 error = CapacityError(f"the job cannot be journaled: {caught.strerror}", hint="see the daemon's disk")
@@ -223,7 +223,7 @@ class Jobs:
 
         self._book.files.submit(keep)
 
-    def _kept(self, job: Job, error: MillraceError | None) -> None:
+    def _kept(self, job: Job, error: HeadraceError | None) -> None:
         if error is not None:
             self._refuse(job, error)
             return
@@ -252,7 +252,7 @@ class Jobs:
         self._book.clean(job.token)
         return old
 
-    def _refuse(self, job: Job, error: MillraceError) -> None:
+    def _refuse(self, job: Job, error: HeadraceError) -> None:
         job.patience()
         job.outcome = m.JobFailed(job.token, *m.error_fields(error))
         self._book.tell(job, job.outcome)

@@ -23,11 +23,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError
-from dataio.core.limits import KIB
-from dataio.core.log import get_logger
-from dataio.core.private import private_directory
-from dataio.sidecar.transfer.memfd import PLAN_BYTES
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.limits import KIB
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.private import private_directory
+from headrace.dataio.sidecar.transfer.memfd import PLAN_BYTES
 
 VERSION = 1
 MAGIC = b"MLRJOB\0\1"
@@ -121,7 +121,7 @@ class Journal:
     def _read(self, name: str) -> Entry | None:
         try:
             return _checked(self.folder / name, name)
-        except (OSError, MillraceError) as error:
+        except (OSError, HeadraceError) as error:
             _log.error("the journal's entry %s is refused and set aside: %s", name, error)
             self._set_aside(name)
             return None
@@ -195,7 +195,7 @@ def _checked(path: Path, name: str) -> Entry:
     payload = body[_HEAD.size :]
     try:
         if magic != MAGIC or msgspec.msgpack.decode(payload, type=_Head).version != VERSION:
-            raise UnsupportedError("a newer Millrace wrote it")
+            raise UnsupportedError("a newer Headrace wrote it")
         entry = msgspec.msgpack.decode(payload, type=Entry)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptionError(f"it cannot be read: {error}") from None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 
-from dataio.core import limits
-from dataio.core.errors import UsageError
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import UsageError
 
 PLAN_BYTES = 256 * limits.MIB
 _FROZEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE

@@ -17,16 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from dataio.core.errors import MillraceError, TransientError
-from dataio.core.log import get_logger
-from dataio.sidecar import messages as m
-from dataio.sidecar.transfer import events
-from dataio.sidecar.transfer.book import Book
-from dataio.sidecar.transfer.gate import Gate
-from dataio.sidecar.transfer.job import Job, failure, given_up, replaced
-from dataio.sidecar.transfer.journal import is_locked
-from dataio.sidecar.transfer.patience import Patience
-from dataio.sidecar.transfer.worker import End, Worker, started_at
+from headrace.dataio.core.errors import HeadraceError, TransientError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.transfer import events
+from headrace.dataio.sidecar.transfer.book import Book
+from headrace.dataio.sidecar.transfer.gate import Gate
+from headrace.dataio.sidecar.transfer.job import Job, failure, given_up, replaced
+from headrace.dataio.sidecar.transfer.journal import is_locked
+from headrace.dataio.sidecar.transfer.patience import Patience
+from headrace.dataio.sidecar.transfer.worker import End, Worker, started_at
 
 TRIES = 3
 LOST_SECONDS = 60.0
@@ -94,7 +94,7 @@ class Runner:
         gate = None if job.entry.urgent else self._gate
         try:
             worker = Worker.start(command, self._book.journal, job.entry, arena, gate)
-        except (OSError, MillraceError, IndexError) as error:
+        except (OSError, HeadraceError, IndexError) as error:
             name = command[0] if command else f"a job of kind {job.entry.kind}"
             reason = error.strerror if isinstance(error, OSError) else str(error)
             self._ended(job, End(f"cannot start {name}: {reason}", killed=False))
@@ -109,7 +109,7 @@ class Runner:
             end = worker.follow(lambda line: self._call(partial(self._heard, job, events.decode(line))))
             self._call(partial(self._ended, job, end))
 
-        threading.Thread(target=watch, name=f"millrace-job-{job.token[:8]}", daemon=True).start()
+        threading.Thread(target=watch, name=f"headrace-job-{job.token[:8]}", daemon=True).start()
 
     def _heard(self, job: Job, event: events.Event | None) -> None:
         kind = event.event if event else ""

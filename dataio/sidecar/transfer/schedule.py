@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dataio.core.errors import CapacityError
-from dataio.core.limits import format_bytes
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.core.limits import format_bytes
 
 COMMITTING = 64
 HOLD_SECONDS = 90.0

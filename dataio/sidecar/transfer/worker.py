@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dataio.core.limits import MIB
-from dataio.sidecar.transfer.events import Lines
-from dataio.sidecar.transfer.gate import Gate
-from dataio.sidecar.transfer.journal import Entry, Journal, is_locked
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar.transfer.events import Lines
+from headrace.dataio.sidecar.transfer.gate import Gate
+from headrace.dataio.sidecar.transfer.journal import Entry, Journal, is_locked
 
 POLL_SECONDS = 0.02
 SAID_BYTES = 16 * MIB

@@ -17,12 +17,12 @@ from itertools import chain
 
 import xxhash
 
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError
-from dataio.core.log import get_logger, warn_once
-from dataio.store.contract import Buffer, Store
-from dataio.store.tier.kept import Label, Writer
-from dataio.store.tier.shelf import Shelf
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.tier.kept import Label, Writer
+from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.wrapper import Wrapper
 
 Keeps = Callable[[str], bool]
 TROUBLE = (OSError, CapacityError)
@@ -41,7 +41,7 @@ class Keeping(Wrapper):
         self._shelf, self._keeps = shelf, keeps
         self._source, self._sent = inner.location.url, list[Future[int]]()
         self._ends = ExitStack()
-        self._pool = self._ends.enter_context(ThreadPoolExecutor(1, thread_name_prefix="millrace-send"))
+        self._pool = self._ends.enter_context(ThreadPoolExecutor(1, thread_name_prefix="headrace-send"))
         self.whole = True
         """Whether everything so far was kept."""
         self.send = True
@@ -107,7 +107,7 @@ class Keeping(Wrapper):
         self.without(error)
         try:
             if not self.send:
-                raise error if isinstance(error, MillraceError) else CapacityError(f"keeping {key}: {error}")
+                raise error if isinstance(error, HeadraceError) else CapacityError(f"keeping {key}: {error}")
             return super().put_multipart(key, chain(writer.written(), rest))
         finally:
             writer.discard()

@@ -21,9 +21,9 @@ from typing import Protocol
 import msgspec
 import xxhash
 
-from dataio.core.errors import CorruptionError
-from dataio.core.limits import MIB
-from dataio.store.contract import Buffer
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Buffer
 
 MAGIC = b"MLRKEPT1"
 ROOM_BYTES = 64 * MIB

@@ -12,12 +12,12 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 
-from dataio.core import limits, metrics
-from dataio.store.checks import writable_bytes
-from dataio.store.contract import Store
-from dataio.store.tier.kept import Held
-from dataio.store.tier.shelf import Shelf
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.core import limits, metrics
+from headrace.dataio.store.checks import writable_bytes
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.tier.kept import Held
+from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.wrapper import Wrapper
 
 _OPEN = 64
 """Objects that are kept open."""

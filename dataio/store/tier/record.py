@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.core.limits import MIB, OBJECT_KEY_BYTES
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.limits import MIB, OBJECT_KEY_BYTES
 
 VERSION = 1
 RECORD_BYTES = 4 * MIB
@@ -66,7 +66,7 @@ def decode(data: bytes, where: str) -> Record:
     try:
         version = msgspec.msgpack.decode(data, type=_Head).version
         if version != VERSION:
-            raise UnsupportedError(f"{where} has version {version}; this Millrace reads version {VERSION}")
+            raise UnsupportedError(f"{where} has version {version}; this Headrace reads version {VERSION}")
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{where} is no record of a kept step: {error}") from None

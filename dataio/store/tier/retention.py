@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dataio.store.tier.record import Record
+from headrace.dataio.store.tier.record import Record
 
 Rank = tuple[str, str, int]
 

@@ -25,17 +25,17 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError
-from dataio.core.limits import format_bytes
-from dataio.core.locked import locked
-from dataio.core.log import get_logger
-from dataio.core.private import private_directory
-from dataio.store.contract import Buffer
-from dataio.store.tier import record as documents
-from dataio.store.tier import retention
-from dataio.store.tier.kept import ROOM_BYTES, Held, Reservation, claim_of, open_at
-from dataio.store.tier.record import Record
-from dataio.store.tier.retention import Limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.locked import locked
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.private import private_directory
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.tier import record as documents
+from headrace.dataio.store.tier import retention
+from headrace.dataio.store.tier.kept import ROOM_BYTES, Held, Reservation, claim_of, open_at
+from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.tier.retention import Limits
 
 STRAY_SECONDS = 1800.0
 """How long an object may lie here that no record needs yet: as long as one process has seen it, whatever the clocks say."""
@@ -216,7 +216,7 @@ def _read_record(path: Path) -> Record | None:
         return documents.decode(path.read_bytes(), str(path))
     except OSError:
         return None
-    except MillraceError as error:
+    except HeadraceError as error:
         _log.warning("a record of the tier is set aside: %s", error)
         with contextlib.suppress(OSError):
             path.replace(path.with_name(f".bad-{path.name}"))

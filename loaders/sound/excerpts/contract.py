@@ -16,8 +16,8 @@ from operator import attrgetter
 
 import msgspec
 
-from dataio.shards.contract import AudioInfo, SoundMark
-from loaders.sound.nameless import Bytes
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.loaders.sound.nameless import Bytes
 
 
 class Excerpt(msgspec.Struct, frozen=True):

@@ -1,7 +1,8 @@
 """Which way an excerpt is cut, by the kind of file.
 
 Purpose: the one place that knows them all.
-Invariants: those of `loaders.sound.excerpts.contract`. An excerpt begins as much before what is wanted as its codec needs.
+Invariants: those of `headrace.loaders.sound.excerpts.contract`. An excerpt begins as much before what is wanted as its
+codec needs.
 Files are cut only where the index marks some of their packets, which have to be where the cutter finds them. An older index is
 enough for WAV, which says all in its header.
 Failure behaviour: None where libav has to read the file; `CorruptionError` for an MP4 that is not all there.
@@ -12,12 +13,12 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import BinaryIO, cast
 
-from dataio.shards.contract import AudioInfo
-from dataio.shards.media.container import check_complete
-from loaders.decode.trim import ViewFile
-from loaders.partial.file import Media
-from loaders.sound.excerpts import flac, mp3, mp4, ogg, wav
-from loaders.sound.excerpts.contract import Excerpt
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.media.container import check_complete
+from headrace.loaders.decode.trim import ViewFile
+from headrace.loaders.partial.file import Media
+from headrace.loaders.sound.excerpts import flac, mp3, mp4, ogg, wav
+from headrace.loaders.sound.excerpts.contract import Excerpt
 
 WARM_UP = Fraction(23, 50)
 """Seconds decoded before what is wanted: codecs need some sound before what they say is right (Opus and MP3 a few packets)."""

@@ -3,7 +3,7 @@
 Purpose: packets hold some milliseconds. Threads that take and give back the lock for every one wait on each other, so that two of
 them hardly do more than one, and samples are copied between steps. FFmpeg's filters do all of it by themselves: `amovie` opens,
 demultiplexes and decodes, `atrim` cuts by stamps, and what is as wanted comes out in one piece.
-Invariant: the samples are those of `loaders.sound.layout` and `loaders.sound.resample`, to the bit.
+Invariant: the samples are those of `headrace.loaders.sound.layout` and `headrace.loaders.sound.resample`, to the bit.
 Before the recording and behind it is silence, which is put around what there is before that is resampled.
 Failure behaviour: None for what cannot be decoded, or does not fill the stretch: whoever asked finds out what is wrong.
 One thread decodes: FFmpeg's own frame threads ask a decoder for buffers that is being freed.
@@ -17,12 +17,12 @@ import av.error
 import numpy as np
 from av.filter import Graph
 
-from dataio.shards.contract import AudioInfo
-from loaders.sound.excerpts.contract import Excerpt
-from loaders.sound.layout import F32
-from loaders.sound.nameless import nameless
-from loaders.sound.resample import AT_ONCE, resampled, resampled_frame
-from loaders.sound.spec import LAYOUTS, AudioSpec
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.loaders.sound.excerpts.contract import Excerpt
+from headrace.loaders.sound.layout import F32
+from headrace.loaders.sound.nameless import nameless
+from headrace.loaders.sound.resample import AT_ONCE, resampled, resampled_frame
+from headrace.loaders.sound.spec import LAYOUTS, AudioSpec
 
 _MORE = 1 << 12
 """Samples that may be more than there should be, which is found out so."""

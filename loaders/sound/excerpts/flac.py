@@ -1,7 +1,7 @@
 """Excerpts of FLAC, frame by frame.
 
 Purpose: every frame says which one it is, so that an instant is found in some reads; frames can be put behind the file's header
-as they are (`loaders.sound.excerpts.matroska`). libav looks for it too, with more reads, and from the file's
+as they are (`headrace.loaders.sound.excerpts.matroska`). libav looks for it too, with more reads, and from the file's
 beginning near its end.
 Invariants: frames are the file's, whole, from the one that holds `low` to the one that holds `high`, or from the first or to the
 last. Only files whose frames have all as many samples, which are those that count frames.
@@ -18,13 +18,13 @@ from fractions import Fraction
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, SoundMark
-from loaders.partial.file import Media
-from loaders.sound.excerpts import matroska
-from loaders.sound.excerpts.contract import Excerpt, around
-from loaders.sound.excerpts.seek import NEAR, Mark, before
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.loaders.partial.file import Media
+from headrace.loaders.sound.excerpts import matroska
+from headrace.loaders.sound.excerpts.contract import Excerpt, around
+from headrace.loaders.sound.excerpts.seek import NEAR, Mark, before
 
 EXTENSIONS = frozenset(["flac"])
 _OPENING, _STREAMINFO = b"fLaC\x80\x00\x00\x22", 34

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from loaders.sound.nameless import Bytes
+from headrace.loaders.sound.nameless import Bytes
 
 _EBML, _DOC_TYPE = b"\x1a\x45\xdf\xa3", b"\x42\x82"
 _SEGMENT, _INFO, _TIMESTAMP_SCALE = b"\x18\x53\x80\x67", b"\x15\x49\xa9\x66", b"\x2a\xd7\xb1"

@@ -15,11 +15,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 
-from dataio.shards.contract import AudioInfo
-from loaders.partial.file import Marked, Media
-from loaders.partial.needed import mark_before, mark_behind
-from loaders.sound.excerpts.contract import Excerpt
-from loaders.sound.excerpts.seek import Mark
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.loaders.partial.file import Marked, Media
+from headrace.loaders.partial.needed import mark_before, mark_behind
+from headrace.loaders.sound.excerpts.contract import Excerpt
+from headrace.loaders.sound.excerpts.seek import Mark
 
 EXTENSIONS = frozenset(["mp3"])
 _KBITS = (

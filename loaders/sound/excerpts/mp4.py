@@ -21,11 +21,11 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 
-from dataio.shards.contract import AudioInfo, SoundMark
-from loaders.partial import boxes
-from loaders.partial.boxes import Ints, Stored
-from loaders.partial.file import Media
-from loaders.sound.excerpts.contract import Excerpt, around
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.loaders.partial import boxes
+from headrace.loaders.partial.boxes import Ints, Stored
+from headrace.loaders.partial.file import Media
+from headrace.loaders.sound.excerpts.contract import Excerpt, around
 
 EXTENSIONS = boxes.EXTENSIONS
 _EDGE = 8

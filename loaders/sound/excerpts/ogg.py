@@ -18,11 +18,11 @@ from itertools import pairwise
 
 import msgspec
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, SoundMark
-from loaders.partial.file import Media
-from loaders.sound.excerpts.contract import Excerpt, around
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.loaders.partial.file import Media
+from headrace.loaders.sound.excerpts.contract import Excerpt, around
 
 EXTENSIONS = frozenset(["ogg", "oga", "opus"])
 _CODECS = frozenset(["opus", "vorbis"])

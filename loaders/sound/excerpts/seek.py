@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dataio.core import limits
+from headrace.dataio.core import limits
 
 Mark = tuple[int, int]
 """A byte at which decoding may begin, and the samples before it."""

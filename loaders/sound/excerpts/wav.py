@@ -12,9 +12,9 @@ import math
 import struct
 from fractions import Fraction
 
-from dataio.shards.contract import AudioInfo
-from loaders.partial.file import Media
-from loaders.sound.excerpts.contract import Excerpt
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.loaders.partial.file import Media
+from headrace.loaders.sound.excerpts.contract import Excerpt
 
 EXTENSIONS = frozenset(["wav"])
 _CODECS = frozenset(["pcm_u8", "pcm_s16le", "pcm_s24le", "pcm_s32le", "pcm_f32le", "pcm_f64le"])

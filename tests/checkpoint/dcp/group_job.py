@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from checkpoint.repository import steps as repository
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.repository import steps as repository
 from tests.ranks import in_group
 
 

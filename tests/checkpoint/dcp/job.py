@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from tests.ranks import in_group
 
 

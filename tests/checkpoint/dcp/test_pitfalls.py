@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from checkpoint import Checkpointer
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from checkpoint.dcp.writer import step_of
-from checkpoint.repository import timeline
-from dataio.core.errors import (
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.repository import timeline
+from headrace.dataio.core.errors import (
     ConflictError,
     CorruptionError,
     MismatchError,
@@ -41,9 +41,9 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from dataio.core.limits import KIB, MIB
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core.limits import KIB, MIB
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped, flip
 from tests.ranks import launch
 
@@ -167,7 +167,7 @@ def test_its_private_names_change_without_notice(tmp_path: Path) -> None:
     """`_extension`, `_experimental`, `_StorageInfo`, `use_collectives`: of DCP's private names one is used here."""
     import ast
 
-    import checkpoint.dcp as room
+    import headrace.checkpoint.dcp as room
 
     used = set()
     for path in Path(room.__path__[0]).glob("*.py"):

@@ -15,14 +15,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoint import Checkpointer, Keep
-from checkpoint.dcp import RepositoryReader, RepositoryWriter, session
-from checkpoint.lifecycle import collect
-from checkpoint.repository import steps as repository
-from checkpoint.repository import timeline, writers
-from dataio.core.errors import ConflictError
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer, Keep
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter, session
+from headrace.checkpoint.lifecycle import collect
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import timeline, writers
+from headrace.dataio.core.errors import ConflictError
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from checkpoint import Checkpointer
-from checkpoint.dcp import RepositoryReader, RepositoryWriter, document
-from checkpoint.format import manifest as manifests
-from checkpoint.state.tree import decode
-from dataio.core.errors import UsageError
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter, document
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.state.tree import decode
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.store.open import open_store
 from tests.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

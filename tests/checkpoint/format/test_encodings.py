@@ -14,20 +14,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import Checkpointer
-from checkpoint.cli import ckpt
-from checkpoint.format import codec, manifest, pack
-from checkpoint.format.chunk import digest
-from checkpoint.format.manifest import PLANES, RAW, ZSTD
-from checkpoint.repository import check as checking
-from checkpoint.repository import steps as repository
-from checkpoint.repository.opening import open_step
-from checkpoint.saving import choose
-from checkpoint.saving.choose import Sample, Upload, decide
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.core.limits import MIB
-from dataio.store.contract import Buffer
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.cli import ckpt
+from headrace.checkpoint.format import codec, manifest, pack
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.manifest import PLANES, RAW, ZSTD
+from headrace.checkpoint.repository import check as checking
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.opening import open_step
+from headrace.checkpoint.saving import choose
+from headrace.checkpoint.saving.choose import Sample, Upload, decide
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped, flip
 
 
@@ -167,7 +167,7 @@ def test_a_reader_of_the_first_version_refuses_planes_by_name(tmp_path: Path, mo
     monkeypatch.setattr(manifest, "NEWEST", 1)
     monkeypatch.setattr(pack, "NEWEST", 1)
     with open_store(tmp_path) as store:
-        with pytest.raises(UnsupportedError, match=r"format version 2.*install a newer Millrace"):
+        with pytest.raises(UnsupportedError, match=r"format version 2.*install a newer Headrace"):
             pack.read_table(store, key)
         base = repository.find(store, "exp", "latest")
         assert base is not None

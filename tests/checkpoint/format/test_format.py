@@ -16,17 +16,17 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.format import dtypes, layout, manifest, names, pack, ulid
-from checkpoint.format.bands import bands, inside, pieces, width
-from checkpoint.format.chunk import CHUNK_BYTES, FINE_BELOW, FINE_CHUNK_BYTES, SMALL_BELOW, Box, digest, whole
-from checkpoint.format.layout import ALIGN, TensorSpec
-from checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
-from checkpoint.saving import plan
-from checkpoint.sharding.owners import owners
-from checkpoint.state import tree
-from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
-from dataio.core.limits import MIB
-from dataio.store.open import open_store
+from headrace.checkpoint.format import dtypes, layout, manifest, names, pack, ulid
+from headrace.checkpoint.format.bands import bands, inside, pieces, width
+from headrace.checkpoint.format.chunk import CHUNK_BYTES, FINE_BELOW, FINE_CHUNK_BYTES, SMALL_BELOW, Box, digest, whole
+from headrace.checkpoint.format.layout import ALIGN, TensorSpec
+from headrace.checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
+from headrace.checkpoint.saving import plan
+from headrace.checkpoint.sharding.owners import owners
+from headrace.checkpoint.state import tree
+from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.open import open_store
 
 ATTEMPT = "01HZZZZZZZ0000000000000000"
 
@@ -262,7 +262,7 @@ def test_a_large_manifest_is_compressed_and_bounded_when_it_is_read(monkeypatch:
     monkeypatch.setattr(manifest, "MAX_BYTES", 2000)
     data = manifest.encode(given)
     assert len(data) <= 2000
-    assert msgspec.msgpack.decode(data)["version"] == manifest.WITH_VALUES  # older readers ask for a newer Millrace
+    assert msgspec.msgpack.decode(data)["version"] == manifest.WITH_VALUES  # older readers ask for a newer Headrace
     assert msgspec.structs.replace(manifest.decode(data, KEY), version=1) == given
     monkeypatch.setattr(manifest, "MAX_RAW_BYTES", 9000)
     with pytest.raises(CorruptionError, match=r"it would have 9\d\d\d bytes"):
@@ -411,8 +411,8 @@ def test_an_unsound_manifest_is_refused_by_name(data: bytes, why: str | None) ->
     assert KEY in str(caught.value)
 
 
-def test_a_manifest_of_a_newer_format_asks_for_a_newer_millrace() -> None:
-    with pytest.raises(UnsupportedError, match=f"format version {manifest.NEWEST + 1}; this Millrace reads"):
+def test_a_manifest_of_a_newer_format_asks_for_a_newer_headrace() -> None:
+    with pytest.raises(UnsupportedError, match=f"format version {manifest.NEWEST + 1}; this Headrace reads"):
         manifest.decode(changed(version=manifest.NEWEST + 1), KEY)
 
 

@@ -1,6 +1,6 @@
 """ckpt-chaos, a crash tester of other people, over all ways in: it kills a training at file events of its saves and resumes it.
 
-Skipped where it is not installed (`pip install -c constraints.txt millrace[chaos]`). The table of docs/checkpoints.md comes
+Skipped where it is not installed (`pip install -c constraints.txt headrace[chaos]`). The table of docs/checkpoints.md comes
 from more crash points than this takes.
 """
 
@@ -23,7 +23,7 @@ NEEDS = {"checkpointer": "torch", "dcp": "torch"}
 def test_a_training_survives_the_kills_of_ckpt_chaos(way: str, tmp_path: Path) -> None:
     for name in ("ckpt_chaos", NEEDS.get(way, way)):
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install -c constraints.txt millrace[chaos,frameworks]")
+            pytest.skip(f"{name} is not installed: pip install -c constraints.txt headrace[chaos,frameworks]")
     program = [sys.executable, "-m", f"tests.checkpoint.frameworks.train_{way}", "{out}"]
     options = ["--max-points", "12", "--result-file", "{out}/final.txt", "--step-regex", r'"resumed": (\d+)']
     work = ["--work", str(tmp_path / "work")]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import Checkpointer, read
-from dataio.core.errors import NotFoundError, UsageError
+from headrace.checkpoint import Checkpointer, read
+from headrace.dataio.core.errors import NotFoundError, UsageError
 from tests.checkpoint.making import flip
 from tests.ranks import launch
 
@@ -73,7 +73,7 @@ def test_the_storage_alone_will_do_for_one_rank(tmp_path: Path) -> None:
     needs("torch_checkpointing", "torch_checkpointing==0.1.1")
     from torch_checkpointing import CheckpointManager
 
-    from checkpoint.frameworks.torch_checkpointing import RepositoryStorageConfig
+    from headrace.checkpoint.frameworks.torch_checkpointing import RepositoryStorageConfig
 
     config = CheckpointManager.Config.with_sync_save()
     config.storage_config = RepositoryStorageConfig(str(tmp_path), run="exp")
@@ -97,7 +97,7 @@ def test_the_storage_alone_will_do_for_one_rank(tmp_path: Path) -> None:
 
 def test_files_are_read_back_in_part_and_listed(tmp_path: Path) -> None:
     needs("torch_checkpointing", "torch_checkpointing==0.1.1")
-    from checkpoint.frameworks.torch_checkpointing import RepositoryStorageConfig
+    from headrace.checkpoint.frameworks.torch_checkpointing import RepositoryStorageConfig
 
     storage, folder = RepositoryStorageConfig(str(tmp_path), run="exp").create_storage(), Path("step_9")
     aside = Path("tmp_step_9")
@@ -128,8 +128,8 @@ def test_damage_in_a_file_of_torch_checkpointing_is_found(tmp_path: Path) -> Non
     needs("torch_checkpointing", "torch_checkpointing==0.1.1")
     from torch_checkpointing import CheckpointManager
 
-    from checkpoint.frameworks.torch_checkpointing import RepositoryManager
-    from dataio.core.errors import CorruptionError
+    from headrace.checkpoint.frameworks.torch_checkpointing import RepositoryManager
+    from headrace.dataio.core.errors import CorruptionError
 
     manager = RepositoryManager(str(tmp_path), run="exp", config=CheckpointManager.Config.with_sync_save())
     with pytest.raises(NotFoundError, match="run exp has no step: there is no checkpoint repository"):
@@ -147,7 +147,7 @@ def test_torch_checkpointing_saves_behind_the_trainer_from_its_own_process(tmp_p
     needs("torch_checkpointing", "torch_checkpointing==0.1.1")
     from torch_checkpointing import AsyncCheckpointSaverConfig, CheckpointManager, CheckpointStagerConfig
 
-    from checkpoint.frameworks.torch_checkpointing import RepositoryManager
+    from headrace.checkpoint.frameworks.torch_checkpointing import RepositoryManager
 
     staging = CheckpointStagerConfig(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False

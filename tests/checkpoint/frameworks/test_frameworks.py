@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint import Checkpointer
-from dataio.core.errors import CorruptionError, UsageError
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.core.errors import CorruptionError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 def framework(name: str) -> ModuleType:
     """The real package; skips with the reason where it is not installed."""
     pytest.importorskip(name, reason=f"{name} is not installed: pip install -c constraints.txt {name}")
-    return importlib.import_module(f"checkpoint.frameworks.{name}")
+    return importlib.import_module(f"headrace.checkpoint.frameworks.{name}")
 
 
 def test_lightning_trains_on_from_a_checkpoint_in_the_repository(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_name_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
         plugin.load_checkpoint(tmp_path / "bad.ckpt")
     with pytest.raises(FileNotFoundError, match="no checkpoint named"):
         plugin.load_checkpoint(tmp_path / "absent.ckpt")
-    (tmp_path / "gone.ckpt").write_text('{"millrace-step": 3}\n')  # as the first version wrote them
+    (tmp_path / "gone.ckpt").write_text('{"headrace-step": 3}\n')  # as the first version wrote them
     with pytest.raises(FileNotFoundError, match="names step 3 of run exp, which cannot be restored"):
         plugin.load_checkpoint(tmp_path / "gone.ckpt")
     with pytest.raises(UsageError, match="not a path of this machine's file system"):
@@ -275,7 +275,7 @@ def test_a_repository_trainer_resumes_as_if_it_had_never_stopped(tmp_path: Path)
     resumed = trained("stopped", 9, True)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     folder = tmp_path / "stopped" / "checkpoint-9"
-    assert sorted(path.name for path in folder.iterdir()) == ["millrace-step.json", "trainer_state.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["headrace-step.json", "trainer_state.json"]
     assert sorted(path.name for path in folder.parent.iterdir() if path.name != "repo") == [
         "checkpoint-6",
         "checkpoint-9",
@@ -329,7 +329,7 @@ def test_accelerate_keeps_its_whole_state_in_the_repository(tmp_path: Path) -> N
         first[0].save_state(folder)
         checkpointer.last_save_of(12).result(60)  # the folder is there when the step is
         left = sorted(path.name for path in (tmp_path / "step_12").iterdir())
-        assert left == ["millrace-step.json", "random_states_0.pkl"]
+        assert left == ["headrace-step.json", "random_states_0.pkl"]
         assert len(first[0]._optimizers) == len(first[0]._schedulers) == len(first[0]._custom_objects) == 1
         straight = [step(first) for _ in range(3)]  # with dropout: the generators must be the same too
         second = made(checkpointer, 2)
@@ -344,7 +344,7 @@ def test_accelerate_keeps_its_whole_state_in_the_repository(tmp_path: Path) -> N
 
 
 def test_map_location_moves_what_shares_memory_together() -> None:
-    from checkpoint.frameworks.mapping import mapped
+    from headrace.checkpoint.frameworks.mapping import mapped
 
     base = torch.arange(6.0)
     state = {"a": base, "b": [base[2:5]], "n": 3, "t": (base.view(2, 3),)}

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from checkpoint import Checkpointer
-from checkpoint.format import ulid
-from checkpoint.format.documents import Base
-from checkpoint.frameworks.naming import Names, read_name, write_file
-from checkpoint.handle import Handle, Name
-from dataio.core.crashpoints import declared
-from dataio.core.errors import CorruptionError, TransientError, UsageError
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.frameworks.naming import Names, read_name, write_file
+from headrace.checkpoint.handle import Handle, Name
+from headrace.dataio.core.crashpoints import declared
+from headrace.dataio.core.errors import CorruptionError, TransientError, UsageError
 from tests import nursery
 from tests.ranks import launch
 
@@ -41,7 +41,7 @@ def train(kind: str, folder: Path, *arguments: str, crash: str = "") -> dict[str
     """What the training says at its end; None when it was killed at `crash`, which is asserted."""
     mark = folder / "mark"
     folder.mkdir(exist_ok=True)
-    given = {"MILLRACE_CRASH": crash, "MILLRACE_CRASH_MARK": str(mark)} if crash else {}
+    given = {"HEADRACE_CRASH": crash, "HEADRACE_CRASH_MARK": str(mark)} if crash else {}
     process = nursery.start(f"tests.checkpoint.frameworks.train_{kind}", str(folder), *arguments, **given)
     out, err = process.communicate(180)
     if crash:
@@ -310,7 +310,7 @@ def test_a_name_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"millrace-step": -1}', '{"millrace-step": 1, "attempt": "x"}', "[" * 100_000, "\xff"]
+    "text", ["", "[]", '{"headrace-step": -1}', '{"headrace-step": 1, "attempt": "x"}', "[" * 100_000, "\xff"]
 )
 def test_a_damaged_name_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "name").write_bytes(text.encode("latin-1"))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.frameworks.plain import packed, unpacked
-from checkpoint.state import tree
-from dataio.core.errors import CorruptionError, UsageError
+from headrace.checkpoint.frameworks.plain import packed, unpacked
+from headrace.checkpoint.state import tree
+from headrace.dataio.core.errors import CorruptionError, UsageError
 
 
 def there_and_back(value: Any) -> Any:
@@ -53,8 +53,8 @@ def test_what_cannot_be_kept_or_made_is_said() -> None:
     with pytest.raises(UsageError, match="array of Python objects"):
         packed(np.array([object()]))
     with pytest.raises(UsageError, match="the key"):
-        packed({"millrace:plain": 1})
+        packed({"headrace:plain": 1})
     with pytest.raises(CorruptionError, match="cannot be made again"):
-        unpacked({"millrace:plain": "tensor", "dtype": "float32", "shape": (2,), "bytes": b"123"})
+        unpacked({"headrace:plain": "tensor", "dtype": "float32", "shape": (2,), "bytes": b"123"})
     with pytest.raises(UsageError, match="cannot be saved"):
         tree.encode(packed({"x": object()}))

@@ -11,8 +11,8 @@ import accelerate  # isort: skip
 import torch  # isort: skip
 from torch import nn  # isort: skip
 
-from checkpoint import Checkpointer  # isort: skip
-from checkpoint.frameworks.accelerate import attach  # isort: skip
+from headrace.checkpoint import Checkpointer  # isort: skip
+from headrace.checkpoint.frameworks.accelerate import attach  # isort: skip
 
 
 class Progress:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from checkpoint import RNG, Checkpointer, Keep
+from headrace.checkpoint import RNG, Checkpointer, Keep
 from tests.checkpoint.frameworks.training import BATCH, EVERY, loss_of, net, run, settle
 
 

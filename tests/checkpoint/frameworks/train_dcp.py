@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from checkpoint import Checkpointer
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from tests.checkpoint.frameworks.training import BATCH, EVERY, loss_of, net, run
 
 

@@ -22,7 +22,7 @@ import torch  # isort: skip
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # isort: skip
 from torch import nn  # isort: skip
 
-from checkpoint.frameworks.lightning import RepositoryIO  # isort: skip
+from headrace.checkpoint.frameworks.lightning import RepositoryIO  # isort: skip
 
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)

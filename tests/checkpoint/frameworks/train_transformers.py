@@ -24,8 +24,8 @@ import transformers  # isort: skip
 from torch import nn  # isort: skip
 from transformers.trainer_utils import get_last_checkpoint  # isort: skip
 
-from checkpoint import Checkpointer  # isort: skip
-from checkpoint.frameworks.transformers import RepositoryTrainer  # isort: skip
+from headrace.checkpoint import Checkpointer  # isort: skip
+from headrace.checkpoint.frameworks.transformers import RepositoryTrainer  # isort: skip
 
 transformers.utils.logging.set_verbosity_error()
 

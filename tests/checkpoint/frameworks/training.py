@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import xxhash  # noqa: E402
 from torch import nn  # noqa: E402
 
-from checkpoint import Checkpointer  # noqa: E402
+from headrace.checkpoint import Checkpointer  # noqa: E402
 
 STEPS, EVERY, BATCH = 8, 2, 4
 

@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any
 
-from checkpoint.gds import ALIGNMENT, Direct
+from headrace.checkpoint.gds import ALIGNMENT, Direct
 
 
 class Counts:

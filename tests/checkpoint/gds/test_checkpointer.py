@@ -18,18 +18,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoint import Checkpointer
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from checkpoint.format.chunk import whole
-from checkpoint.gds import GdsStore, direct_for, saving
-from checkpoint.repository import steps as repository
-from checkpoint.repository.check import check
-from checkpoint.restoring import restore
-from checkpoint.restoring.restore import Want
-from checkpoint.state.kinds import TensorSink
-from dataio.core.errors import TransientError
-from dataio.core.limits import MIB
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.format.chunk import whole
+from headrace.checkpoint.gds import GdsStore, direct_for, saving
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.check import check
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring.restore import Want
+from headrace.checkpoint.state.kinds import TensorSink
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.gds.host import Counts
 from tests.checkpoint.making import flip
 
@@ -206,8 +206,8 @@ def test_without_a_gpu_or_a_directory_one_line_says_why(tmp_path: Path, caplog: 
 
 
 def test_the_gpu_drill_measures_saves_and_restores_that_go_straight(tmp_path: Path) -> None:
-    from bench.drill import gds as drill
-    from bench.drill.result import PartResult
+    from headrace.bench.drill import gds as drill
+    from headrace.bench.drill.result import PartResult
 
     part, counts = PartResult("gds", "GPUDirect Storage"), Counts()
     part.metric("save", "save", "GB/s")

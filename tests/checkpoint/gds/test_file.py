@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import gds
-from dataio.core.errors import TransientError, UsageError
+from headrace.checkpoint import gds
+from headrace.dataio.core.errors import TransientError, UsageError
 from tests.checkpoint.gds.host import Counts
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from checkpoint.format.documents import StepOfRun
-from checkpoint.lifecycle.collect import collect
-from dataio.store.open import open_store
+from headrace.checkpoint.format.documents import StepOfRun
+from headrace.checkpoint.lifecycle.collect import collect
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN
 
 

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from dataio.core.errors import MillraceError, NotFoundError
-from dataio.core.limits import SMALL_OBJECT_BYTES
-from dataio.store.checks import check_range
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.dataio.core.errors import HeadraceError, NotFoundError
+from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
+from headrace.dataio.store.checks import check_range
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
 
 
 class MemoryStore(Store):
@@ -207,4 +207,4 @@ def drive_to_end(actors: Sequence[Actor], check: Callable[[], None]) -> None:
         while not actor.done:
             actor.step()
             check()
-        assert actor.error is None or isinstance(actor.error, MillraceError | Killed), repr(actor.error)
+        assert actor.error is None or isinstance(actor.error, HeadraceError | Killed), repr(actor.error)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import Checkpointer, Keep
-from checkpoint.lifecycle.automatic import Retention
-from checkpoint.repository import steps as repository
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer, Keep
+from headrace.checkpoint.lifecycle.automatic import Retention
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.store.open import open_store
 
 
 def steps_at(folder: Path) -> list[int]:
@@ -49,7 +49,7 @@ def test_a_process_without_room_for_a_thread_keeps_its_old_steps_and_its_saves(
     start = threading.Thread.start
 
     def refused(self: threading.Thread) -> None:
-        if self.name == "millrace-retention":
+        if self.name == "headrace-retention":
             raise RuntimeError("can't start new thread")
         start(self)
 

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.cli import ckpt
-from checkpoint.format import names
-from checkpoint.format.documents import Base, StepName, StepOfRun
-from checkpoint.lifecycle import collect as collecting
-from checkpoint.lifecycle import tags
-from checkpoint.lifecycle.collect import collect, condemn, preview
-from checkpoint.lifecycle.keep import Keep, doomed
-from checkpoint.repository import check, commit, lease
-from checkpoint.repository import steps as repository
-from dataio.core.crashpoints import declared
-from dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.cli import ckpt
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base, StepName, StepOfRun
+from headrace.checkpoint.lifecycle import collect as collecting
+from headrace.checkpoint.lifecycle import tags
+from headrace.checkpoint.lifecycle.collect import collect, condemn, preview
+from headrace.checkpoint.lifecycle.keep import Keep, doomed
+from headrace.checkpoint.repository import check, commit, lease
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.crashpoints import declared
+from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
 
 POINTS = sorted(name for name in declared() if name.startswith("gc."))
@@ -157,7 +157,7 @@ def killed(store_url: str, point: str, mark: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.lifecycle.collector", store_url, "1", "2"],
         cwd=ROOT,
-        env={**os.environ, "MILLRACE_CRASH": point, "MILLRACE_CRASH_MARK": str(mark)},
+        env={**os.environ, "HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -205,7 +205,7 @@ def test_tags_name_steps_and_keep_them(tmp_path: Path, capsys: pytest.CaptureFix
         with pytest.raises(ConflictError, match="step 1 of run exp already"):
             tags.tag(store, "best", RUN, 2)
         assert tags.tag(store, "best", RUN, 2, move=True).step == 2
-        with pytest.raises(NotFoundError, match="millrace ckpt tags"):
+        with pytest.raises(NotFoundError, match="headrace ckpt tags"):
             tags.untag(store, "nobody")
         with pytest.raises(UsageError):
             tags.tag(store, "../evil", RUN, 2)
@@ -244,7 +244,7 @@ def test_steps_of_abandoned_timelines_go_when_no_tag_names_them(tmp_path: Path) 
 
 def test_a_checkpointer_keeps_what_its_policy_says(store_url: str) -> None:
     torch = pytest.importorskip("torch")
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
     with Checkpointer(store_url, run=RUN, sidecar=None, keep=Keep(last=2, every=4)) as checkpointer:
         for step in range(1, 8):

@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import Checkpointer
-from checkpoint.format import documents, manifest, names
-from checkpoint.format.documents import Base, Lease, StepOfRun, read
-from checkpoint.lifecycle import plan as plans
-from checkpoint.lifecycle.collect import collect
-from checkpoint.lifecycle.inventory import Inventory
-from checkpoint.repository import commit, timeline
-from checkpoint.repository import steps as repository
-from dataio.core.errors import NotFoundError, UnsupportedError, UsageError
-from dataio.core.limits import MIB
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.format import documents, manifest, names
+from headrace.checkpoint.format.documents import Base, Lease, StepOfRun, read
+from headrace.checkpoint.lifecycle import plan as plans
+from headrace.checkpoint.lifecycle.collect import collect
+from headrace.checkpoint.lifecycle.inventory import Inventory
+from headrace.checkpoint.repository import commit, timeline
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, drive_to_end, stepping
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 
@@ -149,7 +149,7 @@ def test_a_collector_of_before_forks_refuses_a_lease_that_leans_on_another_run(m
     lease = documents.decode(world.store.objects[key][0], Lease, key)
     assert (lease.version, lease.bases[0].run) == (2, RUN)
     monkeypatch.setattr(Lease, "newest", 1)
-    with pytest.raises(UnsupportedError, match="install a newer Millrace"):
+    with pytest.raises(UnsupportedError, match="install a newer Headrace"):
         documents.decode(world.store.objects[key][0], Lease, key)
     monkeypatch.undo()
     world.end()

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.format import names, ulid
-from checkpoint.format.documents import Base, StepOfRun
-from checkpoint.lifecycle import plan as plans
-from checkpoint.lifecycle import tags
-from checkpoint.lifecycle.collect import collect, retain
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import check, commit, tagged
-from checkpoint.repository import steps as repository
-from checkpoint.repository.lease import LeaseKeeper
-from dataio.core.errors import NotFoundError, TransientError, UsageError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.late import Late
+from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format.documents import Base, StepOfRun
+from headrace.checkpoint.lifecycle import plan as plans
+from headrace.checkpoint.lifecycle import tags
+from headrace.checkpoint.lifecycle.collect import collect, retain
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import check, commit, tagged
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.late import Late
 from tests.checkpoint.lifecycle.stepping import MemoryStore, StoreClock
 from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
 

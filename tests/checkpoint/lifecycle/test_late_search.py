@@ -14,17 +14,17 @@ from functools import partial
 import msgspec
 import pytest
 
-from checkpoint.carry import carry
-from checkpoint.format import manifest, names, pack
-from checkpoint.format.chunk import digest
-from checkpoint.format.documents import Base, Fate, StepOfRun, decode
-from checkpoint.lifecycle.collect import collect
-from checkpoint.repository import commit
-from checkpoint.saving.progress import Logged, ProgressFile
-from dataio.core.errors import TransientError
-from dataio.core.limits import KIB
-from dataio.store.contract import Buffer
-from dataio.testing.late import Write
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.format import manifest, names, pack
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.documents import Base, Fate, StepOfRun, decode
+from headrace.checkpoint.lifecycle.collect import collect
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.limits import KIB
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.testing.late import Write
 from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, drive_to_end, stepping
 from tests.checkpoint.making import RUN, Made, begin, load, make, save
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.format import manifest, names
-from checkpoint.format.documents import Base, StepOfRun
-from checkpoint.lifecycle import plan as plans
-from checkpoint.lifecycle.collect import collect, condemn
-from checkpoint.lifecycle.inventory import Inventory, Seen
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import commit
-from checkpoint.repository import steps as repository
-from dataio.core.errors import TransientError
+from headrace.checkpoint.format import manifest, names
+from headrace.checkpoint.format.documents import Base, StepOfRun
+from headrace.checkpoint.lifecycle import plan as plans
+from headrace.checkpoint.lifecycle.collect import collect, condemn
+from headrace.checkpoint.lifecycle.inventory import Inventory, Seen
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.errors import TransientError
 from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, drive_to_end, stepping
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 

@@ -18,19 +18,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.format import manifest, names
-from checkpoint.format.documents import Base
-from checkpoint.lifecycle import collect, tags
-from checkpoint.lifecycle import plan as plans
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import dedup, timeline, writers
-from checkpoint.repository import steps as repository
-from checkpoint.repository.lease import LeaseKeeper
-from checkpoint.repository.parent import Parent
-from checkpoint.repository.writers import Standing
-from checkpoint.restoring import restore
-from dataio.core.errors import ConflictError, CorruptionError, MillraceError, NotFoundError
-from dataio.store.contract import ObjectInfo, Store
+from headrace.checkpoint.format import manifest, names
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.lifecycle import collect, tags
+from headrace.checkpoint.lifecycle import plan as plans
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import dedup, timeline, writers
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.repository.parent import Parent
+from headrace.checkpoint.repository.writers import Standing
+from headrace.checkpoint.restoring import restore
+from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
+from headrace.dataio.store.contract import ObjectInfo, Store
 from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, StoreClock, drive_to_end, stepping
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 
@@ -461,7 +461,7 @@ def test_a_collector_that_slept_long_removes_nothing_more() -> None:
         slow.step()
     store.now += plans.RECORD_SECONDS
     slow.finish()
-    assert isinstance(slow.error, MillraceError)
+    assert isinstance(slow.error, HeadraceError)
     assert [base.step for base in repository.visible(store, RUN)] == [3, 2, 1]
 
 

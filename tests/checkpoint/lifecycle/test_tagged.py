@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from checkpoint.cli import ckpt
-from checkpoint.format import names
-from checkpoint.format.documents import Lease, StepOfRun, read
-from checkpoint.lifecycle import tags
-from checkpoint.lifecycle.collect import collect
-from checkpoint.repository import steps as repository
-from dataio.core.errors import ConflictError, NotFoundError, UsageError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.cli import ckpt
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Lease, StepOfRun, read
+from headrace.checkpoint.lifecycle import tags
+from headrace.checkpoint.lifecycle.collect import collect
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN
 
 torch = pytest.importorskip("torch")
@@ -27,7 +27,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def trainer(url: str, run: str = RUN) -> Any:
-    from checkpoint import Checkpointer
+    from headrace.checkpoint import Checkpointer
 
     return Checkpointer(url, run=run, sidecar=None)
 
@@ -51,7 +51,7 @@ def url(tmp_path: Path) -> str:
 @pytest.mark.parametrize(("name", "step", "value"), [("best", 3, 3.0), ("last", 2, 20.0)])
 def test_a_tag_is_restored_in_whichever_timeline_it_lies(url: str, name: str, step: int, value: float) -> None:
     """And hides nothing, since a newer step is saved then."""
-    from checkpoint import read as look_into
+    from headrace.checkpoint import read as look_into
 
     with trainer(url) as checkpointer:
         given = state(0)

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.format import names
-from checkpoint.format.chunk import Box
-from checkpoint.format.documents import Base, Fate, encode
-from checkpoint.lifecycle.collect import collect, condemn
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import check, lease
-from checkpoint.repository import steps as repository
-from dataio.core.clock import SYSTEM_CLOCK
-from dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MismatchError, UnsupportedError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.clock import ManualClock
-from dataio.testing.s3server import S3Server
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.documents import Base, Fate, encode
+from headrace.checkpoint.lifecycle.collect import collect, condemn
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import check, lease
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.clock import SYSTEM_CLOCK
+from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MismatchError, UnsupportedError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.s3server import S3Server
 from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
 from tests.conftest import forget_s3fs_instances, use_s3_server
 
@@ -110,7 +110,7 @@ def test_a_store_that_ignores_preconditions_gets_no_repository(
 ) -> None:
     use_s3_server(rclone_server, monkeypatch)
     try:
-        with open_store("s3://millrace/checkpoints") as store:
+        with open_store("s3://headrace/checkpoints") as store:
             with pytest.raises(UnsupportedError, match=r"precondition|If-None-Match|winner"):
                 repository.ensure_repo(store)
             assert repository.read_repo(store) is None

@@ -9,29 +9,40 @@ from collections.abc import Callable
 
 import pytest
 
-from checkpoint.carry import carry
-from checkpoint.format import names
-from checkpoint.format.chunk import Box
-from checkpoint.format.documents import Base, Commit, Condemned, Fate, Lease, StepOfRun, Timeline, Who, encode, read
-from checkpoint.lifecycle.collect import collect, condemn
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import commit
-from checkpoint.repository import steps as repository
-from checkpoint.repository.commit import Attempt, Committed, Stop, View, Wait, WriteCommit, WriteFate, decide
-from checkpoint.repository.lease import Holding, LeaseKeeper
-from dataio.core.clock import SYSTEM_CLOCK
-from dataio.core.errors import (
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.documents import (
+    Base,
+    Commit,
+    Condemned,
+    Fate,
+    Lease,
+    StepOfRun,
+    Timeline,
+    Who,
+    encode,
+    read,
+)
+from headrace.checkpoint.lifecycle.collect import collect, condemn
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, View, Wait, WriteCommit, WriteFate, decide
+from headrace.checkpoint.repository.lease import Holding, LeaseKeeper
+from headrace.dataio.core.clock import SYSTEM_CLOCK
+from headrace.dataio.core.errors import (
     ConflictError,
     DeadlineError,
-    MillraceError,
+    HeadraceError,
     MismatchError,
     NotFoundError,
     TransientError,
     UnsupportedError,
 )
-from dataio.core.limits import SMALL_OBJECT_BYTES
-from dataio.store.contract import Buffer, Store
-from dataio.testing.clock import ManualClock
+from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.testing.clock import ManualClock
 from tests.checkpoint.making import (
     RUN,
     Made,
@@ -77,7 +88,7 @@ def test_every_situation_has_the_one_right_next_action() -> None:
         (View(lease_alive=False), TransientError, "could not renew its lease"),
     ],
 )
-def test_a_stop_says_who_won_or_what_happened(view: View, error: type[MillraceError], says: str) -> None:
+def test_a_stop_says_who_won_or_what_happened(view: View, error: type[HeadraceError], says: str) -> None:
     action = decide(TWO, view)
     assert isinstance(action, Stop)
     assert isinstance(action.error, error)
@@ -91,7 +102,7 @@ def both(*work: Callable[[], object]) -> list[object]:
     def one(i: int) -> None:
         try:
             results[i] = work[i]()
-        except MillraceError as error:
+        except HeadraceError as error:
             results[i] = error
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(len(work))]
@@ -392,7 +403,7 @@ def test_a_rank_that_waits_in_vain_names_the_missing_one_and_keeps_its_deadline(
 def test_a_repository_of_a_newer_format_is_refused(store: Store) -> None:
     begin(store)
     store.put(names.REPO, b'{"version": 2, "anything": true}')
-    with pytest.raises(UnsupportedError, match=r"repo.json has format version 2; this Millrace reads version 1"):
+    with pytest.raises(UnsupportedError, match=r"repo.json has format version 2; this Headrace reads version 1"):
         repository.read_repo(store)
 
 
@@ -464,7 +475,7 @@ def test_a_keeper_that_is_forgotten_renews_no_more_and_leaves_no_thread(store: S
     LeaseKeeper(store, ME, RUN, 1, 5, [], 300.0, SYSTEM_CLOCK).__enter__()
     gc.collect()
     for thread in threading.enumerate():
-        if thread.name == f"millrace-lease-{ME}":
+        if thread.name == f"headrace-lease-{ME}":
             thread.join(60)
             assert not thread.is_alive()
     assert list(store.list(names.LEASES))  # it runs out by itself

@@ -8,15 +8,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpoint.format import manifest, names
-from checkpoint.format.documents import Base, Condemned, Policy, StepName, StepOfRun, Timeline, decode, encode, me
-from checkpoint.lifecycle import collect, tags
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import check, timeline
-from checkpoint.repository import steps as repository
-from checkpoint.repository.lease import LeaseKeeper
-from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
-from dataio.testing.faulty import Fault, Faulty, Rule
+from headrace.checkpoint.format import manifest, names
+from headrace.checkpoint.format.documents import (
+    Base,
+    Condemned,
+    Policy,
+    StepName,
+    StepOfRun,
+    Timeline,
+    decode,
+    encode,
+    me,
+)
+from headrace.checkpoint.lifecycle import collect, tags
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import check, timeline
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.testing.faulty import Fault, Faulty, Rule
 from tests.checkpoint.lifecycle.stepping import MemoryStore
 from tests.checkpoint.making import RUN, begin, load, make, save
 
@@ -183,14 +193,14 @@ def test_objects_that_changed_places_are_found() -> None:
 
 
 @pytest.mark.parametrize("kind", ["repo.json", "timelines/", "COMMIT", "/fate", ".manifest"])
-def test_every_kind_of_document_of_a_newer_format_asks_for_a_newer_millrace(kind: str) -> None:
+def test_every_kind_of_document_of_a_newer_format_asks_for_a_newer_headrace(kind: str) -> None:
     store, _ = repository_with_everything()
     for key in [key for key in store.objects if kind in key]:
         data = b'{"version": 7}' if kind != ".manifest" else b"\x81\xa7version\x07"
         store.objects[key] = data, 0.0
     if kind in ("repo.json", "timelines/"):
         with pytest.raises(
-            UnsupportedError, match=r"format version 7; this Millrace reads version 1 \(install a newer"
+            UnsupportedError, match=r"format version 7; this Headrace reads version 1 \(install a newer"
         ):
             repository.find(store, RUN, "latest")
         return

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from checkpoint.format import names
-from checkpoint.repository.opening import open_step
-from dataio.core.errors import DeadlineError
-from dataio.core.limits import SMALL_OBJECT_BYTES
-from dataio.store.contract import Store
-from dataio.testing.clock import ManualClock
+from headrace.checkpoint.format import names
+from headrace.checkpoint.repository.opening import open_step
+from headrace.dataio.core.errors import DeadlineError
+from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
+from headrace.dataio.store.contract import Store
+from headrace.dataio.testing.clock import ManualClock
 from tests.checkpoint.making import RUN, Wrapped, begin, make, save
 
 _RANKS = 4

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.format import names
-from checkpoint.format.documents import Commit, Fate, Timeline, decode, encode, me
-from checkpoint.repository import commit
-from checkpoint.repository.commit import Attempt, Committed, Stop, WriteCommit, WriteFate, decide
-from dataio.core.errors import NotFoundError
-from dataio.core.limits import SMALL_OBJECT_BYTES
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Commit, Fate, Timeline, decode, encode, me
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, WriteCommit, WriteFate, decide
+from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
 
 IDS = ["01HZZZZZZZ000000000000000A", "01HZZZZZZZ000000000000000B"]
 

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.cli import ckpt
-from checkpoint.format import names
-from checkpoint.format.chunk import digest
-from checkpoint.format.documents import Base, Condemned, Lease, StepName, StepOfRun, Timeline, encode, read
-from checkpoint.format.manifest import Chunk
-from checkpoint.repository import check, fetch, timeline
-from checkpoint.repository import steps as repository
-from checkpoint.restoring import restore
-from dataio.cli import main as millrace
-from dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
-from dataio.core.limits import KIB, MIB
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
+from headrace.checkpoint.cli import ckpt
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.documents import Base, Condemned, Lease, StepName, StepOfRun, Timeline, encode, read
+from headrace.checkpoint.format.manifest import Chunk
+from headrace.checkpoint.repository import check, fetch, timeline
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.restoring import restore
+from headrace.dataio.cli import main as headrace
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
+from headrace.dataio.core.limits import KIB, MIB
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, Wrapped, begin, flip, latest, load, make, manifest_of, save, tiny_state
 
 
@@ -277,9 +277,9 @@ def test_the_command_lists_and_checks(damaged: tuple[Path, Base, Path], capsys: 
 def test_the_command_says_when_there_is_nothing(
     root: Path, damaged: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert millrace(["ckpt", "ls", str(tmp_path / "nowhere")]) == 2
+    assert headrace(["ckpt", "ls", str(tmp_path / "nowhere")]) == 2
     assert "no checkpoint repository at" in capsys.readouterr().err
-    assert millrace(["ckpt", "ls", str(root), "--run", "other"]) == 2
+    assert headrace(["ckpt", "ls", str(root), "--run", "other"]) == 2
     assert "no run 'other'" in capsys.readouterr().err
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.format.documents import Base
-from checkpoint.lifecycle import collect
-from checkpoint.lifecycle.keep import Keep
-from checkpoint.repository import commit, timeline, writers
-from checkpoint.repository import steps as repository
-from checkpoint.repository.commit import Attempt
-from checkpoint.repository.writers import Place, Standing
-from dataio.core.errors import ConflictError, NotFoundError
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.lifecycle import collect
+from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.repository import commit, timeline, writers
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.writers import Place, Standing
+from headrace.dataio.core.errors import ConflictError, NotFoundError
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, Wrapped, make, save, tiny_state
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoint import Checkpointer
-from checkpoint.dcp import RepositoryReader
-from dataio.core.errors import MillraceError
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.dcp import RepositoryReader
+from headrace.dataio.core.errors import HeadraceError
 from tests.ranks import in_group
 
 
@@ -23,7 +23,7 @@ def told(case: str, work: Callable[[], object]) -> None:
     """What `work` raised, by rank for DCP's own exception."""
     try:
         work()
-    except MillraceError as error:
+    except HeadraceError as error:
         print(json.dumps({"case": case, "raised": type(error).__name__, "message": str(error)}), flush=True)
     except CheckpointException as error:
         named = {rank: f"{type(e[0]).__name__}: {e[0]}" for rank, e in error.failures.items()}

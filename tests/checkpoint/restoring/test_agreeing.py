@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpointer
+from headrace.checkpoint import Checkpointer
 from tests.ranks import launch
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint import Checkpointer
-from checkpoint.dcp import RepositoryReader, RepositoryWriter, reader
-from checkpoint.restoring import restore, together
-from checkpoint.state import kinds
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter, reader
+from headrace.checkpoint.restoring import restore, together
+from headrace.checkpoint.state import kinds
 
 
 def test_what_the_trainers_stream_still_reads_is_waited_for_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

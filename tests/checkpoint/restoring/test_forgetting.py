@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import Checkpointer, read
-from checkpoint.dcp import RepositoryReader
-from checkpoint.format import names
-from checkpoint.restoring.reading import SavedStep
-from dataio.store.contract import Store
-from dataio.store.metered import Metered
-from dataio.store.open import open_store
-from dataio.store.wrapper import Wrapper
+from headrace.checkpoint import Checkpointer, read
+from headrace.checkpoint.dcp import RepositoryReader
+from headrace.checkpoint.format import names
+from headrace.checkpoint.restoring.reading import SavedStep
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.metered import Metered
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.wrapper import Wrapper
 from tests.waiting import wait_for
 
 

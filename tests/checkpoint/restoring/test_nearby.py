@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.restoring import nearby
-from dataio.store.open import open_store
+from headrace.checkpoint.restoring import nearby
+from headrace.dataio.store.open import open_store
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoint import Checkpointer
-from checkpoint.dcp import RepositoryReader, RepositoryWriter
-from dataio.core.errors import MismatchError
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.dataio.core.errors import MismatchError
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import Checkpointer, read
-from checkpoint.restoring import reading
-from checkpoint.restoring.reading import LazyTensor, SavedStep
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.core.limits import MIB
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer, read
+from headrace.checkpoint.restoring import reading
+from headrace.checkpoint.restoring.reading import LazyTensor, SavedStep
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 from tests.waiting import wait_for
 
@@ -58,7 +58,7 @@ def test_entries_are_a_mapping_of_paths(saved: tuple[Path, dict[str, Any]]) -> N
 
 
 def leases() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("millrace-lease")}
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("headrace-lease")}
 
 
 def test_a_tensor_keeps_its_step_open_and_the_last_one_closes_it(saved: tuple[Path, dict[str, Any]]) -> None:

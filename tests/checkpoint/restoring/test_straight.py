@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoint.format.chunk import Box, whole
-from checkpoint.restoring import restore
-from checkpoint.restoring.restore import Want
-from dataio.core.errors import CorruptionError
-from dataio.core.limits import KIB
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.restoring.restore import Want
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.limits import KIB
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, MemorySink, Wrapped, begin, load, make, manifest_of, save
 
 BIG = 3 * 1024 * KIB + 4096

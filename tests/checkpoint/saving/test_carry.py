@@ -11,18 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpoint.repository import commit
-from checkpoint.repository.commit import Attempt
-from checkpoint.saving import plan
-from checkpoint.saving.events import Failed, as_error, failed, to_json
-from dataio.core.errors import CapacityError, ConflictError, MillraceError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.saving import plan
+from headrace.checkpoint.saving.events import Failed, as_error, failed, to_json
+from headrace.dataio.core.errors import CapacityError, ConflictError, HeadraceError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, Made, begin, latest, load, make, save, tiny_state
 
 
 def start(made: Made, encoded: bytes | None = None, **environment: str) -> subprocess.Popen[str]:
-    """`python -m checkpoint.carry` with the arena and the plan as memfds."""
+    """`python -m headrace.checkpoint.carry` with the arena and the plan as memfds."""
     fds = []
     for name, data in (("arena", made.arena), ("plan", encoded or made.encoded)):
         fd = os.memfd_create(name)
@@ -31,7 +31,7 @@ def start(made: Made, encoded: bytes | None = None, **environment: str) -> subpr
         fds.append(fd)
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "checkpoint.carry", f"--arena-fd={fds[0]}", f"--plan-fd={fds[1]}"],
+            [sys.executable, "-m", "headrace.checkpoint.carry", f"--arena-fd={fds[0]}", f"--plan-fd={fds[1]}"],
             pass_fds=fds,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_after_its_manifest_is_completed_by_the_other(tmp_path:
         attempt = ranks[0].plan.attempt
         ranks.append(make(store, tiny_state(2), step=1, number=number, rank=1, world_size=2, attempt=attempt))
         mark = tmp_path / "mark"
-        with start(ranks[1], MILLRACE_CRASH="ckpt.manifest-written", MILLRACE_CRASH_MARK=str(mark)) as process:
+        with start(ranks[1], HEADRACE_CRASH="ckpt.manifest-written", HEADRACE_CRASH_MARK=str(mark)) as process:
             process.communicate(timeout=150)
         assert process.returncode == -9
         assert mark.read_text() == "ckpt.manifest-written\n"
@@ -116,7 +116,7 @@ def test_events_are_lines_and_errors_survive_them() -> None:
     line = json.loads(to_json(failed(CapacityError("full", hint="make room"))))
     assert line == {"event": "failed", "code": "capacity", "message": "full", "hint": "make room", "again": False}
     assert type(as_error("capacity", "full", "make room")) is CapacityError
-    assert type(as_error("invented", "x", "")) is MillraceError
+    assert type(as_error("invented", "x", "")) is HeadraceError
     assert isinstance(failed(CapacityError("x")), Failed)
 
 
@@ -124,11 +124,11 @@ def test_events_are_lines_and_errors_survive_them() -> None:
     "module",
     [
         "checkpoint",
-        "checkpoint.carry",
-        "checkpoint.repository.check",
-        "checkpoint.cli",
-        "checkpoint.state.fit",
-        "checkpoint.state.prepare",
+        "headrace.checkpoint.carry",
+        "headrace.checkpoint.repository.check",
+        "headrace.checkpoint.cli",
+        "headrace.checkpoint.state.fit",
+        "headrace.checkpoint.state.prepare",
     ],
 )
 def test_the_daemons_side_never_imports_torch(module: str) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoint.carry import carry
-from checkpoint.format import pack
-from checkpoint.repository import check
-from checkpoint.saving.progress import Logged, ProgressFile
-from dataio.core.errors import CorruptionError
-from dataio.core.limits import MIB
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.format import pack
+from headrace.checkpoint.repository import check
+from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Made, Wrapped, begin, latest, load, make, save, tiny_state
 
 STATE = {f"t{n}": np.random.default_rng(n).integers(0, 8, MIB, np.uint8).tobytes() for n in range(6)}

@@ -13,24 +13,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import Checkpointer
-from checkpoint.cli import ckpt
-from checkpoint.format import codec, delta, manifest, ulid
-from checkpoint.format.chunk import digest
-from checkpoint.format.documents import StepOfRun
-from checkpoint.format.manifest import DELTAS, RAW, Manifest
-from checkpoint.handle import SaveResult
-from checkpoint.lifecycle.collect import collect
-from checkpoint.repository import check as checking
-from checkpoint.repository import steps as repository
-from checkpoint.repository.dedup import Known
-from checkpoint.repository.opening import open_step
-from checkpoint.saving import choose
-from checkpoint.saving.choose import Sample, decide, worth_leaning
-from checkpoint.saving.progress import add_stored
-from dataio.core.errors import CorruptionError, UnsupportedError
-from dataio.core.limits import MIB
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.cli import ckpt
+from headrace.checkpoint.format import codec, delta, manifest, ulid
+from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.documents import StepOfRun
+from headrace.checkpoint.format.manifest import DELTAS, RAW, Manifest
+from headrace.checkpoint.handle import SaveResult
+from headrace.checkpoint.lifecycle.collect import collect
+from headrace.checkpoint.repository import check as checking
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.dedup import Known
+from headrace.checkpoint.repository.opening import open_step
+from headrace.checkpoint.saving import choose
+from headrace.checkpoint.saving.choose import Sample, decide, worth_leaning
+from headrace.checkpoint.saving.progress import add_stored
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import flip
 
 ATTEMPT = ulid.new()
@@ -228,7 +228,7 @@ def test_a_manifest_whose_links_are_wrong_is_refused(links: tuple[tuple[int, int
 
 
 def test_a_carrier_that_takes_over_stores_differences_once_more() -> None:
-    from checkpoint.format.pack import Entry
+    from headrace.checkpoint.format.pack import Entry
 
     known, entries = Known(), (Entry(b"a" * 32, 0, 5, 9, RAW), Entry(b"b" * 32, 4096, 5, 9, 5))
     add_stored(known, {manifest.PackName("A", "0-0123abcd-0"): entries})

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.carry import carry
-from checkpoint.format import pack
-from checkpoint.repository import check
-from checkpoint.saving.progress import Logged, ProgressFile
-from dataio.core.errors import TransientError
-from dataio.core.limits import KIB
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.late import Late
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.format import pack
+from headrace.checkpoint.repository import check
+from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.limits import KIB
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.late import Late
 from tests.checkpoint.making import Made, begin, latest, load, make
 
 STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(4)}

@@ -14,18 +14,18 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.carry import carry
-from checkpoint.format import pack
-from checkpoint.format.manifest import PackName
-from checkpoint.format.pack import Entry
-from checkpoint.repository import check
-from checkpoint.saving import progress
-from checkpoint.saving.events import Event, Released
-from checkpoint.saving.progress import Logged, ProgressFile
-from dataio.core.errors import TransientError
-from dataio.core.limits import KIB
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.format import pack
+from headrace.checkpoint.format.manifest import PackName
+from headrace.checkpoint.format.pack import Entry
+from headrace.checkpoint.repository import check
+from headrace.checkpoint.saving import progress
+from headrace.checkpoint.saving.events import Event, Released
+from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.limits import KIB
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped, begin, latest, load, make, manifest_of
 
 STATE = {f"t{n}": os.urandom(200 * KIB) for n in range(8)}

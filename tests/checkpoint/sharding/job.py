@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from checkpoint import RNG, Checkpointer
+from headrace.checkpoint import RNG, Checkpointer
 from tests.ranks import in_group
 
 DIM, HEADS, HIDDEN, WORDS = (

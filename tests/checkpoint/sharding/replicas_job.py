@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint import Checkpointer
-from dataio.core import metrics
-from dataio.core.errors import MillraceError
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.core import metrics
+from headrace.dataio.core.errors import HeadraceError
 from tests.ranks import in_group
 
 
@@ -36,14 +36,14 @@ def model() -> torch.nn.Module:
 def save(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"diverged": checkpointer.save(step, state).result(60).diverged}
-    except MillraceError as error:
+    except HeadraceError as error:
         return {"error": type(error).__name__, "message": str(error)}
 
 
 @in_group
 def main(directory: str) -> None:
     lines = Lines()
-    logging.getLogger("millrace").addHandler(lines)
+    logging.getLogger("headrace").addHandler(lines)
     saved = {"model": model()}
     found: dict[str, Any] = {}
     with Checkpointer(directory, run="warn", sidecar=None, wait_seconds=60, replicas="warn") as checkpointer:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from checkpoint import Checkpointer
-from checkpoint.restoring import nearby
-from dataio.core.errors import MillraceError
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.restoring import nearby
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 from tests.ranks import in_group
 
@@ -57,7 +57,7 @@ def restore(directory: str, run: str, sharded: bool) -> None:
         try:
             with Checkpointer(store, run=run, sidecar=None, wait_seconds=60) as checkpointer:
                 checkpointer.restore(into)
-        except MillraceError as error:
+        except HeadraceError as error:
             say(run=run, error=type(error).__name__, message=str(error))
             return
     params = [p.full_tensor() if isinstance(p, DTensor) else p for p in into["model"].parameters()]

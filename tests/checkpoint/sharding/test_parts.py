@@ -10,17 +10,17 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from checkpoint.format import bands, layout, ulid
-from checkpoint.format.chunk import Box
-from checkpoint.format.documents import Base
-from checkpoint.staging.arena import Staging
-from checkpoint.staging.copying import Copying
-from checkpoint.staging.slices import SlicedState
-from checkpoint.state.flatten import Leaf, Seen
-from checkpoint.state.prepare import Planner, Row, Taken, divide
-from dataio.core.errors import MismatchError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.format import bands, layout, ulid
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.staging.arena import Staging
+from headrace.checkpoint.staging.copying import Copying
+from headrace.checkpoint.staging.slices import SlicedState
+from headrace.checkpoint.state.flatten import Leaf, Seen
+from headrace.checkpoint.state.prepare import Planner, Row, Taken, divide
+from headrace.dataio.core.errors import MismatchError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, manifest_of, save
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.format.chunk import Box
-from checkpoint.sharding.cover import flaw
-from checkpoint.sharding.owners import owners
-from checkpoint.sharding.regions import copy, place, run_parts, touches
+from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.sharding.cover import flaw
+from headrace.checkpoint.sharding.owners import owners
+from headrace.checkpoint.sharding.regions import copy, place, run_parts, touches
 
 
 @st.composite

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.format import dtypes
-from checkpoint.format.chunk import whole
-from checkpoint.format.layout import Layout
-from checkpoint.state import replicas
-from checkpoint.state.flatten import Leaf, Seen
-from checkpoint.state.kinds import TorchKinds
-from checkpoint.state.prepare import Prepared, Replica
-from checkpoint.state.replicas import BLOCK_BYTES, BLOCKS, Divergence, diverged, sample
+from headrace.checkpoint.format import dtypes
+from headrace.checkpoint.format.chunk import whole
+from headrace.checkpoint.format.layout import Layout
+from headrace.checkpoint.state import replicas
+from headrace.checkpoint.state.flatten import Leaf, Seen
+from headrace.checkpoint.state.kinds import TorchKinds
+from headrace.checkpoint.state.prepare import Prepared, Replica
+from headrace.checkpoint.state.replicas import BLOCK_BYTES, BLOCKS, Divergence, diverged, sample
 from tests.ranks import launch
 
 

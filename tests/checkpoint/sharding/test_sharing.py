@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import Checkpointer
-from checkpoint.sharding.turns import TURN_BYTES, pack_needs, shared, turns
-from dataio.core.limits import MIB
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.sharding.turns import TURN_BYTES, pack_needs, shared, turns
+from headrace.dataio.core.limits import MIB
 from tests.checkpoint.making import flip
 from tests.ranks import launch
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.format.chunk import whole
-from checkpoint.format.layout import Layout, TensorSpec, lay_out
-from checkpoint.staging import copying
-from checkpoint.staging.arena import Arena, Staging
-from checkpoint.staging.copying import Copying
-from dataio.core.errors import CapacityError, DeadlineError
+from headrace.checkpoint.format.chunk import whole
+from headrace.checkpoint.format.layout import Layout, TensorSpec, lay_out
+from headrace.checkpoint.staging import copying
+from headrace.checkpoint.staging.arena import Arena, Staging
+from headrace.checkpoint.staging.copying import Copying
+from headrace.dataio.core.errors import CapacityError, DeadlineError
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_the_arena_that_is_made_ahead_of_time_is_pinned_from_the_trainers_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr("checkpoint.staging.arena._pin", pin)
+    monkeypatch.setattr("headrace.checkpoint.staging.arena._pin", pin)
     layout = layout_of(5)[1]
     assert staging.warm_up(layout)
     staging.take(layout, 30)
@@ -162,7 +162,7 @@ def test_every_page_is_there_before_cuda_takes_the_arena(staging: Staging, monke
         there.append(all(page & 1 for page in pages))
         return False
 
-    monkeypatch.setattr("checkpoint.staging.arena._pin", pin)
+    monkeypatch.setattr("headrace.checkpoint.staging.arena._pin", pin)
     staging.take(layout_of(9_000_000)[1], 1)
     staging.give_back()
     assert there == [True]

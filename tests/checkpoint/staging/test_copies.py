@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from checkpoint.staging import copies
-from checkpoint.staging.copies import SETTING, VARIABLE, advice, streaming, threads
-from dataio.core.limits import MIB
+from headrace.checkpoint.staging import copies
+from headrace.checkpoint.staging.copies import SETTING, VARIABLE, advice, streaming, threads
+from headrace.dataio.core.limits import MIB
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_measurement_is_of_real_copies() -> None:
 
 
 def test_the_doctor_measures_with_and_without_the_setting_in_processes_of_their_own() -> None:
-    command = [sys.executable, "-m", "dataio.cli", "doctor", "--memory", "--json"]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "doctor", "--memory", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import Checkpointer, carry
-from checkpoint.format.chunk import CHUNK_BYTES, whole
-from checkpoint.format.layout import Layout, Piece, TensorSpec, lay_out
-from checkpoint.gds.saving import DeviceSlices
-from checkpoint.saving.plan import PutPlan
-from checkpoint.saving.upload import Stored
-from checkpoint.staging import copying
-from checkpoint.staging.arena import Arena, Staging
-from checkpoint.staging.copies import Crew
-from checkpoint.staging.copying import Copying
-from checkpoint.staging.slices import SlicedState
-from dataio.core.errors import DeadlineError, TransientError
-from dataio.core.limits import MIB
+from headrace.checkpoint import Checkpointer, carry
+from headrace.checkpoint.format.chunk import CHUNK_BYTES, whole
+from headrace.checkpoint.format.layout import Layout, Piece, TensorSpec, lay_out
+from headrace.checkpoint.gds.saving import DeviceSlices
+from headrace.checkpoint.saving.plan import PutPlan
+from headrace.checkpoint.saving.upload import Stored
+from headrace.checkpoint.staging import copying
+from headrace.checkpoint.staging.arena import Arena, Staging
+from headrace.checkpoint.staging.copies import Crew
+from headrace.checkpoint.staging.copying import Copying
+from headrace.checkpoint.staging.slices import SlicedState
+from headrace.dataio.core.errors import DeadlineError, TransientError
+from headrace.dataio.core.limits import MIB
 from tests.checkpoint.gds.host import Counts
 from tests.waiting import wait_for
 
@@ -55,7 +55,7 @@ def test_a_failed_save_in_slices_gives_the_arena_back_once_nobody_fills_it(
     give_back, gather = Staging.give_back, SlicedState._gather
 
     def seen(staging: Staging) -> None:
-        feeding.append([thread for thread in threading.enumerate() if thread.name == "millrace-slices"])
+        feeding.append([thread for thread in threading.enumerate() if thread.name == "headrace-slices"])
         give_back(staging)
 
     def slowly(*given: Any) -> None:

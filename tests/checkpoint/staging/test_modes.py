@@ -12,11 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint import Checkpointer
-from checkpoint.saver import Saver
-from checkpoint.staging import copying
-from dataio.core.errors import CapacityError, UsageError
-from dataio.core.limits import MIB
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.saver import Saver
+from headrace.checkpoint.staging import copying
+from headrace.dataio.core.errors import CapacityError, UsageError
+from headrace.dataio.core.limits import MIB
 from tests.checkpoint.staging.training import Training, equal
 from tests.waiting import wait_for
 
@@ -32,7 +32,7 @@ class Gate:
 
         def slow(arena: Any, source: torch.Tensor, *place: int) -> None:
             late = source.ndim == 2  # the matrices are parameters and moments
-            if late and self.armed and threading.current_thread().name.startswith("millrace-stage"):
+            if late and self.armed and threading.current_thread().name.startswith("headrace-stage"):
                 self.came += 1
                 assert self.opened.wait(150)
             inner(arena, source, *place)
@@ -269,4 +269,4 @@ def test_a_save_that_cannot_begin_leaves_nobody_at_work_on_the_state(
         ended = time.monotonic()
         time.sleep(0.1)
         assert not [at for at in at_work if at > ended]
-        assert not [thread for thread in threading.enumerate() if thread.name == "millrace-slices"]
+        assert not [thread for thread in threading.enumerate() if thread.name == "headrace-slices"]

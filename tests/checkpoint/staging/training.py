@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpoint import RNG
+from headrace.checkpoint import RNG
 
 
 class Counter:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from checkpoint import RNG, Checkpointer
+from headrace.checkpoint import RNG, Checkpointer
 
 Params = Any
 OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {

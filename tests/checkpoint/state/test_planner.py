@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.state import prepare as prepared
-from checkpoint.state.kinds import TorchKinds
-from checkpoint.state.prepare import Planner, Prepared, take_apart
+from headrace.checkpoint.state import prepare as prepared
+from headrace.checkpoint.state.kinds import TorchKinds
+from headrace.checkpoint.state.prepare import Planner, Prepared, take_apart
 
 SHAPES = [(3,), (4, 5), (20_000,), (0,), (2, 0), ()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32]

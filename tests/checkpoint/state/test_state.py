@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from checkpoint import Checkpointer
-from checkpoint.repository.opening import Step
-from checkpoint.restoring import restore
-from dataio.core.errors import CorruptionError, MismatchError, UsageError
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring import restore
+from headrace.dataio.core.errors import CorruptionError, MismatchError, UsageError
 
 
 def open_at(where: Path, run: str = "exp", **options: Any) -> Checkpointer:

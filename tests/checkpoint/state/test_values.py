@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint import Checkpointer, read
-from checkpoint.state import values
-from checkpoint.state.tree import ValueNode, decode, encode
-from dataio.core.errors import CorruptionError, MismatchError, UnsupportedError, UsageError
+from headrace.checkpoint import Checkpointer, read
+from headrace.checkpoint.state import values
+from headrace.checkpoint.state.tree import ValueNode, decode, encode
+from headrace.dataio.core.errors import CorruptionError, MismatchError, UnsupportedError, UsageError
 
 
 class Text(str, enum.Enum):  # noqa: UP042
@@ -351,5 +351,5 @@ def test_a_value_that_memory_does_not_hold_is_reported(error: type[Exception], m
 
 
 def test_a_kind_of_a_later_version_asks_for_it() -> None:
-    with pytest.raises(UnsupportedError, match="newer Millrace"):
+    with pytest.raises(UnsupportedError, match="newer Headrace"):
         values.made(ValueNode("later", 1))

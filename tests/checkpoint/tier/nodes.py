@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataio.sidecar.client import Sidecar
+from headrace.dataio.sidecar.client import Sidecar
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -45,7 +45,7 @@ class Node:
         options = {"socket": self.socket, "http_port": "off", "cache_dir": self.folder / "cache", "cache_bytes": "1MiB"}
         options |= {"tier_dir": self.tier, "tier_bytes": "256MiB", **self.options}
         flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        self.run("dataio.cli", "sidecar", "run", *flags)
+        self.run("headrace.dataio.cli", "sidecar", "run", *flags)
         wait_for(self.answers)
 
     def run(self, module: str, *arguments: str) -> subprocess.Popen[str]:
@@ -55,7 +55,7 @@ class Node:
                 [sys.executable, "-m", module, *arguments],
                 cwd=ROOT,
                 env={**self.environment, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE if module != "dataio.cli" else log,
+                stdout=subprocess.PIPE if module != "headrace.dataio.cli" else log,
                 stderr=log,
                 text=True,
                 start_new_session=True,

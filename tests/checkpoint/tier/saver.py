@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from checkpoint.carry import carry
-from dataio.core.limits import MIB
-from dataio.store.open import open_store
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
+from headrace.checkpoint.carry import carry
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
 from tests.checkpoint.making import latest, make, tiny_state
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import Checkpointer
-from checkpoint.repository import timeline
-from dataio.core.errors import ConflictError, TransientError
-from dataio.store.open import open_store
+from headrace.checkpoint import Checkpointer
+from headrace.checkpoint.repository import timeline
+from headrace.dataio.core.errors import ConflictError, TransientError
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.test_sidecar import Daemon, wait_for
 from tests.dataio.store.tier.making import Counting
 
@@ -22,7 +22,7 @@ from tests.dataio.store.tier.making import Counting
 def daemon() -> Iterator[Daemon]:
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:
         made = Daemon(Path(folder))
-        made.start(MILLRACE_SIDECAR_TIER_DIR=f"{folder}/tier", MILLRACE_SIDECAR_TIER_BYTES="128MiB")
+        made.start(HEADRACE_SIDECAR_TIER_DIR=f"{folder}/tier", HEADRACE_SIDECAR_TIER_BYTES="128MiB")
         yield made
         made.stop()
 
@@ -59,7 +59,7 @@ Trainer = Callable[..., tuple[Checkpointer, Counting]]
 def test_a_save_says_when_it_was_kept_and_a_restore_reads_it_there(
     trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "millrace")
+    caplog.set_level("INFO", "headrace")
     checkpointer, store = trainer()
     with checkpointer:
         result = checkpointer.save(1, state(1)).result(60)

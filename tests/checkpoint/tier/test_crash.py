@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-import checkpoint.carry
-from checkpoint.carry import carry
-from checkpoint.format.documents import Base
-from checkpoint.repository import check
-from checkpoint.tier import finishing, saving
-from dataio.core.crashpoints import declared
-from dataio.store.open import open_store
-from dataio.store.tier.near import Near
+import headrace.checkpoint.carry
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.repository import check
+from headrace.checkpoint.tier import finishing, saving
+from headrace.dataio.core.crashpoints import declared
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.tier.near import Near
 from tests.checkpoint.making import RUN, begin, latest, load, make, tiny_state
 from tests.dataio.store.tier.making import shelf
 
-assert checkpoint.carry
+assert headrace.checkpoint.carry
 ROOT = Path(__file__).parents[3]
 POINTS = [
     "ckpt.lease-written",
@@ -52,7 +52,7 @@ def test_what_a_killed_carrier_left_is_finished_or_absent(tmp_path: Path, point:
         done = subprocess.run(
             [sys.executable, "-m", "tests.checkpoint.tier.saver", str(url), str(tier.root)],
             cwd=ROOT,
-            env={**os.environ, "MILLRACE_CRASH": point, "MILLRACE_CRASH_MARK": str(mark)},
+            env={**os.environ, "HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)},
             capture_output=True,
             text=True,
             timeout=120,

@@ -12,21 +12,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpoint.carry import carry
-from checkpoint.format import names, ulid
-from checkpoint.format.documents import Base, Commit, StepName, encode
-from checkpoint.lifecycle.plan import ORPHAN_SECONDS
-from checkpoint.repository import commit, timeline
-from checkpoint.repository.opening import Step
-from checkpoint.restoring import restore
-from checkpoint.saving.events import Event, Released
-from checkpoint.saving.progress import ProgressFile
-from checkpoint.tier import finishing, reading, saving
-from dataio.core.errors import ConflictError, CorruptionError, TransientError
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.store.tier.near import Near
-from dataio.store.tier.shelf import Shelf
+from headrace.checkpoint.carry import carry
+from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format.documents import Base, Commit, StepName, encode
+from headrace.checkpoint.lifecycle.plan import ORPHAN_SECONDS
+from headrace.checkpoint.repository import commit, timeline
+from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.restoring import restore
+from headrace.checkpoint.saving.events import Event, Released
+from headrace.checkpoint.saving.progress import ProgressFile
+from headrace.checkpoint.tier import finishing, reading, saving
+from headrace.dataio.core.errors import ConflictError, CorruptionError, TransientError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.tier.near import Near
+from headrace.dataio.store.tier.shelf import Shelf
 from tests.checkpoint.making import RUN, Made, begin, latest, load, make, tiny_state
 from tests.dataio.store.tier.making import Counting, shelf
 
@@ -290,7 +290,7 @@ def test_what_is_older_than_a_collector_lets_unexplained_packs_lie_is_over(remot
 
 
 def test_a_collectors_abort_stops_what_only_the_tier_has(remote: Counting, tier: Shelf) -> None:
-    from checkpoint.format.documents import Fate
+    from headrace.checkpoint.format.documents import Fate
 
     first = saved(remote, tier)
     made = unfinished(remote, tier)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dataio.testing.proxy import Fault, FaultProxy
-from dataio.testing.s3server import S3Server, start_seaweedfs
+from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3server import S3Server, start_seaweedfs
 from tests.checkpoint.tier.nodes import Node, free_port, tls_files
 from tests.dataio.sidecar.tier.conftest import make_certificates
 from tests.waiting import wait_for
@@ -73,15 +73,15 @@ def test_a_trainer_that_starts_again_on_its_node_reads_no_pack_from_the_store(
 @pytest.mark.s3
 def test_a_trainer_that_starts_again_needs_no_store_at_all(node: Callable[..., Node]) -> None:
     with start_seaweedfs() as server:
-        server.create_bucket("millrace")
+        server.create_bucket("headrace")
         here = node()
         here.environment.update(server.environment())
         here.start()
-        trainer, _ = here.train("save", "s3://millrace/run", 2)
+        trainer, _ = here.train("save", "s3://headrace/run", 2)
         trainer.kill()
         wait_for(lambda: all(s["committed"] for s in here.status()["kept"]))
         server.stop()
-        _, restored = here.train("restore", "s3://millrace/run")
+        _, restored = here.train("restore", "s3://headrace/run")
         assert restored == [{"step": 2, "same": True}]
         assert "the store cannot be reached: restoring step 2" in (here.folder / "log").read_text()
 

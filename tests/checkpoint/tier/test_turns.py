@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.tier import finishing
-from dataio.core.errors import DeadlineError
+from headrace.checkpoint.tier import finishing
+from headrace.dataio.core.errors import DeadlineError
 from tests.dataio.store.tier.making import shelf
 
 

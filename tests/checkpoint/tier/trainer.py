@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from checkpoint import Checkpointer
-from dataio.core.errors import MillraceError
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.core.errors import HeadraceError
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def save(checkpointer: Checkpointer, steps: range) -> None:
         try:
             result = checkpointer.save(step, state_of(step)).result(120)
             say(step=step, kept=result.kept, carrier=result.carrier)
-        except MillraceError as error:
+        except HeadraceError as error:
             say(step=step, error=str(error))
     time.sleep(600)
 

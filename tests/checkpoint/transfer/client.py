@@ -9,12 +9,12 @@ import sys
 import msgspec
 import numpy as np
 
-from checkpoint.format.documents import Base
-from checkpoint.saving.carriers import Cargo, Carriers
-from dataio.core.errors import MillraceError
-from dataio.sidecar.client import SaveMeter
-from dataio.sidecar.transfer.memfd import sealed
-from dataio.store.open import open_store
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.saving.carriers import Cargo, Carriers
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.sidecar.client import SaveMeter
+from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, make
 
 
@@ -38,7 +38,7 @@ def main(url: str, socket: str, step: str, seed: str, size: str, parent: str) ->
         try:
             result = carriers.carry(cargo)
             say(f"committed {result['step']} {result['attempt'] == made.plan.attempt}")
-        except MillraceError as error:
+        except HeadraceError as error:
             say(f"failed {error.code}: {error}")
         carriers.close()
         os.close(fd)

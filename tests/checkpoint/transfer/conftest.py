@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpoint.format.documents import Base
-from dataio.sidecar.client import Sidecar
+from headrace.checkpoint.format.documents import Base
+from headrace.dataio.sidecar.client import Sidecar
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass
 class Node:
-    """`millrace sidecar run`, its trainers, and the place where a process is held."""
+    """`headrace sidecar run`, its trainers, and the place where a process is held."""
 
     folder: Path
     daemon: subprocess.Popen[bytes] | None = None
@@ -39,14 +39,24 @@ class Node:
         return self.folder / "mark"
 
     def start(self, **environment: str) -> None:
-        command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", self.socket, "--http-port", "off"]
+        command = [
+            sys.executable,
+            "-m",
+            "headrace.dataio.cli",
+            "sidecar",
+            "run",
+            "--socket",
+            self.socket,
+            "--http-port",
+            "off",
+        ]
         command += ["--cache-dir", str(self.folder / "cache"), "--cache-bytes", "1MiB", *self.flags]
         with open(self.folder / "log", "ab") as log:
             self.daemon = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment(environment), cwd=ROOT)
         wait_for(self.answers)
 
     def environment(self, more: dict[str, str]) -> dict[str, str]:
-        return {**os.environ, **more, "MILLRACE_CRASH_MARK": str(self.mark)}
+        return {**os.environ, **more, "HEADRACE_CRASH_MARK": str(self.mark)}
 
     def answers(self) -> bool:
         assert self.daemon is not None

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from checkpoint.carry import _may_succeed_later
-from checkpoint.format.documents import Fate, encode
-from checkpoint.repository.commit import Attempt, FinalError, LateError
-from checkpoint.repository.lease import lost
-from dataio.core.errors import ConflictError, CorruptionError, MillraceError, SlowDownError, TransientError
-from dataio.sidecar.transfer.memfd import sealed
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.carry import _may_succeed_later
+from headrace.checkpoint.format.documents import Fate, encode
+from headrace.checkpoint.repository.commit import Attempt, FinalError, LateError
+from headrace.checkpoint.repository.lease import lost
+from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, SlowDownError, TransientError
+from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Made, begin, make, tiny_state
 
 ROOT = Path(__file__).parents[3]
 
 
 class Worker:
-    """`python -m checkpoint.carry` with one plan, one arena and one progress file."""
+    """`python -m headrace.checkpoint.carry` with one plan, one arena and one progress file."""
 
     def __init__(self, made: Made, folder: Path) -> None:
         self.arena, self.plan = sealed("arena", bytes(made.arena)), sealed("plan", made.encoded)
@@ -38,7 +38,7 @@ class Worker:
         names = ("--arena-fd", "--plan-fd", "--progress-fd")
         told = [text for name, fd in zip(names, descriptors, strict=True) for text in (name, str(fd))]
         ended = subprocess.run(
-            [sys.executable, "-m", "checkpoint.carry", *told],
+            [sys.executable, "-m", "headrace.checkpoint.carry", *told],
             stdout=subprocess.PIPE,
             pass_fds=[fd for fd in descriptors if fd >= 0],
             cwd=ROOT,
@@ -70,7 +70,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         (CorruptionError("the plan is damaged"), False),
     ],
 )
-def test_only_what_may_pass_by_itself_is_worth_another_try(error: MillraceError, again: bool) -> None:
+def test_only_what_may_pass_by_itself_is_worth_another_try(error: HeadraceError, again: bool) -> None:
     assert _may_succeed_later(error) == again
 
 

@@ -12,12 +12,12 @@ from itertools import combinations
 
 import pytest
 
-from checkpoint.format.documents import Base
-from checkpoint.repository import check
-from dataio.core.limits import KIB, MIB
-from dataio.sidecar.client import Sidecar
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.repository import check
+from headrace.dataio.core.limits import KIB, MIB
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, save
 from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
@@ -72,7 +72,7 @@ def test_whoever_is_killed_what_was_staged_commits_and_what_was_committed_stays(
     node: Node, name: str, dead: tuple[str, ...], store_url: str
 ) -> None:
     size = SIZES["s3" if store_url.startswith("s3") else "posix"]
-    hold = {"MILLRACE_HOLD": STATES[name]}
+    hold = {"HEADRACE_HOLD": STATES[name]}
     with open_store(store_url) as store:
         first = save(store, make(store, state(1, size), step=1, number=begin(store)))
         node.start(**(hold if name != "connecting" else {}))

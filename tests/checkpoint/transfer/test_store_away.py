@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from checkpoint.repository import check
-from dataio.core.limits import MIB
-from dataio.sidecar.client import Sidecar
-from dataio.store.open import open_store
-from dataio.testing import s3server
-from dataio.testing.s3server import S3Server, start_seaweedfs
+from headrace.checkpoint.repository import check
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing import s3server
+from headrace.dataio.testing.s3server import S3Server, start_seaweedfs
 from tests.checkpoint.making import begin, latest, load, make, save
 from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
@@ -51,7 +51,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with start_seaweedfs() as started:
-        started.create_bucket("millrace")
+        started.create_bucket("headrace")
         use_s3_server(started, monkeypatch)
         yield Server(started)
 
@@ -76,11 +76,11 @@ def test_a_save_whose_trainer_is_dead_commits_when_the_store_is_back(
     node: Node, server: Server, flags: tuple[str, ...], kept: bool
 ) -> None:
     size = 20 * MIB
-    with open_store("s3://millrace/run") as store:
+    with open_store("s3://headrace/run") as store:
         first = save(store, make(store, state(1, size), step=1, number=begin(store)))
         node.flags = (*flags, str(node.folder / "tier")) if flags else ()
-        node.start(MILLRACE_HOLD="ckpt.in-pack")
-        trainer = node.trainer("s3://millrace/run", 2, 2, size, first)
+        node.start(HEADRACE_HOLD="ckpt.in-pack")
+        trainer = node.trainer("s3://headrace/run", 2, 2, size, first)
         node.held()
         trainer.kill()
         server.kill()

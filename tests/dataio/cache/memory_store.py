@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 
-from dataio.core.errors import NotFoundError, TransientError
-from dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.dataio.core.errors import NotFoundError, TransientError
+from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
 
 
 class MemoryStore(Store):

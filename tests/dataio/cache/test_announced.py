@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.cache.announced import Announced, Upcoming, gone_from
-from dataio.cache.events import ObjectId, Want
-from dataio.cache.forecast import Forecast
-from dataio.cache.plan.streams import Stream, continued
-from dataio.core.errors import NotFoundError
+from headrace.dataio.cache.announced import Announced, Upcoming, gone_from
+from headrace.dataio.cache.events import ObjectId, Want
+from headrace.dataio.cache.forecast import Forecast
+from headrace.dataio.cache.plan.streams import Stream, continued
+from headrace.dataio.core.errors import NotFoundError
 
 AT_MOST = 100
 

@@ -7,9 +7,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.cache.events import Create, Drop, Fetch, ObjectId, Ranges, Ready, Want
-from dataio.cache.plan import CachePlan
-from dataio.cache.plan.apart import KNOWN, STORES, Apart
+from headrace.dataio.cache.events import Create, Drop, Fetch, ObjectId, Ranges, Ready, Want
+from headrace.dataio.cache.plan import CachePlan
+from headrace.dataio.cache.plan.apart import KNOWN, STORES, Apart
 
 BLOCK = 100
 UNIT = 100

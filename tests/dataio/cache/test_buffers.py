@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from dataio.cache.buffers import IDLE_SECONDS, Buffers
-from dataio.testing.clock import ManualClock
+from headrace.dataio.cache.buffers import IDLE_SECONDS, Buffers
+from headrace.dataio.testing.clock import ManualClock
 
 
 def test_the_buffer_that_was_used_last_is_used_next() -> None:

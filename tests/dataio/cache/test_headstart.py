@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.cache.contract import ShardReader
-from dataio.cache.headstart import LEAST_BYTES, MOST_BYTES, Begun, HeadStart, is_worth_it
-from dataio.core import limits
-from dataio.core.errors import TransientError
-from dataio.store.contract import Store
-from loaders.samples.source import StoreReader
+from headrace.dataio.cache.contract import ShardReader
+from headrace.dataio.cache.headstart import LEAST_BYTES, MOST_BYTES, Begun, HeadStart, is_worth_it
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.store.contract import Store
+from headrace.loaders.samples.source import StoreReader
 
 from .memory_store import MemoryStore
 

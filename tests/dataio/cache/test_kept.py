@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache.engine import Engine
-from dataio.cache.forecast import Forecast
-from dataio.cache.kept import adopt
-from dataio.cache.reader import CachedReader
-from dataio.cache.window import ENOUGH, Window
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.forecast import Forecast
+from headrace.dataio.cache.kept import adopt
+from headrace.dataio.cache.reader import CachedReader
+from headrace.dataio.cache.window import ENOUGH, Window
 
 from .memory_store import MemoryStore
 

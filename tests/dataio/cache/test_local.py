@@ -16,19 +16,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from dataio.cache import lent, local
-from dataio.cache.headstart import HeadStart
-from dataio.cache.local import SURE, DirectReader
-from dataio.cache.opened import BELIEVED_SECONDS, FILES
-from dataio.cache.own import own_reader
-from dataio.cache.reader import PrivateReader
-from dataio.core import filesystem
-from dataio.core.errors import CapacityError, NotFoundError, UsageError
-from dataio.store import posix
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.clock import ManualClock
-from loaders.samples.source import StoreReader
+from headrace.dataio.cache import lent, local
+from headrace.dataio.cache.headstart import HeadStart
+from headrace.dataio.cache.local import SURE, DirectReader
+from headrace.dataio.cache.opened import BELIEVED_SECONDS, FILES
+from headrace.dataio.cache.own import own_reader
+from headrace.dataio.cache.reader import PrivateReader
+from headrace.dataio.core import filesystem
+from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
+from headrace.dataio.store import posix
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.clock import ManualClock
+from headrace.loaders.samples.source import StoreReader
 
 SIZE = 300_000
 

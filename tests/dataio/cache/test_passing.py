@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache import kept
-from dataio.cache.blocks import BlockFile
-from dataio.cache.events import ObjectId
-from dataio.cache.passing import DiskError, OvertakenError, Part
-from dataio.core.errors import NotFoundError, TransientError, UsageError
-from dataio.store.mounts import Mounts
-from dataio.store.open import open_store
-from dataio.store.retry import Policy, Retry
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.cache import kept
+from headrace.dataio.cache.blocks import BlockFile
+from headrace.dataio.cache.events import ObjectId
+from headrace.dataio.cache.passing import DiskError, OvertakenError, Part
+from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
+from headrace.dataio.store.mounts import Mounts
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.retry import Policy, Retry
+from headrace.dataio.store.wrapper import Wrapper
 from tests.dataio.cache.memory_store import MemoryStore
 
 BODY = random.Random(4).randbytes((5 << 20) + 123)
@@ -64,7 +64,7 @@ def test_a_directory_gives_pieces_that_are_the_objects_bytes(tmp_path: Path, dir
 def test_s3_gives_pieces_that_are_the_objects_bytes(s3_url: str, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if client == "obstore":
         pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
-    monkeypatch.setenv("MILLRACE_S3", client)
+    monkeypatch.setenv("HEADRACE_S3", client)
     with open_store(s3_url) as store, concurrent.futures.ThreadPoolExecutor(1) as pool:
         store.put("k", BODY)
         for offset, size in ((0, len(BODY)), (5, 1000), (3, 2 << 20)):

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready, Want
-from dataio.cache.plan import CachePlan
-from dataio.cache.plan.ring import PATIENCE
+from headrace.dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready, Want
+from headrace.dataio.cache.plan import CachePlan
+from headrace.dataio.cache.plan.ring import PATIENCE
 
 BLOCK = 10
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache.blocks import BlockDirectory
-from dataio.cache.disks import RECOVER_SECONDS
-from dataio.cache.engine import Engine
-from dataio.cache.objects import STAT_SECONDS
-from dataio.cache.reader import CachedReader, PrivateReader
-from dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
-from dataio.core.metrics import REGISTRY
-from dataio.core.private import private_directory
-from dataio.testing.clock import ManualClock
+from headrace.dataio.cache.blocks import BlockDirectory
+from headrace.dataio.cache.disks import RECOVER_SECONDS
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.objects import STAT_SECONDS
+from headrace.dataio.cache.reader import CachedReader, PrivateReader
+from headrace.dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
+from headrace.dataio.core.metrics import REGISTRY
+from headrace.dataio.core.private import private_directory
+from headrace.dataio.testing.clock import ManualClock
 from tests.waiting import wait_for
 
 from .memory_store import MemoryStore
@@ -68,7 +68,7 @@ def test_the_metrics_have_every_byte_that_was_read_once_somebody_looks(reader: C
     def told() -> float:
         engine.stats()
         return sum(
-            REGISTRY.get_sample_value("millrace_cache_bytes_total", {"source": s}) or 0 for s in ("cache", "store")
+            REGISTRY.get_sample_value("headrace_cache_bytes_total", {"source": s}) or 0 for s in ("cache", "store")
         )
 
     before = told()
@@ -272,7 +272,7 @@ def test_a_process_that_reads_by_itself_maps_only_what_is_large(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("dataio.cache.reader.COPIED_BYTES", 2 * BLOCK)
+    monkeypatch.setattr("headrace.dataio.cache.reader.COPIED_BYTES", 2 * BLOCK)
     with contextlib.closing(PrivateReader(store)) as reader:
         small = reader.read("a", [(5, BLOCK), (9 * BLOCK, 100), (7, 0)])
         assert mapped_of(tmp_path) == []

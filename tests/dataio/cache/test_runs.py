@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.cache.events import ObjectId
-from dataio.cache.plan.files import Books, CacheFile, blocks_of
+from headrace.dataio.cache.events import ObjectId
+from headrace.dataio.cache.plan.files import Books, CacheFile, blocks_of
 
 OBJECT = ObjectId("s", "k", 97, 0.0)
 """The last of its ten blocks is a short one."""

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache.engine import Engine
-from dataio.cache.reader import CachedReader
-from dataio.cache.sized import Sized
-from dataio.core.errors import NotFoundError, RangeError
-from dataio.store.contract import ObjectInfo
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.reader import CachedReader
+from headrace.dataio.cache.sized import Sized
+from headrace.dataio.core.errors import NotFoundError, RangeError
+from headrace.dataio.store.contract import ObjectInfo
 from tests.waiting import wait_for
 
 from .memory_store import MemoryStore

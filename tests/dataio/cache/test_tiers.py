@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache.disks import RECOVER_SECONDS, Place
-from dataio.cache.engine import Engine
-from dataio.cache.reader import CachedReader
-from dataio.testing.clock import ManualClock
+from headrace.dataio.cache.disks import RECOVER_SECONDS, Place
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.reader import CachedReader
+from headrace.dataio.testing.clock import ManualClock
 from tests.disks import disk, read_only
 
 from .memory_store import MemoryStore

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache.blocks import BlockDirectory, BlockFile
-from dataio.cache.buffers import IDLE_SECONDS
-from dataio.cache.engine import Engine
-from dataio.cache.events import Fetch
-from dataio.cache.fetcher import Fetcher
-from dataio.cache.flight import Flight, Landed
-from dataio.cache.passing import DiskError
-from dataio.cache.reader import CachedReader
-from dataio.cache.together import TOGETHER, Together
-from dataio.core.clock import SYSTEM_CLOCK
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.clock import ManualClock
+from headrace.dataio.cache.blocks import BlockDirectory, BlockFile
+from headrace.dataio.cache.buffers import IDLE_SECONDS
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.events import Fetch
+from headrace.dataio.cache.fetcher import Fetcher
+from headrace.dataio.cache.flight import Flight, Landed
+from headrace.dataio.cache.passing import DiskError
+from headrace.dataio.cache.reader import CachedReader
+from headrace.dataio.cache.together import TOGETHER, Together
+from headrace.dataio.core.clock import SYSTEM_CLOCK
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.clock import ManualClock
 from tests.dataio.cache.memory_store import MemoryStore
 
 BLOCK = 4096

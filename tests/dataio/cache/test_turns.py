@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.cache.engine import Engine
-from dataio.cache.turns import JobLimits, Turns
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.cache.turns import JobLimits, Turns
 
 from .memory_store import MemoryStore
 

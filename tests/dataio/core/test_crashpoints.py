@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.crashpoints import CrashPoint, declare, declared
+from headrace.dataio.core.crashpoints import CrashPoint, declare, declared
 
 PROGRAM = """
-from dataio.core.crashpoints import declare
+from headrace.dataio.core.crashpoints import declare
 a, b = declare("test.a", "before b"), declare("test.b", "after a")
 for turn in range(3):
     print("turn", turn, flush=True)
@@ -24,9 +24,9 @@ print("end")
 
 def _run(tmp_path: Path, point: str | None) -> tuple[int, str, str]:
     mark = tmp_path / "mark"
-    environment = {name: value for name, value in os.environ.items() if name != "MILLRACE_CRASH"}
+    environment = {name: value for name, value in os.environ.items() if name != "HEADRACE_CRASH"}
     if point is not None:
-        environment |= {"MILLRACE_CRASH": point, "MILLRACE_CRASH_MARK": str(mark)}
+        environment |= {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout.split("\n")[-2], mark.read_text() if mark.exists() else ""
 

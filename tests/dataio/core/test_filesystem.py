@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.filesystem import LOCAL, is_local, kind_at
+from headrace.dataio.core.filesystem import LOCAL, is_local, kind_at
 
 MOUNTS = r"""
 22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/root rw

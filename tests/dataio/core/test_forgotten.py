@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from dataio.core.forgotten import Ending
+from headrace.dataio.core.forgotten import Ending
 from tests.waiting import wait_for
 
 
@@ -52,7 +52,7 @@ def test_who_asks_for_it_does_it_and_it_is_done_once() -> None:
 
 LEFT_TO_THE_END = """
 import _thread, threading
-from dataio.core.forgotten import Ending
+from headrace.dataio.core.forgotten import Ending
 kept = threading.Event()
 ending = Ending(kept, lambda: print(threading.current_thread().name, flush=True))
 """
@@ -77,7 +77,7 @@ def test_what_is_left_at_the_end_of_the_process_is_done_before_it_ends(more: str
 
 AT_WORK = """
 import os, sys, threading, time
-from dataio.core import forgotten
+from headrace.dataio.core import forgotten
 forgotten.LEAVE_SECONDS = float(sys.argv[1])
 begun, kept = threading.Event(), threading.Event()
 def work():
@@ -105,7 +105,7 @@ def test_it_does_not_wait_for_ever_nor_for_the_threads_of_the_process_it_was_for
 
 IN_A_FORK = """
 import os, sys
-from dataio.core.forgotten import Ending
+from headrace.dataio.core.forgotten import Ending
 class Thing: pass
 called, dropped, left = Thing(), Thing(), Thing()
 ending = Ending(called, lambda: os.write(1, b"called "))

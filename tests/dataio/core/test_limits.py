@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dataio.core.errors import UsageError
-from dataio.core.limits import format_bytes, parse_bytes
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

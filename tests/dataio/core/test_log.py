@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from dataio.core import log
-from dataio.core.log import get_logger, warn_once
+from headrace.dataio.core import log
+from headrace.dataio.core.log import get_logger, warn_once
 
 
 def test_secrets_are_redacted_for_handlers_of_the_application_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -47,7 +47,7 @@ def test_a_line_that_is_logged_without_end_is_said_so_often_and_then_counted(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(log.time, "monotonic", lambda: now)
-    caplog.set_level(logging.DEBUG, "millrace.test.flood")
+    caplog.set_level(logging.DEBUG, "headrace.test.flood")
     logger = get_logger("test.flood")
 
     def say(number: int, level: int = logging.WARNING) -> None:
@@ -87,12 +87,12 @@ def test_what_is_remembered_is_bounded(caplog: pytest.LogCaptureFixture, monkeyp
 
 def test_importing_installs_no_handler_and_setup_one() -> None:
     program = (
-        "import logging\nfrom dataio.core.log import get_logger, setup\nroot = logging.getLogger('millrace')\n"
+        "import logging\nfrom headrace.dataio.core.log import get_logger, setup\nroot = logging.getLogger('headrace')\n"
         "get_logger('x')\nassert not root.handlers and not logging.getLogger().handlers\n"
         "setup('debug'); setup('info')\nassert len(root.handlers) == 1 and root.level == logging.INFO\n"
         "get_logger('x').info('token=hunter2')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "INFO millrace.x: token=***" in done.stderr
+    assert "INFO headrace.x: token=***" in done.stderr
     assert "hunter2" not in done.stderr
-    assert logging.getLogger("millrace") is not logging.getLogger()
+    assert logging.getLogger("headrace") is not logging.getLogger()

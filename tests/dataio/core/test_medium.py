@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.medium import medium
+from headrace.dataio.core.medium import medium
 
 
 def test_a_tmpfs_is_memory() -> None:

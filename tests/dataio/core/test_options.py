@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core import options
+from headrace.dataio.core import options
 
 
 @given(st.integers(1, options.MOST))

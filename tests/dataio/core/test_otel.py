@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from dataio.core import otel
-from dataio.core.trace import Tracer
+from headrace.dataio.core import otel
+from headrace.dataio.core.trace import Tracer
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
@@ -42,7 +42,7 @@ def test_spans_nest_and_carry_what_they_are_about(tracer: Tracer, kept: InMemory
     assert (inner.name, outer.name) == ("decode", "loader.wait")
     assert inner.parent is not None
     assert inner.parent.span_id == outer.context.span_id
-    assert outer.attributes == {"millrace.batch": 7}
+    assert outer.attributes == {"headrace.batch": 7}
 
 
 def test_an_error_inside_is_said_and_passed_on(tracer: Tracer, kept: InMemorySpanExporter) -> None:
@@ -79,7 +79,7 @@ def test_there_is_no_context_outside_of_a_span(tracer: Tracer) -> None:
 
 def test_nothing_is_imported_where_nobody_asked_for_it() -> None:
     code = (
-        "import sys; from dataio.core.trace import context, recording, span\n"
+        "import sys; from headrace.dataio.core.trace import context, recording, span\n"
         "with span('a', n=1): assert context() == '' and not recording()\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
@@ -87,7 +87,9 @@ def test_nothing_is_imported_where_nobody_asked_for_it() -> None:
 
 
 def test_a_collector_that_is_not_there_costs_the_program_nothing() -> None:
-    code = "from dataio.core.trace import span\nfor n in range(5000):\n with span('a', n=n): pass\nprint('done')"
+    code = (
+        "from headrace.dataio.core.trace import span\nfor n in range(5000):\n with span('a', n=n): pass\nprint('done')"
+    )
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code],

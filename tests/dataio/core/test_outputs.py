@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.outputs import is_special, written_aside, written_whole
+from headrace.dataio.core.outputs import is_special, written_aside, written_whole
 
 
 def write(path: Path, text: bytes) -> None:

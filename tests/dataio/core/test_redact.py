@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dataio.core.redact import has_secrets, is_secret_name, printable, redact, without_secrets
+from headrace.dataio.core.redact import has_secrets, is_secret_name, printable, redact, without_secrets
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.scratch import Scratch, scratch_folder
+from headrace.dataio.core.scratch import Scratch, scratch_folder
 
 HOLDER = """
 import sys
-from dataio.core.scratch import scratch_folder
+from headrace.dataio.core.scratch import scratch_folder
 with scratch_folder("made-", sys.argv[1]) as folder:
     open(folder + "/file", "w").close()
     print(folder, flush=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core import limits, strictjson
+from headrace.dataio.core import limits, strictjson
 
 values = st.recursive(
     st.none()

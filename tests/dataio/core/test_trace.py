@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dataio.cli import main
-from dataio.core import cli_trace
-from dataio.core.trace import HEADER, PROFILERS, EventLog, Tracer
+from headrace.dataio.cli import main
+from headrace.dataio.core import cli_trace
+from headrace.dataio.core.trace import HEADER, PROFILERS, EventLog, Tracer
 
 NO_NVTX = {"NVTX_DISABLE": "1"}
 
@@ -30,7 +30,7 @@ def test_without_events_and_nvtx_a_span_is_nothing() -> None:
 
 
 def test_a_span_is_one_line_also_when_it_ends_in_an_error(tmp_path: Path) -> None:
-    tracer = Tracer({**NO_NVTX, "MILLRACE_EVENTS": str(tmp_path), "RANK": "3"})
+    tracer = Tracer({**NO_NVTX, "HEADRACE_EVENTS": str(tmp_path), "RANK": "3"})
     with tracer.span("loader.wait", {"batch": 7}):
         pass
     with pytest.raises(ValueError, match="inside"), tracer.span("decode", {}):
@@ -49,7 +49,7 @@ def test_ranges_are_pushed_and_popped_where_nvtx_is_there(monkeypatch: pytest.Mo
     monkeypatch.setattr(nvtx, "pop_range", lambda domain: seen.append(("pop", domain)))
     with Tracer({}).span("commit", {}):
         seen.append(("inside",))
-    assert seen == [("push", "commit", "millrace"), ("inside",), ("pop", "millrace")]
+    assert seen == [("push", "commit", "headrace"), ("inside",), ("pop", "headrace")]
 
 
 def test_nvtx_is_imported_only_under_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +88,11 @@ def test_a_log_that_cannot_be_written_ends_quietly(tmp_path: Path) -> None:
 
 def test_a_forked_child_has_a_file_of_its_own(tmp_path: Path) -> None:
     code = (
-        "import os\nfrom dataio.core.trace import span\n"
+        "import os\nfrom headrace.dataio.core.trace import span\n"
         "with span('parent'): pass\n"
         "if os.fork() == 0:\n    with span('child'): pass\n    os._exit(0)\nos.wait()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MILLRACE_EVENTS": str(tmp_path)})
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HEADRACE_EVENTS": str(tmp_path)})
     names = [[event.get("name") for event in lines(path)] for path in tmp_path.iterdir()]
     assert sorted(names) == [[None, "child"], [None, "parent"]]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
-from dataio.shards.query import parts
-from dataio.shards.versions import documents as versions
-from dataio.store.contract import Store
+from headrace.dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
+from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.store.contract import Store
 
 SHARD_BYTES = 1 << 30
 

@@ -12,16 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
-from dataio.shards import changes
-from dataio.shards.contract import Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.query import parts
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions import tags
-from dataio.shards.versions.history import history
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
+from headrace.dataio.shards import changes
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions import tags
+from headrace.dataio.shards.versions.history import history
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.dataio.shards.making import SHARD_BYTES, make, sample
 
 
@@ -350,7 +350,7 @@ class Versions(RuleBasedStateMachine):
         super().__init__()
         import tempfile
 
-        self.folder = tempfile.TemporaryDirectory(prefix="millrace-")
+        self.folder = tempfile.TemporaryDirectory(prefix="headrace-")
         self.root = Path(self.folder.name)
         self.next, self.others = 1000, 0
         self.model: dict[int, list[int]] = {}

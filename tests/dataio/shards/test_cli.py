@@ -1,4 +1,4 @@
-"""`millrace pack`, `info`, `ls` and `cat` as processes: output, exit codes and errors without tracebacks."""
+"""`headrace pack`, `info`, `ls` and `cat` as processes: output, exit codes and errors without tracebacks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from dataio import Dataset, pack
+from headrace.dataio import Dataset, pack
 
 pytestmark = pytest.mark.usefixtures("quiet_environment")
 
 
 @pytest.fixture
 def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MILLRACE_CRASH", "MILLRACE_DEBUG"):
+    for name in ("HEADRACE_CRASH", "HEADRACE_DEBUG"):
         monkeypatch.delenv(name, raising=False)
 
 
-def millrace(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "dataio.cli", *map(str, args)]
+def headrace(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "headrace.dataio.cli", *map(str, args)]
     done = subprocess.run(command, capture_output=True, env=os.environ | environment, timeout=120, check=False)
     assert b"Traceback" not in done.stderr
     return done
@@ -47,7 +47,7 @@ def dataset(clips: Path, tmp_path: Path) -> Path:
 
 
 def test_pack_prints_a_plain_summary_and_returns_0(clips: Path, store_url: str) -> None:
-    done = millrace("pack", clips, store_url)
+    done = headrace("pack", clips, store_url)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
     assert lines[0] == f"{store_url} version 1: 3 samples from 4 files"
@@ -62,7 +62,7 @@ def test_pack_prints_a_plain_summary_and_returns_0(clips: Path, store_url: str) 
 def test_pack_returns_1_and_lists_what_it_skipped(clips: Path, tmp_path: Path) -> None:
     (clips / "empty.mp4").touch()
     (clips / "evil\x1b[31m.mp4").write_text("not a video")
-    done = millrace("pack", clips, tmp_path / "ds")
+    done = headrace("pack", clips, tmp_path / "ds")
     assert done.returncode == 1
     text = done.stdout.decode()
     assert "skipped: 2" in text
@@ -73,7 +73,7 @@ def test_pack_returns_1_and_lists_what_it_skipped(clips: Path, tmp_path: Path) -
 
 def test_pack_json_is_one_object(clips: Path, tmp_path: Path) -> None:
     (clips / "empty.mp4").touch()
-    done = millrace("pack", clips, tmp_path / "ds", "--json", "--shard-size", "4KiB", "--name", "set", "--workers", "1")
+    done = headrace("pack", clips, tmp_path / "ds", "--json", "--shard-size", "4KiB", "--name", "set", "--workers", "1")
     found = json.loads(done.stdout)
     assert done.returncode == 1
     assert (found["samples"], found["files"], found["version"]) == (3, 4, 1)
@@ -87,15 +87,15 @@ def test_pack_json_is_one_object(clips: Path, tmp_path: Path) -> None:
 
 def test_pack_strict_returns_4_and_leaves_no_dataset(clips: Path, tmp_path: Path) -> None:
     (clips / "empty.mp4").touch()
-    done = millrace("pack", "--strict", clips, tmp_path / "ds")
+    done = headrace("pack", "--strict", clips, tmp_path / "ds")
     assert done.returncode == 4
     assert b"empty.mp4: the file is empty" in done.stderr
     assert done.stdout == b""
-    assert millrace("info", tmp_path / "ds").returncode == 2
+    assert headrace("info", tmp_path / "ds").returncode == 2
 
 
 def test_pack_into_a_dataset_returns_5(clips: Path, dataset: Path) -> None:
-    done = millrace("pack", clips, dataset)
+    done = headrace("pack", clips, dataset)
     assert done.returncode == 5
     assert b"already holds a dataset" in done.stderr
     assert b"next: " in done.stderr
@@ -106,21 +106,21 @@ def test_pack_into_a_dataset_returns_5(clips: Path, dataset: Path) -> None:
 )
 def test_wrong_use_returns_2(args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = millrace(*args, PYTHONPATH=str(Path(__file__).parents[3]))
+    done = headrace(*args, PYTHONPATH=str(Path(__file__).parents[3]))
     assert done.returncode == 2
     assert done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_size_names_itself(clips: Path, tmp_path: Path) -> None:
-    done = millrace("pack", clips, tmp_path / "ds", "--shard-size", "12parsec")
+    done = headrace("pack", clips, tmp_path / "ds", "--shard-size", "12parsec")
     assert done.returncode == 2
     assert b"'12parsec' is not a size" in done.stderr
 
 
 def test_progress_goes_to_the_terminal_only(clips: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "dataio.cli", "pack", str(clips), str(tmp_path / "ds")]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "pack", str(clips), str(tmp_path / "ds")]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     )
@@ -138,7 +138,7 @@ def test_progress_goes_to_the_terminal_only(clips: Path, tmp_path: Path) -> None
 
 @pytest.mark.s3
 def test_a_bucket_that_does_not_exist_is_a_clear_error(clips: Path, s3_url: str) -> None:
-    done = millrace("pack", clips, "s3://no-such-bucket-here/ds")
+    done = headrace("pack", clips, "s3://no-such-bucket-here/ds")
     assert done.returncode == 2
     assert b"no-such-bucket-here" in done.stderr
     assert b"next: " in done.stderr
@@ -146,23 +146,23 @@ def test_a_bucket_that_does_not_exist_is_a_clear_error(clips: Path, s3_url: str)
 
 @pytest.mark.s3
 def test_wrong_credentials_are_a_clear_error_that_shows_none(clips: Path, s3_url: str) -> None:
-    done = millrace("pack", clips, s3_url, AWS_ACCESS_KEY_ID="nobody", AWS_SECRET_ACCESS_KEY="hush-hush")
+    done = headrace("pack", clips, s3_url, AWS_ACCESS_KEY_ID="nobody", AWS_SECRET_ACCESS_KEY="hush-hush")
     assert done.returncode == 2
-    assert b"millrace pack: error: " in done.stderr
+    assert b"headrace pack: error: " in done.stderr
     assert b"next: " in done.stderr
     assert b"hush-hush" not in done.stderr + done.stdout
-    assert json.loads(millrace("info", s3_url, "--json", AWS_SECRET_ACCESS_KEY="hush-hush").stdout)["error"][
+    assert json.loads(headrace("info", s3_url, "--json", AWS_SECRET_ACCESS_KEY="hush-hush").stdout)["error"][
         "code"
     ] == ("access_denied")
 
 
 def test_info_says_what_there_is(dataset: Path) -> None:
-    text = millrace("info", dataset).stdout.decode()
+    text = headrace("info", dataset).stdout.decode()
     assert "samples       3, 1 with text" in text
     assert "made by       packed\n" in text
     assert "video codecs  h264 (1), vp8 (1)" in text
     assert "sizes         64x48 (2)" in text
-    found = json.loads(millrace("info", dataset, "--json").stdout)
+    found = json.loads(headrace("info", dataset, "--json").stdout)
     assert (found["samples"], found["video_frames"], found["audio_codecs"]) == (3, 10, {"pcm_s16le": 1})
     assert found["seconds"] == pytest.approx(5 / 30 * 2 + 1, abs=0.01)
     with Dataset(dataset) as opened:
@@ -173,19 +173,19 @@ def test_info_says_where_a_version_comes_from(dataset: Path) -> None:
     with Dataset(dataset) as opened:
         saved = opened.where("has_video").save("pictures only")
         saved.tag("pictures")
-    text = millrace("info", dataset, "--version", "pictures").stdout.decode()
+    text = headrace("info", dataset, "--version", "pictures").stdout.decode()
     assert "made by       pictures only, from ds version 1, a saved view" in text
     assert "where         has_video" in text
     assert "tags          pictures" in text
-    found = json.loads(millrace("info", dataset, "--version", "2", "--json").stdout)
+    found = json.loads(headrace("info", dataset, "--version", "2", "--json").stdout)
     assert (found["tags"], found["where"], found["trunk"]) == (["pictures"], ["has_video"], False)
 
 
 def test_ls_lists_samples_in_order_up_to_a_limit(dataset: Path) -> None:
-    lines = millrace("ls", dataset).stdout.decode().splitlines()
+    lines = headrace("ls", dataset).stdout.decode().splitlines()
     assert [line.split("\t")[:2] for line in lines] == [["0", "a"], ["1", "b"], ["2", "c"]]
     assert "h264 64x48 5 frames" in lines[0]
-    objects = [json.loads(line) for line in millrace("ls", dataset, "--json", "--limit", "2").stdout.splitlines()]
+    objects = [json.loads(line) for line in headrace("ls", dataset, "--json", "--limit", "2").stdout.splitlines()]
     assert [(o["key"], o["text"]) for o in objects] == [("a", "caption"), ("b", None)]
     assert objects[0]["video"]["fps"] == "30"
 
@@ -194,21 +194,21 @@ def test_ls_json_says_how_many_pieces_a_long_file_has_and_not_their_digests(tmp_
     make_wav(tmp_path / "in" / "a.wav", seconds=100)
     (tmp_path / "in" / "a.txt").write_text("caption")
     pack(tmp_path / "in", tmp_path / "ds", workers=1).close()
-    text, sound = json.loads(millrace("ls", tmp_path / "ds", "--json").stdout)["members"]
+    text, sound = json.loads(headrace("ls", tmp_path / "ds", "--json").stdout)["members"]
     assert sound["pieces"] == {"size": 256 << 10, "digests": 7, "head": sound["pieces"]["head"], "marks": 0}
     assert all(first >= 0 and count >= 1 for first, count in sound["pieces"]["head"])
     assert list(text) == ["ext", "offset", "length", "xxh3"]
 
 
 def test_cat_gives_the_bytes_of_a_member(dataset: Path, clips: Path) -> None:
-    assert millrace("cat", dataset, "a").stdout == (clips / "a.mp4").read_bytes()
-    assert millrace("cat", dataset, "a", "--ext", "txt").stdout == b"caption"
-    assert millrace("cat", dataset, "c").stdout == (clips / "c.wav").read_bytes()
+    assert headrace("cat", dataset, "a").stdout == (clips / "a.mp4").read_bytes()
+    assert headrace("cat", dataset, "a", "--ext", "txt").stdout == b"caption"
+    assert headrace("cat", dataset, "c").stdout == (clips / "c.wav").read_bytes()
 
 
 def test_cat_shows_a_terminal_text_only(dataset: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "dataio.cli", "cat", str(dataset), "a"]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "cat", str(dataset), "a"]
     refused = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=120, check=False)
     assert refused.returncode == 2
     assert b"mp4 of 'a' is no text for a terminal" in refused.stderr
@@ -226,17 +226,17 @@ def test_cat_of_a_damaged_member_gives_no_byte_and_returns_4(dataset: Path) -> N
     with shard.open("r+b") as file:
         file.seek(member.offset + member.length // 2)
         file.write(b"\xde\xad")
-    done = millrace("cat", dataset, "a")
+    done = headrace("cat", dataset, "a")
     assert (done.returncode, done.stdout) == (4, b"")
     assert b"checksum" in done.stderr
 
 
 def test_cat_of_what_is_not_there_says_what_is(dataset: Path) -> None:
-    done = millrace("cat", dataset, "a", "--ext", "jpg")
+    done = headrace("cat", dataset, "a", "--ext", "jpg")
     assert done.returncode == 2
     assert b"it has mp4, txt" in done.stderr
-    assert millrace("cat", dataset, "zzz").returncode == 2
-    missing = millrace("ls", dataset, "--version", "7")
+    assert headrace("cat", dataset, "zzz").returncode == 2
+    missing = headrace("ls", dataset, "--version", "7")
     assert missing.returncode == 2
     assert b"it has 1" in missing.stderr
 
@@ -244,23 +244,23 @@ def test_cat_of_what_is_not_there_says_what_is(dataset: Path) -> None:
 def test_what_cannot_be_is_said_with_the_next_step(
     dataset: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MILLRACE_QUARANTINE", str(tmp_path / "refusals"))
+    monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "refusals"))
     for args, code, said in (
         (("pack", clips, tmp_path / "x", "--workers", "100000000"), 2, b"is not a whole number from 1 to 1024"),
         (("info", dataset, "--where", "duration >"), 2, b"next: write one SQL expression, such as"),
         (("preview", dataset, "-o", tmp_path / "none" / "p.html"), 2, b"next: make the folder first"),
         (("quarantine", tmp_path / "none"), 2, b"there is no dataset at"),
     ):
-        done = millrace(*args)
+        done = headrace(*args)
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 
 def test_preview_and_export_speak_json(dataset: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    found = json.loads(millrace("preview", dataset, "-o", page, "--limit", "1", "--json").stdout)
+    found = json.loads(headrace("preview", dataset, "-o", page, "--limit", "1", "--json").stdout)
     assert found == found | {"page": str(page), "bytes": page.stat().st_size, "shown": 1}
     lines = [
-        json.loads(line) for line in millrace("export", dataset, "a", tmp_path / "out", "--json").stdout.splitlines()
+        json.loads(line) for line in headrace("export", dataset, "a", tmp_path / "out", "--json").stdout.splitlines()
     ]
     assert {line["member"] for line in lines} == {"a.mp4", "a.txt"}
     assert all(Path(line["path"]).is_file() for line in lines)

@@ -1,4 +1,4 @@
-"""`millrace log`, `filter`, `remove`, `merge`, `tag`, `diff` and `--where`: output, exit codes, errors."""
+"""`headrace log`, `filter`, `remove`, `merge`, `tag`, `diff` and `--where`: output, exit codes, errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cli import main
-from dataio.store.open import open_store
+from headrace.dataio.cli import main
+from headrace.dataio.store.open import open_store
 from tests.dataio.shards.making import make
 
 
@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> list[s
     found = main(args)
     out, err = capsys.readouterr()
     assert found == code, err
-    assert "bug in Millrace" not in err
+    assert "bug in Headrace" not in err
     return (out if code in (0, 1) else err).splitlines()
 
 

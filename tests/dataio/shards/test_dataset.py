@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataio.core.errors import (
+from headrace.dataio.core.errors import (
     CapacityError,
     ConflictError,
     CorruptionError,
@@ -18,13 +18,13 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from dataio.shards.contract import Files, Member, Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.index.digests import digest
-from dataio.shards.query import parts as parts_module
-from dataio.shards.query.tables import Tables
-from dataio.shards.versions import documents as versions
-from dataio.store.contract import Store
+from headrace.dataio.shards.contract import Files, Member, Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.query import parts as parts_module
+from headrace.dataio.shards.query.tables import Tables
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.store.contract import Store
 
 SHARDS = {"shards/00000000-aa.tar": 10_000, "shards/00000001-bb.tar": 5_000}
 
@@ -53,7 +53,7 @@ def write(
 
 @pytest.fixture
 def posix(tmp_path: Path) -> Store:
-    from dataio.store.open import open_store
+    from headrace.dataio.store.open import open_store
 
     return open_store(tmp_path / "store")
 

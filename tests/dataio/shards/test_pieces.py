@@ -5,10 +5,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core import limits
-from dataio.shards import pieces as cut
-from dataio.shards.contract import Pieces
-from dataio.shards.pieces import Hasher, fault, is_right, runs, size_for
+from headrace.dataio.core import limits
+from headrace.dataio.shards import pieces as cut
+from headrace.dataio.shards.contract import Pieces
+from headrace.dataio.shards.pieces import Hasher, fault, is_right, runs, size_for
 
 
 def test_short_files_have_no_pieces() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import TransientError
-from dataio.shards.readahead import ReadAhead
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.store.posix import PosixStore
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.shards.readahead import ReadAhead
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.posix import PosixStore
 
 DATA = bytes(range(256)) * 40
 WINDOW = 1000

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import CorruptionError, TransientError, UnsupportedError
-from dataio.shards import tar
+from headrace.dataio.core.errors import CorruptionError, TransientError, UnsupportedError
+from headrace.dataio.shards import tar
 from tests.attacks.tars import ATTACKS, GOOD, archive
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from dataio.core.limits import MIB
-from dataio.sidecar.client import Sidecar
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.waiting import wait_for as wait_for
 
 HERE = Path(__file__).parent

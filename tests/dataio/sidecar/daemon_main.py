@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dataio.core import log
-from dataio.core.errors import UsageError
-from dataio.sidecar.server import Config, Daemon
-from dataio.sidecar.settings import cache_tiers
-from dataio.store.open import open_location
+from headrace.dataio.core import log
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.sidecar.server import Config, Daemon
+from headrace.dataio.sidecar.settings import cache_tiers
+from headrace.dataio.store.open import open_location
 
 
 def main() -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpointer
-from loaders import Clip, VideoLoader
+from headrace.checkpoint import Checkpointer
+from headrace.loaders import Clip, VideoLoader
 
 
 def main() -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import AccessDeniedError, ConflictError, MillraceError, UsageError
-from dataio.sidecar import messages as m
-from dataio.sidecar import paths, wire
-from dataio.sidecar.client import Sidecar, open_reader
-from dataio.sidecar.reader import SidecarReader
-from dataio.store.contract import Store
+from headrace.dataio.core.errors import AccessDeniedError, ConflictError, HeadraceError, UsageError
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import paths, wire
+from headrace.dataio.sidecar.client import Sidecar, open_reader
+from headrace.dataio.sidecar.reader import SidecarReader
+from headrace.dataio.store.contract import Store
 
 from .conftest import RunningDaemon, wait_for
 
@@ -166,14 +166,14 @@ def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_served(quiet:
 def test_options_that_cannot_be_put_in_order_fail_the_one_open(quiet: RunningDaemon) -> None:
     odd = m.Where("file:///data", {"a": {1: 2, "b": 3}})
     with quiet.connect() as sidecar:
-        with pytest.raises(MillraceError, match="TypeError"):
+        with pytest.raises(HeadraceError, match="TypeError"):
             sidecar.call(lambda id: m.Open(id, odd, "k", [(0, 1)], 20.0), timeout=20)
         assert sidecar.status()
 
 
 FOREIGNER = """
 import os, sys
-from dataio.sidecar.client import Sidecar
+from headrace.dataio.sidecar.client import Sidecar
 os.setuid(65534)
 assert Sidecar.find(sys.argv[1]) is None
 """
@@ -207,7 +207,7 @@ def test_a_second_daemon_is_refused_and_told_who_holds_the_socket(daemon: Runnin
     command = [
         sys.executable,
         "-m",
-        "dataio.cli",
+        "headrace.dataio.cli",
         "sidecar",
         "run",
         "--socket",
@@ -235,7 +235,17 @@ def test_the_socket_of_a_dead_daemon_is_taken_over(daemon: RunningDaemon) -> Non
 def test_the_command_runs_a_daemon_until_sigterm(daemon: RunningDaemon) -> None:
     daemon.stop()
     path = daemon.folder / "t" / "x.sock"
-    command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--socket", str(path), "--cache-bytes", "64MiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.dataio.cli",
+        "sidecar",
+        "run",
+        "--socket",
+        str(path),
+        "--cache-bytes",
+        "64MiB",
+    ]
     process = subprocess.Popen([*command, "--cache-dir", str(daemon.folder / "c")], stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: (found := Sidecar.find(path)) and found.close() is None)
@@ -257,8 +267,17 @@ def test_the_command_runs_a_daemon_until_sigterm(daemon: RunningDaemon) -> None:
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: list[str], reason: str) -> None:
-    command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--cache-dir", str(tmp_path / "c"), *options]
-    environment = {**os.environ, "MILLRACE_SIDECAR": str(tmp_path / "s" / "x.sock")}
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.dataio.cli",
+        "sidecar",
+        "run",
+        "--cache-dir",
+        str(tmp_path / "c"),
+        *options,
+    ]
+    environment = {**os.environ, "HEADRACE_SIDECAR": str(tmp_path / "s" / "x.sock")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
     assert done.returncode == UsageError.exit_code
     assert reason in done.stderr
@@ -273,6 +292,6 @@ def test_a_directory_that_others_may_enter_is_no_place_for_a_socket(tmp_path: Pa
 
 
 def test_where_the_socket_is() -> None:
-    assert paths.default_socket({"MILLRACE_SIDECAR": "/a/b"}) == Path("/a/b")
-    assert paths.default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/millrace/sidecar.sock")
-    assert paths.default_socket({}) == Path(f"/tmp/millrace-{os.geteuid()}/sidecar.sock")
+    assert paths.default_socket({"HEADRACE_SIDECAR": "/a/b"}) == Path("/a/b")
+    assert paths.default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/headrace/sidecar.sock")
+    assert paths.default_socket({}) == Path(f"/tmp/headrace-{os.geteuid()}/sidecar.sock")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import UsageError
-from dataio.sidecar import activation, connection
-from dataio.sidecar.connection import Sidecar
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.sidecar import activation, connection
+from headrace.dataio.sidecar.connection import Sidecar
 
 from .conftest import wait_for
 
@@ -43,7 +43,7 @@ class Manager:
     def start(self, names: str = "sidecar") -> subprocess.Popen[bytes]:
         command = [
             "-m",
-            "dataio.cli",
+            "headrace.dataio.cli",
             "sidecar",
             "run",
             "--socket",
@@ -100,7 +100,7 @@ def test_a_client_that_came_first_is_served_when_the_daemon_is_there(
 
 
 def test_the_socket_outlives_the_daemon_and_the_next_one_serves_it(manager: Manager) -> None:
-    for number, names in ((signal.SIGKILL, "millrace-sidecar@alice.socket"), (signal.SIGTERM, "sidecar")):
+    for number, names in ((signal.SIGKILL, "headrace-sidecar@alice.socket"), (signal.SIGTERM, "sidecar")):
         daemon = manager.start(names)
         wait_for(lambda: (found := Sidecar.find(manager.path)) and (found.close() or True))
         daemon.send_signal(number)
@@ -140,7 +140,7 @@ def test_what_is_no_listening_unix_socket_is_refused_by_name(kind: str, tmp_path
     }[kind]()
     with made as thing:
         if isinstance(thing, socket.socket) and kind == "unnamed":
-            thing.bind(b"\0millrace-test-" + str(os.getpid()).encode())
+            thing.bind(b"\0headrace-test-" + str(os.getpid()).encode())
             thing.listen(1)
         with pytest.raises(UsageError, match=f"descriptor {thing.fileno()}, which LISTEN_FDS passes"):
             activation._checked(thing.fileno())

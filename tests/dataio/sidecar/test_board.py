@@ -7,10 +7,10 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.sidecar import messages as m
-from dataio.sidecar.board import FORGET_SECONDS, JOBS, OTHER, POINTS, SOURCES, Board, Totals
-from dataio.sidecar.saves import KEPT, Saves
-from dataio.sidecar.view import fitting
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.board import FORGET_SECONDS, JOBS, OTHER, POINTS, SOURCES, Board, Totals
+from headrace.dataio.sidecar.saves import KEPT, Saves
+from headrace.dataio.sidecar.view import fitting
 
 
 class Time:

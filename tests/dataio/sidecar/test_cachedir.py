@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cli import main
-from dataio.core.errors import UsageError
-from dataio.sidecar.cachedir import CacheDirectories
-from dataio.sidecar.config import CacheTier
+from headrace.dataio.cli import main
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.sidecar.cachedir import CacheDirectories
+from headrace.dataio.sidecar.config import CacheTier
 from tests.disks import disk
 
 

@@ -15,26 +15,26 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cache.headstart import HeadStart
-from dataio.core import log
-from dataio.core.errors import DeadlineError, TransientError
-from dataio.core.limits import MIB
-from dataio.sidecar import connection, wire
-from dataio.sidecar import messages as m
-from dataio.sidecar.client import Sidecar, Staged, open_reader
-from dataio.sidecar.spin import Spin
-from dataio.store.contract import Location, Store
-from dataio.store.open import open_store
-from dataio.testing.system import stopped
+from headrace.dataio.cache.headstart import HeadStart
+from headrace.dataio.core import log
+from headrace.dataio.core.errors import DeadlineError, TransientError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar import connection, wire
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.client import Sidecar, Staged, open_reader
+from headrace.dataio.sidecar.spin import Spin
+from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.system import stopped
 from tests.denied import denied
 
 from .conftest import RunningDaemon, wait_for
 
 FORKED = """
 import os, sys
-from dataio.sidecar.client import open_reader
-from dataio.store.open import open_store
-from dataio.testing.system import stopped
+from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.system import stopped
 from tests.denied import denied
 url, socket, key = sys.argv[1:]
 reader = open_reader(open_store(url), socket)
@@ -209,7 +209,10 @@ def test_a_daemon_that_drips_hangs(
             for at in range(1000):
                 if over.wait(0.05):
                     return
-                sock.sendall(wire.frame(bytes(1000))[at : at + 1])
+                try:
+                    sock.sendall(wire.frame(bytes(1000))[at : at + 1])
+                except OSError:  # the client has given up
+                    return
                 dripped += 1
 
     thread = threading.Thread(target=drip)
@@ -273,7 +276,7 @@ def test_another_users_daemon_is_named_as_such_and_done_without(
     daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log._said.clear()
-    monkeypatch.setenv("MILLRACE_SIDECAR", str(daemon.socket))
+    monkeypatch.setenv("HEADRACE_SIDECAR", str(daemon.socket))
     with denied(daemon.socket.parent):
         assert Sidecar.find() is None
     assert f"the sidecar on {daemon.socket} is not for this user: Permission denied" in caplog.text

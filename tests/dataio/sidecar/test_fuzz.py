@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from dataio.core.errors import UsageError
-from dataio.sidecar import messages as m
-from dataio.sidecar import wire
-from dataio.sidecar.peer import Peer
-from dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.peer import Peer
+from headrace.dataio.sidecar.transfer.memfd import sealed
 from tests.dataio.sidecar.conftest import RunningDaemon
 from tests.dataio.sidecar.test_abuse import quiet as quiet
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataio.sidecar import status
+from headrace.dataio.sidecar import status
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 ASK = """

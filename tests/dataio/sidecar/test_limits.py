@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.limits import MIB
-from dataio.sidecar import messages as m
-from dataio.sidecar.client import open_reader
-from dataio.sidecar.wire import close_all
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.s3server import Keys, S3Server, start_seaweedfs
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.sidecar.wire import close_all
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.s3server import Keys, S3Server, start_seaweedfs
 
 from .conftest import RunningDaemon, wait_for
 

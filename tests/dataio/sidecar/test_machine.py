@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import NotFoundError
-from dataio.sidecar import machine
-from dataio.sidecar import messages as m
-from dataio.sidecar.machine import Discard, HangUp, Prefetch, Send, Session, StartJob, StartOpen
+from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.sidecar import machine
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.machine import Discard, HangUp, Prefetch, Send, Session, StartJob, StartOpen
 
 WHERE = m.Where("file:///data", {})
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataio import pack
-from dataio.sidecar import messages as m
-from dataio.sidecar import wire
-from dataio.sidecar.client import SaveMeter
+from headrace.dataio import pack
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.client import SaveMeter
 from tests.browser import Browser, needs_browser
 from tests.dataio.sidecar.conftest import HERE, RunningDaemon, wait_for
 
 RUN = "flow-7b"
-SHOTS = os.environ.get("MILLRACE_SCREENSHOTS")
+SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
 NOTHING_CUT = "[...document.querySelectorAll('dd')].every((e) => e.scrollWidth <= e.clientWidth)"
-COMMANDS = {"checkpoint": [sys.executable, "-m", "checkpoint.carry"]}
+COMMANDS = {"checkpoint": [sys.executable, "-m", "headrace.checkpoint.carry"]}
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dataio.sidecar import messages as m
-from dataio.sidecar.board import POINT_SECONDS, POINTS
-from dataio.sidecar.pulse import Pulse
-from dataio.sidecar.view import View
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.board import POINT_SECONDS, POINTS
+from headrace.dataio.sidecar.pulse import Pulse
+from headrace.dataio.sidecar.view import View
 
 
 class Later:

@@ -20,22 +20,22 @@ from typing import Any
 
 import pytest
 
-from dataio.cache.local import DirectReader
-from dataio.core.errors import NotFoundError
-from dataio.core.limits import MIB
-from dataio.sidecar import messages as m
-from dataio.sidecar import reader as reader_module
-from dataio.sidecar.client import Sidecar, open_reader
-from dataio.sidecar.machine import Prefetch, Session
-from dataio.sidecar.reader import SidecarReader
-from dataio.store.contract import Store
+from headrace.dataio.cache.local import DirectReader
+from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import reader as reader_module
+from headrace.dataio.sidecar.client import Sidecar, open_reader
+from headrace.dataio.sidecar.machine import Prefetch, Session
+from headrace.dataio.sidecar.reader import SidecarReader
+from headrace.dataio.store.contract import Store
 
 from .conftest import RunningDaemon, wait_for
 
 READ_ALL = """
 import hashlib, sys
-from dataio.sidecar.client import open_reader
-from dataio.store.open import open_store
+from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.store.open import open_store
 url, socket, *keys = sys.argv[1:]
 store = open_store(url)
 reader = open_reader(store, socket)
@@ -76,7 +76,7 @@ def test_two_processes_that_read_the_same_cost_one_fetch(
     assert cache["fetched_bytes"] == sum(map(len, shards.values()))
     port = daemon.status()["http_port"]
     metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120).read().decode()
-    assert "millrace_cache_bytes_total" in metrics
+    assert "headrace_cache_bytes_total" in metrics
 
 
 def test_a_client_cannot_write_to_the_cache(daemon: RunningDaemon, store: Store) -> None:
@@ -344,7 +344,7 @@ def test_status_over_http_and_by_the_command(daemon: RunningDaemon, store: Store
     assert ask(port, b"POST /livez HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 405 ")
     assert ask(port, b"HEAD /livez HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
     assert ask(port, b"GET /" + b"x" * 20_000) == b""
-    command = [sys.executable, "-m", "dataio.cli", "sidecar", "status", "--socket", str(daemon.socket)]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "status", "--socket", str(daemon.socket)]
     assert json.loads(subprocess.check_output([*command, "--json"]))["pid"] == daemon.pid
     assert f"process {daemon.pid}" in subprocess.check_output(command, text=True)
     absent = subprocess.run([*command[:-1], str(tmp_path / "no.sock")], capture_output=True, text=True)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dataio.sidecar import messages as m
-from dataio.sidecar import wire
-from dataio.sidecar.client import LoaderMeter, SaveMeter, Sidecar, open_reader
-from dataio.sidecar.recent import KEPT, TEXT, Recent
-from dataio.sidecar.reporting import group_name
-from dataio.sidecar.status import is_own, page
-from dataio.store.contract import Store
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.client import LoaderMeter, SaveMeter, Sidecar, open_reader
+from headrace.dataio.sidecar.recent import KEPT, TEXT, Recent
+from headrace.dataio.sidecar.reporting import group_name
+from headrace.dataio.sidecar.status import is_own, page
+from headrace.dataio.store.contract import Store
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 
@@ -68,7 +68,7 @@ def test_a_meter_counts_what_is_in_progress() -> None:
 
 
 def test_a_job_is_called_as_its_environment_says() -> None:
-    assert group_name({"MILLRACE_JOB": "mine", "SLURM_JOB_ID": "7"}) == "mine"
+    assert group_name({"HEADRACE_JOB": "mine", "SLURM_JOB_ID": "7"}) == "mine"
     assert group_name({"SLURM_JOB_ID": "7"}) == "slurm 7"
     assert group_name({}) == f"process group {os.getpgid(0)}"
 
@@ -94,7 +94,7 @@ def test_a_loaders_reads_and_waits_and_a_savers_stalls_reach_status_and_metrics(
             sample.labels["source"]: sample.value
             for family in text_string_to_metric_families(get(daemon, "/metrics")[2].decode())
             for sample in family.samples
-            if sample.name == "millrace_job_read_bytes_total" and sample.labels["job"] == "exp"
+            if sample.name == "headrace_job_read_bytes_total" and sample.labels["job"] == "exp"
         }
         assert sum(read.values()) == 6000
         assert read["store"] == 3000

@@ -7,10 +7,10 @@ import signal
 import urllib.request
 from pathlib import Path
 
-from dataio.core.limits import MIB
-from dataio.sidecar.client import open_reader
-from dataio.sidecar.connection import Sidecar
-from dataio.store.contract import Store
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.sidecar.connection import Sidecar
+from headrace.dataio.store.contract import Store
 
 from .conftest import RunningDaemon, wait_for
 
@@ -116,7 +116,7 @@ def test_a_daemon_with_tiers_fills_the_fast_one_first_and_does_without_one_that_
         assert f"does without {tmp_path}/file/x" in other.log.read_text()
         page = f"http://127.0.0.1:{other.status()['http_port']}/metrics"
         wait_for(
-            lambda: b'millrace_cache_tier_used_bytes{tier="0"} 9.437184e+06' in urllib.request.urlopen(page).read()
+            lambda: b'headrace_cache_tier_used_bytes{tier="0"} 9.437184e+06' in urllib.request.urlopen(page).read()
         )
     finally:
         other.stop()

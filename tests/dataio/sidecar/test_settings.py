@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import UsageError
-from dataio.core.limits import GIB, MIB
-from dataio.sidecar import settings
-from dataio.sidecar.config import CacheTier
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import GIB, MIB
+from headrace.dataio.sidecar import settings
+from headrace.dataio.sidecar.config import CacheTier
 
 from .conftest import RunningDaemon, wait_for
 
@@ -31,14 +31,14 @@ def test_a_flag_counts_before_the_environment_and_that_before_the_file(tmp_path:
     flags = file(
         tmp_path, 'cache_bytes = "3GiB"\nclients = 9\nkeep_cache = false\ndrain_seconds = 1.5\nhttp_port = "off"\n'
     )
-    environ = {"MILLRACE_SIDECAR_CACHE_BYTES": "4GiB", "MILLRACE_SIDECAR_CLIENTS": "8", "MILLRACE_SIDECAR": "/x/s"}
+    environ = {"HEADRACE_SIDECAR_CACHE_BYTES": "4GiB", "HEADRACE_SIDECAR_CLIENTS": "8", "HEADRACE_SIDECAR": "/x/s"}
     config = settings.read({**flags, "clients": "7"}, environ).config
     assert (config.clients, config.cache_bytes, config.keep_cache) == (7, 4 * GIB, False)
     assert (config.drain_seconds, config.http_port, config.socket) == (1.5, None, Path("/x/s"))
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
-    environ = {"MILLRACE_SIDECAR_CONFIG": file(tmp_path, "clients = 5")["config"]}
+    environ = {"HEADRACE_SIDECAR_CONFIG": file(tmp_path, "clients = 5")["config"]}
     assert settings.read({}, environ).config.clients == 5
 
 
@@ -48,8 +48,8 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
         ({"clients": "0"}, {}, "", "--clients"),
         ({"cache_bytes": "lots"}, {}, "", "--cache-bytes"),
         ({"http_port": "70000"}, {}, "", "--http-port"),
-        ({}, {"MILLRACE_SIDECAR_FETCH_THREADS": "many"}, "", "MILLRACE_SIDECAR_FETCH_THREADS"),
-        ({}, {"MILLRACE_SIDECAR_CASHE_BYTES": "1GiB"}, "", "MILLRACE_SIDECAR_CASHE_BYTES in the environment"),
+        ({}, {"HEADRACE_SIDECAR_FETCH_THREADS": "many"}, "", "HEADRACE_SIDECAR_FETCH_THREADS"),
+        ({}, {"HEADRACE_SIDECAR_CASHE_BYTES": "1GiB"}, "", "HEADRACE_SIDECAR_CASHE_BYTES in the environment"),
         ({}, {}, "drain_seconds = -1", "drain_seconds in "),
         ({}, {}, "cashe_bytes = 1", "cashe_bytes in "),
         ({}, {}, "clients = [1]", "clients in "),

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from dataio.sidecar import messages as m
-from dataio.sidecar.spans import job_span
-from dataio.store.contract import Store
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.spans import job_span
+from headrace.dataio.store.contract import Store
 
 from .conftest import RunningDaemon, wait_for
 
@@ -29,10 +29,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 CLIENT = """
 import sys, os
-from dataio.core.trace import span
-from dataio.sidecar.client import open_reader
-from dataio.sidecar.connection import Sidecar
-from dataio.store.open import open_store
+from headrace.dataio.core.trace import span
+from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.sidecar.connection import Sidecar
+from headrace.dataio.store.open import open_store
 url, socket = sys.argv[1:]
 with span("training"):
     reader = open_reader(open_store(url), socket)
@@ -115,8 +115,8 @@ def test_what_the_daemon_fetches_and_commits_is_below_the_trainers_spans(
     assert job.parent_span_id == stage.span_id
     assert {span.trace_id for span in [*fetches, job, stage]} == {training.trace_id}
     about = {a.key: a.value for a in fetches[0].attributes}
-    assert about["millrace.key"].string_value == "shards/1.tar"
-    assert about["millrace.bytes"].int_value == 4 << 20
+    assert about["headrace.key"].string_value == "shards/1.tar"
+    assert about["headrace.bytes"].int_value == 4 << 20
 
 
 def test_where_nobody_records_a_jobs_end_is_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataio.sidecar.spin import SPIN_SECONDS, Spin
+from headrace.dataio.sidecar.spin import SPIN_SECONDS, Spin
 
 QUICK, SLOW = SPIN_SECONDS / 2, 1.0
 

@@ -1,4 +1,4 @@
-"""`millrace sidecar status`, and what systemd is told."""
+"""`headrace sidecar status`, and what systemd is told."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cli import main
-from dataio.sidecar import cli_cache
-from dataio.sidecar import messages as m
-from dataio.sidecar.client import SaveMeter
-from dataio.sidecar.notify import notify, ready
+from headrace.dataio.cli import main
+from headrace.dataio.sidecar import cli_cache
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.client import SaveMeter
+from headrace.dataio.sidecar.notify import notify, ready
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 from tests.denied import denied
 
@@ -69,11 +69,11 @@ def test_the_terminal_says_how_prefetching_did_against_its_forecast() -> None:
 
 def test_without_a_daemon_the_exit_code_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sidecar", "status", "--socket", str(tmp_path / "none")]) == 2
-    assert "millrace sidecar run" in capsys.readouterr().err
+    assert "headrace sidecar run" in capsys.readouterr().err
 
 
 def test_watch_goes_on_until_it_is_interrupted(daemon: RunningDaemon) -> None:
-    run = "import sys; from dataio.cli import main; sys.exit(main())"
+    run = "import sys; from headrace.dataio.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", run, "sidecar", "status", "--socket", str(daemon.socket), "--watch"]
     environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
@@ -130,7 +130,7 @@ def test_the_command_says_ready_once_it_serves() -> None:
             "16MiB",
         ]
         process = subprocess.Popen(
-            [sys.executable, "-c", "import sys; from dataio.cli import main; sys.exit(main())", *command],
+            [sys.executable, "-c", "import sys; from headrace.dataio.cli import main; sys.exit(main())", *command],
             env={**os.environ, "NOTIFY_SOCKET": f"{folder}/notify", "WATCHDOG_USEC": "200000", "WATCHDOG_PID": ""},
             stderr=subprocess.DEVNULL,
         )

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataio.core import limits
-from dataio.core.errors import ConflictError, MillraceError, UsageError
-from dataio.sidecar import messages as m
-from dataio.sidecar import wire
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import ConflictError, HeadraceError, UsageError
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import wire
 
 
 def open_descriptors() -> int:
@@ -127,7 +127,7 @@ def test_an_error_keeps_its_class_over_the_wire() -> None:
     error = ConflictError("somebody was first", hint="look who")
     rebuilt = m.error_of(*m.error_fields(error))
     assert (type(rebuilt), rebuilt.message, rebuilt.hint) == (ConflictError, error.message, error.hint)
-    assert type(m.error_of("of the future", "x", "")) is MillraceError
+    assert type(m.error_of("of the future", "x", "")) is HeadraceError
     assert m.error_fields(KeyError("x"))[0] == "error"
 
 

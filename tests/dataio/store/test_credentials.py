@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import AccessDeniedError
-from dataio.store.open import open_store
-from dataio.store.s3credentials import Keys as Values
-from dataio.testing.s3server import Keys, S3Server, start_seaweedfs
+from headrace.dataio.core.errors import AccessDeniedError
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.s3credentials import Keys as Values
+from headrace.dataio.testing.s3server import Keys, S3Server, start_seaweedfs
 from tests.conftest import use_s3_server
 
 pytestmark = pytest.mark.s3
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def server() -> Iterator[S3Server]:
     """A server of this module's own, whose keys are changed."""
     with start_seaweedfs() as running:
-        running.create_bucket("millrace")
+        running.create_bucket("headrace")
         yield running
 
 
@@ -40,10 +40,10 @@ def url(request: pytest.FixtureRequest, server: S3Server, monkeypatch: pytest.Mo
     if request.param == "obstore":
         pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
     use_s3_server(server, monkeypatch)
-    monkeypatch.setenv("MILLRACE_S3", request.param)
+    monkeypatch.setenv("HEADRACE_S3", request.param)
     _set(monkeypatch, new := _new_keys())
     server.change_keys(new)
-    return f"s3://millrace/{uuid.uuid4().hex}"
+    return f"s3://headrace/{uuid.uuid4().hex}"
 
 
 def _new_keys() -> Keys:
@@ -182,7 +182,7 @@ def test_a_machines_role_is_refreshed_by_the_clients_own_chain(
 _FAILING = """
 import logging, sys, traceback
 logging.basicConfig(level=logging.DEBUG)
-from dataio.store.open import open_store
+from headrace.dataio.store.open import open_store
 for options in {options!r}:
     store = open_store({url!r}, **options).inner  # without retries
     print(repr(store), store.location, repr(store.inner._session), repr(store.inner._config))

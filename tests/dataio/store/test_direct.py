@@ -20,12 +20,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from dataio.core.errors import CapacityError
-from dataio.store import direct
-from dataio.store.direct import ALIGN, LEAST_BYTES, aligned_part, fill_directly, fill_together, mostly_cached, pieces
-from dataio.store.open import open_location, open_store
-from dataio.store.posix import TEMPORARY, PosixStore
-from dataio.testing.conformance import some_bytes
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.store import direct
+from headrace.dataio.store.direct import (
+    ALIGN,
+    LEAST_BYTES,
+    aligned_part,
+    fill_directly,
+    fill_together,
+    mostly_cached,
+    pieces,
+)
+from headrace.dataio.store.open import open_location, open_store
+from headrace.dataio.store.posix import TEMPORARY, PosixStore
+from headrace.dataio.testing.conformance import some_bytes
 
 MIB = 1 << 20
 
@@ -50,7 +58,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         filled.append(fill_directly(fd, offset, buffer))
         return filled[-1]
 
-    monkeypatch.setattr("dataio.store.posix.fill_directly", watch)
+    monkeypatch.setattr("headrace.dataio.store.posix.fill_directly", watch)
     return filled
 
 
@@ -204,7 +212,7 @@ def _read_direct(root: Path) -> None:
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
 def test_it_works_on_a_memory_file_system(tmp_path: Path) -> None:
-    folder = Path("/dev/shm") / f"millrace-{os.getpid()}-{tmp_path.name}"
+    folder = Path("/dev/shm") / f"headrace-{os.getpid()}-{tmp_path.name}"
     try:
         _read_direct(folder)
     finally:
@@ -213,7 +221,7 @@ def test_it_works_on_a_memory_file_system(tmp_path: Path) -> None:
 
 _ON_RAMFS = """
 import fcntl, mmap, os, sys
-from dataio.store.open import open_store
+from headrace.dataio.store.open import open_store
 store = open_store(sys.argv[1], direct=True)
 store.put("k", bytes(range(256)) * 8192)
 fd = os.open(sys.argv[1] + "/k", os.O_RDONLY)
@@ -245,7 +253,7 @@ def traced(tmp_path: Path) -> list[str]:
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     log = tmp_path / "trace"
-    program = f"from dataio.store.open import open_store\nopen_store({str(tmp_path / 'store')!r}).put('a/b/c', b'body')"
+    program = f"from headrace.dataio.store.open import open_store\nopen_store({str(tmp_path / 'store')!r}).put('a/b/c', b'body')"
     calls = "trace=write,fsync,rename,renameat,renameat2,mkdir,mkdirat"
     done = subprocess.run(["strace", "-f", "-y", "-e", calls, "-o", str(log), sys.executable, "-B", "-c", program])
     if done.returncode or "fsync" not in log.read_text():
@@ -279,7 +287,7 @@ def test_a_write_whose_fsync_fails_is_not_reported_as_done(tmp_path: Path, nth: 
     root, log = tmp_path / "store", tmp_path / "trace"
     open_store(root).put("k", b"old")
     program = (
-        "import sys\nfrom dataio.store.posix import PosixStore\nfrom dataio.core.errors import TransientError\n"
+        "import sys\nfrom headrace.dataio.store.posix import PosixStore\nfrom headrace.dataio.core.errors import TransientError\n"
         f"try: PosixStore({str(root)!r}).put('k', b'new')\nexcept TransientError as error: print(error)\n"
     )
     inject = f"inject=fsync:error=EIO:when={nth}"
@@ -443,7 +451,7 @@ def test_a_write_that_fails_behind_the_back_of_the_one_who_gives_parts_is_raised
         assert store.get("pack") == b"old"
     assert 2 <= len(seen) < 10  # two are on their way when the next would follow
     assert os.listdir(tmp_path / "s" / TEMPORARY) == []
-    assert not [t for t in threading.enumerate() if t.name.startswith("millrace-write")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("headrace-write")]
 
 
 def test_an_error_of_the_one_who_gives_parts_waits_for_the_write_in_flight(tmp_path: Path) -> None:
@@ -454,4 +462,4 @@ def test_an_error_of_the_one_who_gives_parts_waits_for_the_write_in_flight(tmp_p
     with open_store(tmp_path / "s") as store, pytest.raises(KeyError):
         store.put_multipart("pack", parts())
     assert os.listdir(tmp_path / "s" / TEMPORARY) == []
-    assert not [t for t in threading.enumerate() if t.name.startswith("millrace-write")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("headrace-write")]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataio.core.errors import ConflictError, TransientError
-from dataio.core.limits import MIB
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.testing.proxy import Fault, FaultProxy
-from dataio.testing.s3server import S3Server
+from headrace.dataio.core.errors import ConflictError, TransientError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3server import S3Server
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.s3

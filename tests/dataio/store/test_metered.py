@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import MillraceError
-from dataio.core.metrics import REGISTRY, store_requests
-from dataio.store.metered import Metered
-from dataio.store.posix import PosixStore
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.metrics import REGISTRY, store_requests
+from headrace.dataio.store.metered import Metered
+from headrace.dataio.store.posix import PosixStore
 
 
 def test_each_operation_is_counted_with_its_outcome_and_its_bytes(tmp_path: Path) -> None:
@@ -30,14 +30,14 @@ def test_each_operation_is_counted_with_its_outcome_and_its_bytes(tmp_path: Path
     store.delete_many(["b"])
     store.stat("a")
     for key in ("b", "../b"):
-        with contextlib.suppress(MillraceError):
+        with contextlib.suppress(HeadraceError):
             store.get(key)
     with pytest.raises(ZeroDivisionError):
         store.put_multipart("d", (bytes(1 // 0) for _ in range(1)))
 
     def requests(operation: str, outcome: str) -> float | None:
         labels = {"backend": backend, "operation": operation, "outcome": outcome}
-        return REGISTRY.get_sample_value("millrace_store_requests_total", labels)
+        return REGISTRY.get_sample_value("headrace_store_requests_total", labels)
 
     for operation in ("put", "put_multipart", "get", "list", "delete_many", "stat"):
         assert requests(operation, "ok") == 1, operation
@@ -45,7 +45,7 @@ def test_each_operation_is_counted_with_its_outcome_and_its_bytes(tmp_path: Path
     assert requests("get", "not_found") == requests("get", "usage") == requests("put_multipart", "raised") == 1
     for direction, size in (("read", 5 + 2 + 4), ("written", 5 + 4 + 1)):
         labels = {"backend": backend, "direction": direction}
-        assert REGISTRY.get_sample_value("millrace_store_bytes_total", labels) == size
+        assert REGISTRY.get_sample_value("headrace_store_bytes_total", labels) == size
 
 
 def test_a_listing_that_is_forgotten_ends_also_where_the_counters_are_locked(tmp_path: Path) -> None:

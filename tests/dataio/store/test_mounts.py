@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import NotFoundError, UnsupportedError, UsageError
-from dataio.store.contract import Location
-from dataio.store.mounts import MAX_MOUNTS, Mounts, open_mounts, url_of
-from dataio.store.open import open_location, open_store
+from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.store.contract import Location
+from headrace.dataio.store.mounts import MAX_MOUNTS, Mounts, open_mounts, url_of
+from headrace.dataio.store.open import open_location, open_store
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import NotFoundError, UnsupportedError
-from dataio.store import nolinks
-from dataio.store.posix import PosixStore
+from headrace.dataio.core.errors import NotFoundError, UnsupportedError
+from headrace.dataio.store import nolinks
+from headrace.dataio.store.posix import PosixStore
 
 
 @pytest.fixture(params=["openat2", "without it"])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import UnsupportedError, UsageError
-from dataio.store.contract import Location
-from dataio.store.open import open_location, open_store
-from dataio.store.s3config import parse
+from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.store.contract import Location
+from headrace.dataio.store.open import open_location, open_store
+from headrace.dataio.store.s3config import parse
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "file://localhost{}", "FILE://{}", "{}/"])

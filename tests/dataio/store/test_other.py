@@ -19,21 +19,21 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
-from dataio.core.errors import (
+from headrace.dataio.core.errors import (
     AccessDeniedError,
     CapacityError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
     UsageError,
 )
-from dataio.store import other
-from dataio.store.contract import Store
-from dataio.store.open import open_location, open_store
-from dataio.store.other import FsspecStore
-from dataio.testing.conformance import StoreConformance, some_bytes
-from dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.store import other
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_location, open_store
+from headrace.dataio.store.other import FsspecStore
+from headrace.dataio.testing.conformance import StoreConformance, some_bytes
+from headrace.dataio.testing.proxy import Fault, FaultProxy
 
 
 class TestMemory(StoreConformance):
@@ -199,7 +199,7 @@ def test_an_http_server_that_ignores_ranges_is_refused(http_url: str, handler: t
 
 @pytest.mark.parametrize(("status", "kind"), [(403, AccessDeniedError), (503, TransientError), (404, NotFoundError)])
 def test_an_http_status_becomes_the_error_of_its_remedy(
-    http_url: str, handler: type[_Ranged], status: int, kind: type[MillraceError]
+    http_url: str, handler: type[_Ranged], status: int, kind: type[HeadraceError]
 ) -> None:
     handler.fail = status
     with FsspecStore(http_url, {}) as store, pytest.raises(kind, match=r"empty\.json"):
@@ -296,7 +296,7 @@ def test_a_host_that_is_missing_or_unknown_is_told_in_one_line() -> None:
         ("gs://bucket/x", UnsupportedError),
     ],
 )
-def test_what_cannot_be_opened_says_why_without_secrets(url: str, kind: type[MillraceError]) -> None:
+def test_what_cannot_be_opened_says_why_without_secrets(url: str, kind: type[HeadraceError]) -> None:
     with pytest.raises(kind) as caught:
         open_store(url)
     assert "hunter2" not in str(caught.value)

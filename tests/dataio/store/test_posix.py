@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from dataio.core.errors import (
+from headrace.dataio.core.errors import (
     AccessDeniedError,
     AmbiguousWriteError,
     CapacityError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
     UsageError,
 )
-from dataio.store import posix
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.store.posix import TEMPORARY, PosixStore
-from dataio.testing.conformance import StoreConformance, StoreMachine
-from dataio.testing.system import clock_jump, failing_fsync
+from headrace.dataio.store import posix
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.posix import TEMPORARY, PosixStore
+from headrace.dataio.testing.conformance import StoreConformance, StoreMachine
+from headrace.dataio.testing.system import clock_jump, failing_fsync
 from tests.denied import denied
 
 
@@ -61,8 +61,8 @@ def root(tmp_path: Path) -> Path:
 def _crash(root: Path, point: str, action: str) -> None:
     """Run `action` on the store in a process that kills itself at `point`; asserts that it did."""
     mark = root.parent / "mark"
-    program = f"from dataio.store.open import open_store\nstore = open_store({str(root)!r})\n{action}"
-    environment = os.environ | {"MILLRACE_CRASH": point, "MILLRACE_CRASH_MARK": str(mark)}
+    program = f"from headrace.dataio.store.open import open_store\nstore = open_store({str(root)!r})\n{action}"
+    environment = os.environ | {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
     assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == -9
     assert mark.read_text() == point + "\n"
     mark.unlink()
@@ -151,7 +151,7 @@ def test_a_writer_whose_new_file_was_taken_for_a_dead_ones_makes_another(
 def test_an_fsync_error_that_is_reported_once_fails_the_write(root: Path, operation: str, where: str) -> None:
     store = open_store(root)
     store.put("folder/before", b"")
-    with failing_fsync(where) as failed, pytest.raises(MillraceError, match=r"fsync of .*may be lost") as caught:
+    with failing_fsync(where) as failed, pytest.raises(HeadraceError, match=r"fsync of .*may be lost") as caught:
         getattr(store, operation)("folder/k", [b"new"] if operation == "put_multipart" else b"new")
     assert len(failed) == 1
     assert not isinstance(caught.value, TransientError)  # which would be tried again
@@ -217,8 +217,8 @@ def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(root: Path) -> None:
     program = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from dataio.store.open import open_store\n"
-        "from dataio.core.errors import CapacityError\n"
+        "from headrace.dataio.store.open import open_store\n"
+        "from headrace.dataio.core.errors import CapacityError\n"
         f"store = open_store({str(root)!r})\n"
         "store.put('k', b'old')\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"

@@ -1,4 +1,4 @@
-"""Is a server that ignores preconditions found out? And what `millrace doctor` says and returns."""
+"""Is a server that ignores preconditions found out? And what `headrace doctor` says and returns."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from dataio.cli import main
-from dataio.core.errors import UnsupportedError
-from dataio.store.contract import Buffer, Store
-from dataio.store.open import open_store
-from dataio.store.posix import PosixStore
-from dataio.store.probe import certify, probe_preconditions, require_preconditions
-from dataio.testing.s3server import S3Server
+from headrace.dataio.cli import main
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.posix import PosixStore
+from headrace.dataio.store.probe import certify, probe_preconditions, require_preconditions
+from headrace.dataio.testing.s3server import S3Server
 
 
 @pytest.fixture(params=["s3fs", "obstore"])
 def rclone_url(request: pytest.FixtureRequest, rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("MILLRACE_S3", request.param)
+    monkeypatch.setenv("HEADRACE_S3", request.param)
     for name, value in rclone_server.environment().items():
         monkeypatch.setenv(name, value)
-    return "s3://millrace/probe"
+    return "s3://headrace/probe"
 
 
 def test_a_store_that_keeps_preconditions_passes_and_is_left_clean(store: Store) -> None:
@@ -128,7 +128,7 @@ def test_the_doctor_refuses_a_senseless_number_of_writers(capsys: pytest.Capture
 def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that starts an S3 server and then waits."""
     program = (
-        "import sys\nfrom dataio.testing.s3server import start_rclone\n"
+        "import sys\nfrom headrace.dataio.testing.s3server import start_rclone\n"
         "server = start_rclone()\nprint(server.process.pid, flush=True)\nsys.stdin.read()\n"
     )
     command, environment = [sys.executable, "-c", program], os.environ | {"TMPDIR": str(tmp_path)}

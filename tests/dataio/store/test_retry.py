@@ -8,14 +8,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dataio.core.errors import AmbiguousWriteError, ConflictError, MillraceError, NotFoundError, TransientError
-from dataio.store.contract import ObjectInfo
-from dataio.store.posix import PosixStore
-from dataio.store.retry import Policy, Retry, call
-from dataio.testing.clock import ManualClock
+from headrace.dataio.core.errors import AmbiguousWriteError, ConflictError, HeadraceError, NotFoundError, TransientError
+from headrace.dataio.store.contract import ObjectInfo
+from headrace.dataio.store.posix import PosixStore
+from headrace.dataio.store.retry import Policy, Retry, call
+from headrace.dataio.testing.clock import ManualClock
 
 
-def _failing(clock: ManualClock, errors: list[MillraceError], seconds: float = 0.0) -> Callable[[], str]:
+def _failing(clock: ManualClock, errors: list[HeadraceError], seconds: float = 0.0) -> Callable[[], str]:
     left = iter(errors)
 
     def work() -> str:
@@ -35,8 +35,8 @@ def test_passing_trouble_is_tried_again_until_it_has_passed() -> None:
     assert clock.pauses == [0.2, 0.4]
 
 
-@pytest.mark.parametrize("error", [NotFoundError("x"), ConflictError("x"), MillraceError("x")])
-def test_what_will_fail_again_is_not_tried_again(error: MillraceError) -> None:
+@pytest.mark.parametrize("error", [NotFoundError("x"), ConflictError("x"), HeadraceError("x")])
+def test_what_will_fail_again_is_not_tried_again(error: HeadraceError) -> None:
     clock = ManualClock()
     with pytest.raises(type(error)):
         call(_failing(clock, [error]), Policy(), clock)
@@ -45,7 +45,7 @@ def test_what_will_fail_again_is_not_tried_again(error: MillraceError) -> None:
 
 def test_the_last_error_keeps_its_class_and_hint_and_counts_the_attempts() -> None:
     clock = ManualClock()
-    errors: list[MillraceError] = [AmbiguousWriteError("no answer", hint="look") for _ in range(9)]
+    errors: list[HeadraceError] = [AmbiguousWriteError("no answer", hint="look") for _ in range(9)]
     with pytest.raises(AmbiguousWriteError, match=r"no answer \[gave up after 3 attempts in 6\.\d s\]") as caught:
         call(_failing(clock, errors, 2.0), Policy(attempts=3), clock, lambda: 0.0)
     assert caught.value.hint == "look"

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dataio.core import limits
-from dataio.core.errors import (
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import (
     AccessDeniedError,
     AmbiguousWriteError,
     CapacityError,
@@ -31,19 +31,19 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from dataio.store import s3, s3read, s3session, s3upload
-from dataio.store.contract import Store
-from dataio.store.open import open_location, open_store
-from dataio.store.probe import certify
-from dataio.store.retry import Policy
-from dataio.store.s3 import S3Store
-from dataio.store.s3client import connect
-from dataio.store.s3config import parse
-from dataio.store.s3errors import from_answer
-from dataio.store.s3session import S3Session
-from dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
-from dataio.testing.proxy import Fault, FaultProxy
-from dataio.testing.s3server import S3Server
+from headrace.dataio.store import s3, s3read, s3session, s3upload
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_location, open_store
+from headrace.dataio.store.probe import certify
+from headrace.dataio.store.retry import Policy
+from headrace.dataio.store.s3 import S3Store
+from headrace.dataio.store.s3client import connect
+from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.s3errors import from_answer
+from headrace.dataio.store.s3session import S3Session
+from headrace.dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
+from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3server import S3Server
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.s3
@@ -56,7 +56,7 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """The library that talks to S3 in this test and its child processes: each of them in turn."""
     if request.param == "obstore":
         pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
-    monkeypatch.setenv("MILLRACE_S3", request.param)
+    monkeypatch.setenv("HEADRACE_S3", request.param)
     return str(request.param)
 
 
@@ -66,7 +66,7 @@ class TestS3ThroughS3fs(StoreConformance):
 
     @pytest.fixture
     def store_url(self, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-        monkeypatch.setenv("MILLRACE_S3", self.client)
+        monkeypatch.setenv("HEADRACE_S3", self.client)
         return s3_url
 
 
@@ -78,7 +78,7 @@ class TestS3ThroughObstore(TestS3ThroughS3fs):
     @pytest.fixture
     def store_url(self, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
-        monkeypatch.setenv("MILLRACE_S3", self.client)
+        monkeypatch.setenv("HEADRACE_S3", self.client)
         return s3_url
 
 
@@ -164,11 +164,11 @@ def test_a_forked_child_gets_an_error_for_its_parents_store_and_can_open_its_own
     client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if client == "obstore":
-        monkeypatch.delenv("MILLRACE_S3")  # obstore's threads are not in the child, so s3fs serves there
+        monkeypatch.delenv("HEADRACE_S3")  # obstore's threads are not in the child, so s3fs serves there
     program = (
         "import os\n"
-        "from dataio.store.open import open_store\n"
-        "from dataio.core.errors import UsageError\n"
+        "from headrace.dataio.store.open import open_store\n"
+        "from headrace.dataio.core.errors import UsageError\n"
         f"store = open_store({s3_url!r}); store.put('k', b'1')\n"
         f"print(type(store.inner.inner._session).__name__, flush=True)\n"
         "child = os.fork()\n"
@@ -197,13 +197,13 @@ def test_what_obstore_has_no_equal_of_goes_through_s3fs_unless_obstore_is_insist
     with pytest.raises(UnsupportedError, match=r"no equal of the option (use_dualstack|tcp_keepalive)"):
         connect(parse(s3_url, {**option, "client": "obstore"}, {"AWS_REGION": "r"}))
     with pytest.raises(UsageError, match="no S3 client"):
-        parse(s3_url, {}, {"MILLRACE_S3": "curl"})
+        parse(s3_url, {}, {"HEADRACE_S3": "curl"})
 
 
 def test_without_obstore_s3fs_serves(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "dataio.store.s3fast", raising=False)
-    monkeypatch.delitem(sys.modules, "dataio.store.s3fasterrors", raising=False)
+    monkeypatch.delitem(sys.modules, "headrace.dataio.store.s3fast", raising=False)
+    monkeypatch.delitem(sys.modules, "headrace.dataio.store.s3fasterrors", raising=False)
     assert type(connect(parse(s3_url, {}))) is S3Session
     with pytest.raises(UnsupportedError, match=r"not installed.*fast-s3"):
         connect(parse(s3_url, {"client": "obstore"}))
@@ -266,7 +266,7 @@ def test_a_conditional_write_is_one_single_put(client: str, s3_url: str, recorde
 
 
 def test_a_body_too_large_for_obstores_time_out_goes_through_s3fs(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3fast = pytest.importorskip("dataio.store.s3fast", reason="the extra fast-s3 is not installed")
+    s3fast = pytest.importorskip("headrace.dataio.store.s3fast", reason="the extra fast-s3 is not installed")
     monkeypatch.setattr(s3fast, "_PUT_BYTES", 4)
     with S3Store(parse(s3_url, {"client": "obstore"})) as store:
         store.put("k", b"12345")
@@ -310,17 +310,17 @@ def test_a_forgotten_store_ends_with_its_thread_and_not_in_the_thread_that_colle
     monkeypatch.setattr(s3session._Worker, "stop", lambda it: (stop(it), stopped.append(threading.get_ident())))
     store = open_store(s3_url)
     store.put("k", b"")
-    before = {t for t in threading.enumerate() if t.name == "millrace-s3"}
+    before = {t for t in threading.enumerate() if t.name == "headrace-s3"}
     del store
     gc.collect()
     wait_for(lambda: stopped)
     assert threading.get_ident() not in stopped
-    assert len({t for t in threading.enumerate() if t.name == "millrace-s3"}) < len(before)
+    assert len({t for t in threading.enumerate() if t.name == "headrace-s3"}) < len(before)
 
 
 ENDS_WHILE_OBSTORE_HANDS_OVER = """
 import asyncio, os, sys, threading, time
-from dataio.store.open import open_store
+from headrace.dataio.store.open import open_store
 
 class Late:
     def __del__(self, sleep=time.sleep):
@@ -349,7 +349,7 @@ def test_the_interpreter_does_not_end_while_a_thread_of_obstores_is_in_it(
 ) -> None:
     """Such a thread is made to exit when it wants to go on, through frames that cannot be unwound: the process aborts."""
     pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
-    monkeypatch.setenv("MILLRACE_S3", "obstore")
+    monkeypatch.setenv("HEADRACE_S3", "obstore")
     command = [sys.executable, "-c", ENDS_WHILE_OBSTORE_HANDS_OVER, s3_url, how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ended.stdout.count("handed over") >= 1, ended
@@ -507,9 +507,10 @@ def test_a_writer_killed_before_it_completes_an_upload_leaves_what_was_there(
     with open_store(s3_url) as store:
         store.put("k", b"old")
         program = (
-            f"from dataio.store.open import open_store\nopen_store({s3_url!r}).put_multipart('k', [bytes(20 << 20)])"
+            "from headrace.dataio.store.open import open_store\n"
+            f"open_store({s3_url!r}).put_multipart('k', [bytes(20 << 20)])"
         )
-        environment = os.environ | {"MILLRACE_CRASH": "store.s3.uploaded", "MILLRACE_CRASH_MARK": mark}
+        environment = os.environ | {"HEADRACE_CRASH": "store.s3.uploaded", "HEADRACE_CRASH_MARK": mark}
         assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == -9
         with open(mark) as file:
             assert file.read() == "store.s3.uploaded\n"

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from dataio.core.errors import MillraceError, NotFoundError, SlowDownError, TransientError, UsageError
-from dataio.store import s3here
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.store.s3here import Here
-from dataio.testing.conformance import some_bytes
-from dataio.testing.proxy import Fault, FaultProxy
-from dataio.testing.s3server import S3Server
-from dataio.testing.system import stopped
+from headrace.dataio.core.errors import HeadraceError, NotFoundError, SlowDownError, TransientError, UsageError
+from headrace.dataio.store import s3here
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.s3here import Here
+from headrace.dataio.testing.conformance import some_bytes
+from headrace.dataio.testing.proxy import Fault, FaultProxy
+from headrace.dataio.testing.s3server import S3Server
+from headrace.dataio.testing.system import stopped
 from tests.waiting import wait_for
 
 pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
@@ -54,7 +54,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def store(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Connected, with an object of 3 MiB."""
-    monkeypatch.setenv("MILLRACE_S3", "obstore")
+    monkeypatch.setenv("HEADRACE_S3", "obstore")
     with open_store(s3_url) as found:
         found.put("k", BODY)
         yield found
@@ -107,7 +107,7 @@ def test_errors_are_those_of_the_ordinary_way(store: Store) -> None:
         store.get_into("k", len(BODY) - 5, memoryview(bytearray(10)))
     with pytest.raises(UsageError, match=str(len(BODY))):
         store.get_into("k", len(BODY) - 5, memoryview(bytearray(2 * MIB)))
-    with pytest.raises(MillraceError, match="bytes"):
+    with pytest.raises(HeadraceError, match="bytes"):
         store.get("k", max_bytes=len(BODY) - 1)
     for read in (
         lambda: store.get_into("other", 0, memoryview(bytearray(1))),
@@ -127,7 +127,7 @@ def test_errors_are_those_of_the_ordinary_way(store: Store) -> None:
 def test_a_read_survives(
     size: int, fault: Fault, s3_url: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MILLRACE_S3", "obstore")
+    monkeypatch.setenv("HEADRACE_S3", "obstore")
     with FaultProxy(s3_server.endpoint) as proxy, open_store(s3_url, endpoint_url=proxy.endpoint) as behind:
         behind.put("k", BODY)
         proxy.inject(fault, method="GET", times=2)
@@ -151,7 +151,7 @@ def test_closing_ends_what_a_silent_server_holds(s3_server: S3Server, store: Sto
 
 READS = """
 import sys
-from dataio.store.open import open_store
+from headrace.dataio.store.open import open_store
 with open_store(sys.argv[1]) as store:
     (info,) = store.list()
     assert len(store.get(info.key)) == store.stat(info.key).size == info.size
@@ -240,14 +240,14 @@ def test_headers_that_are_cut_in_the_middle_of_a_size_give_no_size() -> None:
     ("answer", "kind", "words"),
     [
         (_http(b"12345")[:-1], TransientError, "the body ended early"),
-        (b"what?\r\n\r\n", MillraceError, "no HTTP"),
+        (b"what?\r\n\r\n", HeadraceError, "no HTTP"),
         (_http(b"", "503 S", "Retry-After: 7\r\n"), SlowDownError, "503"),
         (_http(b"<html>cut", "500 I"), TransientError, "500"),
         (_http(b"<Error><Code>NoSuchBucket</Code></Error>", "404 N"), NotFoundError, "bucket 'b'"),
     ],
 )
 def test_an_answer_that_is_not_as_it_should_be_is_one_clear_error(
-    answer: bytes, kind: type[MillraceError], words: str
+    answer: bytes, kind: type[HeadraceError], words: str
 ) -> None:
     with _server(answer, b"") as (store, _), pytest.raises(kind, match=words) as caught:
         store.get("k")

@@ -13,20 +13,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataio.core.errors import (
+from headrace.dataio.core.errors import (
     AccessDeniedError,
-    MillraceError,
+    HeadraceError,
     NotFoundError,
     SlowDownError,
     TransientError,
 )
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.store.s3config import parse
-from dataio.store.s3credentials import Keys, of_variables
-from dataio.store.s3errors import UnreachableError
-from dataio.store.s3pages import behind_a_proxy, canonical, listing, signed
-from dataio.testing.s3server import S3Server
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.s3credentials import Keys, of_variables
+from headrace.dataio.store.s3errors import UnreachableError
+from headrace.dataio.store.s3pages import behind_a_proxy, canonical, listing, signed
+from headrace.dataio.testing.s3server import S3Server
 
 ODD = ["a b+c", "a%20b", "a/b", "a-b", "é/ü", "q?x=1&y#z", "star*'()!~", "plus+/+", "deep/er/still", "<&>\"'"]
 _PAGE = b"""<?xml version="1.0" encoding="UTF-8"?>
@@ -70,7 +70,7 @@ def test_both_clients_list_the_same_whatever_is_in_the_keys(s3_url: str, s3_serv
     with open_store(s3_url, client="s3fs") as slow, open_store(s3_url, client="obstore") as fast:
         for key in ODD:
             fast.put(key, key.encode())
-        prefix = s3_url.removeprefix("s3://millrace/")
+        prefix = s3_url.removeprefix("s3://headrace/")
         session = slow.inner.inner._session  # type: ignore[attr-defined]
         session.run(session.call("put_object", "test", Key=f"{prefix}/marker/", Body=b""))
         for part in ("", "a", "a ", "plus+", "é/", "none"):
@@ -80,7 +80,7 @@ def test_both_clients_list_the_same_whatever_is_in_the_keys(s3_url: str, s3_serv
 
 _USE = """
 import sys
-from dataio.store.open import open_store
+from headrace.dataio.store.open import open_store
 with open_store(sys.argv[1]) as store:
     assert store.put_if_absent("shards/a", b"12") and store.get("shards/a") == b"12" and store.stat("shards/a").size == 2
     assert [info.key for info in store.list("shards/")] == ["shards/a"] and not store.exists("b")
@@ -197,11 +197,11 @@ def test_a_body_comes_in_every_way_of_http(answer: bytes) -> None:
     [
         (_http(_LAST)[:-9], TransientError, "the body ended early"),
         (b"", TransientError, "the body ended early"),
-        (_http(b"<html></html>"), MillraceError, "no listing"),
-        (_http(b"<a"), MillraceError, "no listing"),
-        (b"SSH-2.0-x\r\n", MillraceError, "no HTTP"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", MillraceError, "no HTTP"),
-        (b"HTTP/1.1 200 OK\r\n" + b"x" * (1 << 17), MillraceError, "no HTTP"),
+        (_http(b"<html></html>"), HeadraceError, "no listing"),
+        (_http(b"<a"), HeadraceError, "no listing"),
+        (b"SSH-2.0-x\r\n", HeadraceError, "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", HeadraceError, "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x" * (1 << 17), HeadraceError, "no HTTP"),
         (
             _http(b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>", "403 F"),
             AccessDeniedError,
@@ -212,7 +212,7 @@ def test_a_body_comes_in_every_way_of_http(answer: bytes) -> None:
         (_http(b"oops", "500 I"), TransientError, "500"),
     ],
 )
-def test_an_answer_that_is_no_page_is_one_clear_error(answer: bytes, kind: type[MillraceError], words: str) -> None:
+def test_an_answer_that_is_no_page_is_one_clear_error(answer: bytes, kind: type[HeadraceError], words: str) -> None:
     pytest.importorskip("obstore")
     twice = (
         [answer, answer] if kind is AccessDeniedError else [answer]

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from checkpoint.saving.progress import Logged, ProgressFile
-from dataio.core.errors import NotFoundError
-from dataio.core.limits import MIB
-from dataio.store.gated import Gated
-from dataio.store.open import open_store
-from dataio.store.s3client import connect
-from dataio.store.s3config import parse
+from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.gated import Gated
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.s3client import connect
+from headrace.dataio.store.s3config import parse
 
 pytestmark = pytest.mark.s3
 
 KILLED = """
 import os, sys
-from dataio.store.open import open_store
-from checkpoint.saving.progress import Logged, ProgressFile
+from headrace.dataio.store.open import open_store
+from headrace.checkpoint.saving.progress import Logged, ProgressFile
 url, path = sys.argv[1:]
 fd = os.open(path, os.O_RDWR | os.O_CREAT)
 Logged(open_store(url), ProgressFile(fd)).put_multipart("big", [os.urandom(8 << 20)] * 5)
@@ -45,7 +45,7 @@ def test_an_upload_that_a_killed_process_left_is_aborted_by_the_next(s3_url: str
     path = tmp_path / "progress"
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, s3_url, str(path)],
-        env={**os.environ, "MILLRACE_CRASH": "store.s3.part-sent#3", "MILLRACE_CRASH_MARK": str(tmp_path / "mark")},
+        env={**os.environ, "HEADRACE_CRASH": "store.s3.part-sent#3", "HEADRACE_CRASH_MARK": str(tmp_path / "mark")},
         timeout=120,
     )
     assert killed.returncode == -9

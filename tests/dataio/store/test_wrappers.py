@@ -15,29 +15,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataio.core.errors import (
+from headrace.dataio.core.errors import (
     AccessDeniedError,
     AmbiguousWriteError,
     CapacityError,
     CorruptionError,
     DeadlineError,
-    MillraceError,
+    HeadraceError,
     SlowDownError,
     TransientError,
 )
-from dataio.core.metrics import REGISTRY
-from dataio.store.admission import Admission, Ticket
-from dataio.store.contract import Store
-from dataio.store.hedge import Hedge
-from dataio.store.limit import Budget, Limit
-from dataio.store.metered import Metered
-from dataio.store.posix import PosixStore
-from dataio.store.retry import Policy, Retry
-from dataio.store.tail import Tail
-from dataio.store.trace import Trace
-from dataio.testing.clock import ManualClock
-from dataio.testing.conformance import StoreConformance
-from dataio.testing.faulty import Fault, Faulty, Rule
+from headrace.dataio.core.metrics import REGISTRY
+from headrace.dataio.store.admission import Admission, Ticket
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.hedge import Hedge
+from headrace.dataio.store.limit import Budget, Limit
+from headrace.dataio.store.metered import Metered
+from headrace.dataio.store.posix import PosixStore
+from headrace.dataio.store.retry import Policy, Retry
+from headrace.dataio.store.tail import Tail
+from headrace.dataio.store.trace import Trace
+from headrace.dataio.testing.clock import ManualClock
+from headrace.dataio.testing.conformance import StoreConformance
+from headrace.dataio.testing.faulty import Fault, Faulty, Rule
 
 MIB = 1 << 20
 
@@ -217,7 +217,7 @@ def test_a_full_queue_refuses_the_next(posix: PosixStore) -> None:
 def test_a_failed_operation_gives_its_share_back(posix: PosixStore) -> None:
     budget = Budget(1000)
     for _ in range(3):
-        with pytest.raises(MillraceError):
+        with pytest.raises(HeadraceError):
             Limit(posix, budget).get_into("absent", 0, memoryview(bytearray(1000)))
     assert budget.in_flight == (0, 0)
 
@@ -367,7 +367,7 @@ def test_every_operation_has_a_span_with_url_key_and_bytes(tmp_path: Path) -> No
     store = Trace(PosixStore(tmp_path / "store"), span)
     store.put("k", b"12")
     assert store.get("k") == b"12"
-    with pytest.raises(MillraceError):
+    with pytest.raises(HeadraceError):
         store.stat("absent")
     assert [(name, outcome) for name, _, outcome in seen] == [
         ("store.put", "ok"),
@@ -387,7 +387,7 @@ def test_the_time_of_each_operation_is_counted(tmp_path: Path) -> None:
     store.stat("k")
 
     def sample(name: str, **labels: str) -> float | None:
-        return REGISTRY.get_sample_value(f"millrace_store_seconds_{name}", {"backend": backend, **labels})
+        return REGISTRY.get_sample_value(f"headrace_store_seconds_{name}", {"backend": backend, **labels})
 
     assert sample("sum", operation="put") == 0.5
     assert sample("bucket", operation="put", le="0.3") == 0

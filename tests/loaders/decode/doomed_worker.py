@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from loaders.decode import worker
+from headrace.loaders.decode import worker
 
 CRASH, HANG = 13, 14
 _real = worker.answer

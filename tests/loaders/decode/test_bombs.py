@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dataio.core import limits
-from dataio.core.errors import CapacityError, CorruptionError, MillraceError
-from dataio.shards.contract import KeyFrame, VideoInfo
-from dataio.shards.media.probe import probe
-from loaders.clip import Wanted
-from loaders.decode import pyav, trim
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.pyav import PyAVDecoder
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
+from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode import pyav, trim
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.attacks import media as bombs
 from tests.attacks import peak
 from tests.loaders import made
@@ -69,7 +69,7 @@ def film(frames: int = 60, container: str = "mp4", **more: Any) -> tuple[bytes, 
     return data, info
 
 
-def decoded(data: bytes, info: VideoInfo, *values: int) -> Decoded | MillraceError:
+def decoded(data: bytes, info: VideoInfo, *values: int) -> Decoded | HeadraceError:
     return PyAVDecoder().decode([Request(memoryview(data), info, Wanted("index", values, info.key_frames[0]))])[0]
 
 

@@ -18,10 +18,10 @@ import av
 import numpy as np
 import pytest
 
-from dataio.core.errors import UnsupportedError
-from loaders.clip import Clip, choose
-from loaders.decode import excerpt
-from loaders.decode.contract import Decoded
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.loaders.clip import Clip, choose
+from headrace.loaders.decode import excerpt
+from headrace.loaders.decode.contract import Decoded
 from tests.loaders import made
 from tests.loaders.film import Film
 

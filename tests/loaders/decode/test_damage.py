@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError, MillraceError
-from dataio.shards.contract import KeyFrame, VideoInfo
-from loaders.clip import Wanted
-from loaders.decode.choose import AutoDecoder
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.pyav import PyAVDecoder
+from headrace.dataio.core.errors import CorruptionError, HeadraceError
+from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.choose import AutoDecoder
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.loaders import made
 
 CUTS = 24
@@ -29,7 +29,7 @@ def clip(info: VideoInfo, values: Sequence[int]) -> Wanted:
     return Wanted("index", tuple(values), key)
 
 
-def outcome(data: bytes | memoryview, info: VideoInfo, wanted: Wanted) -> np.ndarray | MillraceError:
+def outcome(data: bytes | memoryview, info: VideoInfo, wanted: Wanted) -> np.ndarray | HeadraceError:
     result = AutoDecoder().decode([Request(memoryview(data), info, wanted)])[0]
     return result.frames.numpy() if isinstance(result, Decoded) else result
 
@@ -58,7 +58,7 @@ def test_truncated_files_never_give_other_frames(
         for wanted, frames in right.items():
             found = outcome(data[:cut], info, wanted)
             assert isinstance(frames, np.ndarray)
-            assert isinstance(found, MillraceError) or (found == frames).all()
+            assert isinstance(found, HeadraceError) or (found == frames).all()
     half = outcome(data[: len(data) // 2], info, late)
     assert isinstance(half, CorruptionError)
 
@@ -88,7 +88,7 @@ def test_what_is_no_video_at_all_is_an_error(decoder: type, media: Path, info_of
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
     for wrong in (b"", b"\0" * 5000, b"RIFF", sound, playlist, b"ffconcat version 1.0\nfile /etc/hostname\n"):
         result = decoder().decode([Request(memoryview(wrong), info, clip(info, [0]))])[0]
-        assert isinstance(result, MillraceError)
+        assert isinstance(result, HeadraceError)
 
 
 def test_an_index_that_does_not_fit_the_file_is_found_out(media: Path, info_of: InfoOf) -> None:

@@ -16,16 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError, MillraceError
-from dataio.shards.contract import VideoInfo
-from dataio.shards.media.probe import probe
-from loaders.clip import Clip, Wanted, choose
-from loaders.decode import excerpt as excerpts
-from loaders.decode import trim
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.excerpt import excerpt
-from loaders.decode.pyav import PyAVDecoder
-from loaders.decode.trim import open_window
+from headrace.dataio.core.errors import CorruptionError, HeadraceError
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders.clip import Clip, Wanted, choose
+from headrace.loaders.decode import excerpt as excerpts
+from headrace.loaders.decode import trim
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.excerpt import excerpt
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.trim import open_window
 from tests.loaders import made, plain
 
 FRAMES = 120
@@ -117,7 +117,7 @@ def decoded(film: Film, wanted: Wanted, *, cut: bool) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    if isinstance(one, MillraceError) or isinstance(other, MillraceError):
+    if isinstance(one, HeadraceError) or isinstance(other, HeadraceError):
         return str(one) == str(other)
     return bool(one.pts == other.pts and torch.equal(one.frames, other.frames))
 
@@ -283,7 +283,7 @@ def test_of_damaged_tables_nothing_comes_but_an_error_or_as_many_pictures_as_are
     made = film.excerpt(wanted, bytes(spoilt))
     assert made is None or len(made) < len(spoilt) + (1 << 16)
     found = PyAVDecoder().decode([replace(film.request(wanted), data=memoryview(bytes(spoilt)))])[0]
-    assert isinstance(found, MillraceError) or len(found.frames) == 4
+    assert isinstance(found, HeadraceError) or len(found.frames) == 4
 
 
 _films = list[Film]()

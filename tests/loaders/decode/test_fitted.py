@@ -16,18 +16,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import KeyFrame, VideoInfo
-from loaders.clip import Clip, Wanted, choose
-from loaders.decode import convert, pyav, resize
-from loaders.decode.canvas import Quick, Whole
-from loaders.decode.contract import Color, Decoded, Request
-from loaders.decode.convert import Converter, Part
-from loaders.decode.fitted import Fitted
-from loaders.decode.geometry import Axis, Fit, axes
-from loaders.decode.isolated import IsolatedDecoder
-from loaders.decode.pyav import PyAVDecoder
-from loaders.decode.trim import Window, open_window
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import KeyFrame, VideoInfo
+from headrace.loaders.clip import Clip, Wanted, choose
+from headrace.loaders.decode import convert, pyav, resize
+from headrace.loaders.decode.canvas import Quick, Whole
+from headrace.loaders.decode.contract import Color, Decoded, Request
+from headrace.loaders.decode.convert import Converter, Part
+from headrace.loaders.decode.fitted import Fitted
+from headrace.loaders.decode.geometry import Axis, Fit, axes
+from headrace.loaders.decode.isolated import IsolatedDecoder
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.trim import Window, open_window
 from tests.loaders import plain
 
 InfoOf = Callable[[bytes, str], VideoInfo]

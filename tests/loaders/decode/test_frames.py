@@ -12,15 +12,15 @@ import av
 import numpy as np
 import pytest
 
-from dataio.core.errors import CapacityError, MillraceError
-from dataio.shards.contract import VideoInfo
-from loaders.clip import Clip, Wanted, choose
-from loaders.decode import nvdec
-from loaders.decode.choose import AutoDecoder, Backend
-from loaders.decode.choose import choose as choose_decoder
-from loaders.decode.contract import Decoded, Decoder, Request
-from loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
-from loaders.decode.pyav import PyAVDecoder
+from headrace.dataio.core.errors import CapacityError, HeadraceError
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.loaders.clip import Clip, Wanted, choose
+from headrace.loaders.decode import nvdec
+from headrace.loaders.decode.choose import AutoDecoder, Backend
+from headrace.loaders.decode.choose import choose as choose_decoder
+from headrace.loaders.decode.contract import Decoded, Decoder, Request
+from headrace.loaders.decode.dali import DaliDecoder, dali_installed, gpu_count
+from headrace.loaders.decode.pyav import PyAVDecoder
 
 VIDEOS = [
     "action_xvid.avi",
@@ -46,7 +46,7 @@ def frames_at(info: VideoInfo, *values: int, by: Any = "index") -> Wanted:
 
 def decode(decoder: Decoder, data: bytes, info: VideoInfo, wanted: Wanted) -> Decoded:
     result = decoder.decode([Request(memoryview(data), info, wanted)])[0]
-    if isinstance(result, MillraceError):
+    if isinstance(result, HeadraceError):
         raise result
     return result
 
@@ -202,7 +202,7 @@ def test_dali_names_the_culprit_and_decodes_the_others(media: Path, info_of: Inf
     dali = DaliDecoder()
     dali._batch = 3  # as a GPU would take them
     first, second, third = dali.decode([good, bad, good])
-    assert isinstance(second, MillraceError)
+    assert isinstance(second, HeadraceError)
     assert isinstance(first, Decoded)
     assert isinstance(third, Decoded)
     assert (first.frames == third.frames).all()
@@ -235,7 +235,7 @@ def test_the_chosen_decoder_does_not_change_the_frames(
     assert choose_decoder(requests[1].info, gpu=False, asked=asked) == "pyav"
     auto, plain = AutoDecoder(asked=asked).decode(requests), PyAVDecoder().decode(requests)
     assert [type(result) for result in auto] == [type(result) for result in plain]
-    assert isinstance(auto[2], MillraceError)
+    assert isinstance(auto[2], HeadraceError)
     for one, other_ in zip(auto[:2], plain[:2], strict=True):
         assert isinstance(one, Decoded)
         assert isinstance(other_, Decoded)

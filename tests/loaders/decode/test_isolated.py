@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataio import pack
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError, UsageError
-from dataio.shards.contract import AudioInfo, VideoInfo
-from dataio.shards.media.probe import probe
-from dataio.shards.workers.process import run_module
-from loaders import AudioSpec, Clip, VideoLoader, arguments
-from loaders.clip import Wanted, choose
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.isolated import IsolatedDecoder
-from loaders.decode.pyav import PyAVDecoder
-from loaders.sound.decode import decode_audio
+from headrace.dataio import pack
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
+from headrace.dataio.shards.contract import AudioInfo, VideoInfo
+from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.workers.process import run_module
+from headrace.loaders import AudioSpec, Clip, VideoLoader, arguments
+from headrace.loaders.clip import Wanted, choose
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.isolated import IsolatedDecoder
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.sound.decode import decode_audio
 from tests.loaders import made
 from tests.loaders.decode import doomed_worker
 
@@ -130,6 +130,6 @@ def test_processes_that_do_not_start_are_nobodys_damage(clip: tuple[bytes, Video
     (result,) = decoder.decode([request(data, info, 0)])
     decoder.close()
     assert isinstance(result, UnsupportedError)
-    assert isinstance(result, MillraceError)
+    assert isinstance(result, HeadraceError)
     with pytest.raises(UsageError):
         IsolatedDecoder(1, 0.0)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from PIL import Image
 
-from dataio.core.errors import CorruptionError, MillraceError
-from dataio.shards.media import images
-from loaders.clip import Clip, choose
-from loaders.decode import jpeg
-from loaders.decode.contract import Color, Decoded, Request
-from loaders.decode.geometry import Fit
-from loaders.decode.isolated import IsolatedDecoder
-from loaders.decode.pyav import PyAVDecoder
-from loaders.decode.resize import fit
+from headrace.dataio.core.errors import CorruptionError, HeadraceError
+from headrace.dataio.shards.media import images
+from headrace.loaders.clip import Clip, choose
+from headrace.loaders.decode import jpeg
+from headrace.loaders.decode.contract import Color, Decoded, Request
+from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.isolated import IsolatedDecoder
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.resize import fit
 from tests.pictures import pattern
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ def test_damage_gives_an_error_or_a_picture_of_the_right_size(at: float, wrong: 
     request, start = asked(bytes(data)), int(at * (len(data) - len(wrong)))
     data[start : start + len(wrong)] = wrong
     (one,) = PyAVDecoder().decode([replace(request, data=memoryview(bytes(data)))])
-    assert isinstance(one, MillraceError) or one.frames.shape == (1, 80, 96, 3)
+    assert isinstance(one, HeadraceError) or one.frames.shape == (1, 80, 96, 3)
 
 
 def test_one_that_is_larger_than_the_index_says_is_not_decoded() -> None:

@@ -9,13 +9,13 @@ from fractions import Fraction
 
 import pytest
 
-from dataio.shards.media.probe import probe
-from loaders.clip import Clip, choose
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.geometry import Fit
-from loaders.decode.pyav import PyAVDecoder
-from loaders.sound.decode import decode_audio
-from loaders.sound.spec import AudioSpec
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders.clip import Clip, choose
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.sound.decode import decode_audio
+from headrace.loaders.sound.spec import AudioSpec
 from tests.loaders import made
 
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")

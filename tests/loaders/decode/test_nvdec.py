@@ -18,15 +18,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
-from dataio.shards.contract import VideoInfo
-from loaders.clip import Wanted
-from loaders.decode import choose, dali, nvdec, resize
-from loaders.decode.choose import AutoDecoder
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.dali import DaliDecoder, dali_installed
-from loaders.decode.pyav import PyAVDecoder
-from loaders.decode.trim import open_window
+from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode import choose, dali, nvdec, resize
+from headrace.loaders.decode.choose import AutoDecoder
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.dali import DaliDecoder, dali_installed
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.decode.trim import open_window
 
 InfoOf = Callable[[bytes, str], VideoInfo]
 needs_dali = pytest.mark.skipif(not dali_installed(), reason="DALI is not installed (it exists for Linux only)")
@@ -221,7 +221,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that DALI sees, in a container that was not given the driver's library for video."""
     monkeypatch.setattr(nvdec, "_LIBRARY", "libnvcuvid.so.of-nobody")
     for module in ("choose", "dali"):
-        monkeypatch.setattr(f"loaders.decode.{module}.gpu_count", lambda: 1)
+        monkeypatch.setattr(f"headrace.loaders.decode.{module}.gpu_count", lambda: 1)
     nvdec.missing.cache_clear()
     yield
     nvdec.missing.cache_clear()
@@ -232,12 +232,12 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_the_drivers_library_for_video_pyav_decodes_and_the_log_says_what_to_do(
     media: Path, info_of: InfoOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataio.core.log._said", set())
+    monkeypatch.setattr("headrace.dataio.core.log._said", set())
     with pytest.raises(UnsupportedError, match="NVIDIA_DRIVER_CAPABILITIES"):
         DaliDecoder(0)
     data = (media / "arm_wrestling.mp4").read_bytes()
     asked = request(data, info_of(data, "mp4"))
-    with caplog.at_level(logging.WARNING, "millrace"):
+    with caplog.at_level(logging.WARNING, "headrace"):
         decoder = AutoDecoder("cuda")
         (found,) = decoder.decode([asked])
     (expected,) = PyAVDecoder().decode([asked])
@@ -266,7 +266,7 @@ def test_what_dali_leaves_to_the_cpu_is_said_once_a_codec_and_damage_is_not(
     decoder._gpu, decoder._dali = True, {"dali_gpu": Refusing()}
     data = (media / "arm_wrestling.mp4").read_bytes()
     good, bad = request(data, info_of(data, "mp4")), request(b"no video at all", info_of(data, "mp4"))
-    with caplog.at_level(logging.WARNING, "millrace"):
+    with caplog.at_level(logging.WARNING, "headrace"):
         (damaged,) = decoder.decode([bad])
         assert isinstance(damaged, CorruptionError)
         assert caplog.text == ""

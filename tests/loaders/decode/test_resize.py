@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loaders.decode.resize import covering, fit, rotate
+from headrace.loaders.decode.resize import covering, fit, rotate
 
 sides = st.integers(1, 5000)
 

@@ -13,12 +13,12 @@ import pytest
 from av.packet import Packet
 from msgspec.structs import replace
 
-from dataio.core.errors import UnsupportedError
-from dataio.shards.contract import KeyFrame
-from dataio.shards.media import bitstream
-from loaders.clip import Clip, choose
-from loaders.decode import trim
-from loaders.decode.contract import Decoded, Request
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.shards.contract import KeyFrame
+from headrace.dataio.shards.media import bitstream
+from headrace.loaders.clip import Clip, choose
+from headrace.loaders.decode import trim
+from headrace.loaders.decode.contract import Decoded, Request
 from tests.loaders import made
 from tests.loaders.film import Film
 

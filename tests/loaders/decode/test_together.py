@@ -11,18 +11,18 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from dataio import pack
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import VideoInfo
-from dataio.shards.dataset import Dataset
-from dataio.shards.media.probe import probe
-from loaders import Clip, VideoLoader
-from loaders.clip import choose
-from loaders.decode import pyav
-from loaders.decode.contract import Decoded, Request
-from loaders.decode.geometry import Fit
-from loaders.decode.pyav import PyAVDecoder
-from loaders.works import clips
+from headrace.dataio import pack
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders import Clip, VideoLoader
+from headrace.loaders.clip import choose
+from headrace.loaders.decode import pyav
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.decode.geometry import Fit
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.works import clips
 from tests.loaders import made
 
 NAMES = ("h264.mp4", "h264-vfr.mkv", "h265.mp4", "vp9.webm", "mpeg4.avi")

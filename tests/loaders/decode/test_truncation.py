@@ -7,13 +7,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from dataio.core.errors import CorruptionError, MillraceError
-from dataio.shards.media.probe import probe
-from loaders.clip import Wanted
-from loaders.decode.choose import AutoDecoder
-from loaders.decode.contract import Decoded, Request
-from loaders.sound.decode import decode_audio
-from loaders.sound.spec import AudioSpec
+from headrace.dataio.core.errors import CorruptionError, HeadraceError
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.choose import AutoDecoder
+from headrace.loaders.decode.contract import Decoded, Request
+from headrace.loaders.sound.decode import decode_audio
+from headrace.loaders.sound.spec import AudioSpec
 from tests.loaders import made
 
 CUTS = 24
@@ -39,7 +39,7 @@ def test_a_cut_file_gives_the_right_frames_or_an_error_beside_a_whole_one(one: m
         early = Request(memoryview(data), info, Wanted("index", (0, 1, 2), info.key_frames[0]))
         before, found = decoder.decode([early, Request(memoryview(data[:cut]), info, late)])
         assert isinstance(before, Decoded)
-        if isinstance(found, MillraceError):
+        if isinstance(found, HeadraceError):
             refused += 1
         else:
             assert (found.frames == right.frames).all()
@@ -59,7 +59,7 @@ def test_a_cut_file_of_sound_gives_the_right_samples_or_silence_that_is_told_or_
         for cut in np.linspace(1, len(data) - 1, CUTS).astype(int):
             try:
                 found, there = decode_audio(memoryview(data[:cut]), *window)
-            except MillraceError:
+            except HeadraceError:
                 refused += 1
                 continue
             assert np.abs(found[:, : max(0, there - 960)] - right[:, : max(0, there - 960)]).max(initial=0) < 1e-3

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import Member, Sample
-from loaders.contract import IN_PLACE, Finished, Layout, Place, Stretch
-from loaders.delivery.ahead import ANNOUNCED_BATCHES, AT_ONCE, Ahead
-from loaders.delivery.batch import Output
-from loaders.delivery.memory import Memory
-from loaders.delivery.prefetch import Make, Prefetcher
-from loaders.samples.source import Range
-from loaders.works.files import FileWork
-from loaders.works.foreseen import Foreseen
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import Member, Sample
+from headrace.loaders.contract import IN_PLACE, Finished, Layout, Place, Stretch
+from headrace.loaders.delivery.ahead import ANNOUNCED_BATCHES, AT_ONCE, Ahead
+from headrace.loaders.delivery.batch import Output
+from headrace.loaders.delivery.memory import Memory
+from headrace.loaders.delivery.prefetch import Make, Prefetcher
+from headrace.loaders.samples.source import Range
+from headrace.loaders.works.files import FileWork
+from headrace.loaders.works.foreseen import Foreseen
 
 Batches = Iterator[Sequence[Place]]
 AT_MOST = ANNOUNCED_BATCHES + AT_ONCE
@@ -150,7 +150,7 @@ def test_batches_are_looked_up_by_the_threads_that_make_them_one_at_a_time(start
         deliver(ahead)
     ahead.close()
     assert most == 1
-    assert {name.rpartition("_")[0] for name in threads - {"MainThread"}} == {"millrace-loader"}
+    assert {name.rpartition("_")[0] for name in threads - {"MainThread"}} == {"headrace-loader"}
 
 
 def test_what_goes_wrong_when_a_batch_is_announced_is_raised_before_the_next(start: Any) -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dataio.core.errors import CorruptionError, DeadlineError, UsageError
-from dataio.shards.contract import Files, Member, Sample
-from loaders.contract import Finished, Layout, Place
-from loaders.delivery import prefetch
-from loaders.delivery.batch import Batch, Output, write_pixels
-from loaders.delivery.buffers import Buffers
-from loaders.delivery.joined import JoinedBatch
-from loaders.delivery.prefetch import Prefetcher
+from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageError
+from headrace.dataio.shards.contract import Files, Member, Sample
+from headrace.loaders.contract import Finished, Layout, Place
+from headrace.loaders.delivery import prefetch
+from headrace.loaders.delivery.batch import Batch, Output, write_pixels
+from headrace.loaders.delivery.buffers import Buffers
+from headrace.loaders.delivery.joined import JoinedBatch
+from headrace.loaders.delivery.prefetch import Prefetcher
 
 CPU = Output(torch.device("cpu"), pinned=False)
 VIDEO = Layout(("video",))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from loaders.delivery.buffers import Buffers
+from headrace.loaders.delivery.buffers import Buffers
 
 CPU = torch.device("cpu")
 

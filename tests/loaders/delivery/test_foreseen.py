@@ -8,11 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dataio import pack
-from loaders import AudioLoader, Window
-from loaders.contract import Place
-from loaders.works.foreseen import Foreseen
-from loaders.works.windows import WindowWork
+from headrace.dataio import pack
+from headrace.loaders import AudioLoader, Window
+from headrace.loaders.contract import Place
+from headrace.loaders.works.foreseen import Foreseen
+from headrace.loaders.works.windows import WindowWork
 
 RATE = 8_000
 

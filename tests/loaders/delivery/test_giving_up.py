@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from dataio.shards.contract import VideoInfo
-from loaders.clip import Wanted
-from loaders.contract import Finished, Layout, Place
-from loaders.decode.canvas import Whole
-from loaders.decode.contract import Request
-from loaders.decode.giving_up import GivenUp, check, giving_up
-from loaders.decode.pyav import PyAVDecoder
-from loaders.delivery.batch import Output
-from loaders.delivery.prefetch import Prefetcher
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.loaders.clip import Wanted
+from headrace.loaders.contract import Finished, Layout, Place
+from headrace.loaders.decode.canvas import Whole
+from headrace.loaders.decode.contract import Request
+from headrace.loaders.decode.giving_up import GivenUp, check, giving_up
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.delivery.batch import Output
+from headrace.loaders.delivery.prefetch import Prefetcher
 
 
 def test_outside_of_a_block_nothing_is_given_up() -> None:

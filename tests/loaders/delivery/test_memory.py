@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from loaders.delivery.memory import Closed, Memory
+from headrace.loaders.delivery.memory import Closed, Memory
 
 
 def test_what_is_admitted_together_never_exceeds_the_limit() -> None:

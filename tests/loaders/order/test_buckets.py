@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order.buckets import MAX_BUCKETS, MAX_SIDE, Bucket, Bucketed, Buckets, Durations
-from loaders.order.schedule import Population
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.buckets import MAX_BUCKETS, MAX_SIDE, Bucket, Bucketed, Buckets, Durations
+from headrace.loaders.order.schedule import Population
 
 SHAPES = [Bucket((64, 64)), Bucket((48, 80)), Bucket((80, 48)), Bucket((96, 160)), Bucket((96, 160), 32)]
 

@@ -1,4 +1,4 @@
-"""`millrace order` on a real dataset: figures for people and for scripts."""
+"""`headrace order` on a real dataset: figures for people and for scripts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dataio import index
-from dataio.cli import main
-from dataio.shards.dataset import Dataset
+from headrace.dataio import index
+from headrace.dataio.cli import main
+from headrace.dataio.shards.dataset import Dataset
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order.evaluation import Evaluation
-from loaders.order.schedule import Population
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.evaluation import Evaluation
+from headrace.loaders.order.schedule import Population
 
 
 @given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 12), st.integers(1, 3))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order.interleave import MAX_QUOTAS, Interleave, floor_sums
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.interleave import MAX_QUOTAS, Interleave, floor_sums
 
 quotas = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any).map(tuple)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order import MAX_LANES, Order, lanes_for
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order import MAX_LANES, Order, lanes_for
 
 
 @st.composite

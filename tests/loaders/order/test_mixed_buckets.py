@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order.mixed_buckets import MixedBuckets, Turns, apportion
-from loaders.order.mixture import RESOLUTION, Segment, Weights
-from loaders.order.quality import bucket_balances
-from loaders.order.schedule import Population
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.mixed_buckets import MixedBuckets, Turns, apportion
+from headrace.loaders.order.mixture import RESOLUTION, Segment, Weights
+from headrace.loaders.order.quality import bucket_balances
+from headrace.loaders.order.schedule import Population
 
 Change = tuple[int, dict[str, float]]
 

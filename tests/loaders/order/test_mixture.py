@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order import mixed_buckets, mixture
-from loaders.order.mixture import MAX_SEGMENTS, RESOLUTION, Mixed, quotas
-from loaders.order.schedule import Population
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order import mixed_buckets, mixture
+from headrace.loaders.order.mixture import MAX_SEGMENTS, RESOLUTION, Mixed, quotas
+from headrace.loaders.order.schedule import Population
 
 BIG = 450_000.0
 

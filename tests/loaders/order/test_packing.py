@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order.packing import GROUP, MAX_LOOKAHEAD, Packing, Piece, pack, stretched, with_room
-from loaders.order.permutation import U64, key_of
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.packing import GROUP, MAX_LOOKAHEAD, Packing, Piece, pack, stretched, with_room
+from headrace.loaders.order.permutation import U64, key_of
 
 lengths = st.lists(st.integers(0, 300), min_size=1, max_size=120).filter(any)
 packings = st.builds(Packing, st.integers(1, 200), st.integers(1, 40))

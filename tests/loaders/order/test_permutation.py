@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loaders.order.permutation import key_of, permute, unpermute
+from headrace.loaders.order.permutation import key_of, permute, unpermute
 
 keys = st.integers(0, 2**64 - 1)
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order.lanes import Order
-from loaders.order.mixture import Mixed
-from loaders.order.quality import balance, batch_entropy, quality
-from loaders.order.schedule import Population
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.lanes import Order
+from headrace.loaders.order.mixture import Mixed
+from headrace.loaders.order.quality import balance, batch_entropy, quality
+from headrace.loaders.order.schedule import Population
 
 
 def test_the_order_is_near_a_full_shuffle_and_reads_each_chunk_by_about_one_node() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataio.core.errors import UsageError
-from loaders.order.interleave import MAX_QUOTAS
-from loaders.order.strata import Strata
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.order.interleave import MAX_QUOTAS
+from headrace.loaders.order.strata import Strata
 
 shares = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any).map(tuple)
 sizes = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: (pair[0] * pair[1], pair[0]))

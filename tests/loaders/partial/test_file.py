@@ -9,12 +9,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataio.core.errors import CorruptionError, RangeError, TransientError
-from dataio.shards.contract import Member, Pieces
-from loaders.partial import file as partial
-from loaders.partial.file import GivenFile, MissingError, PartialFile
-from loaders.partial.heads import Heads
-from loaders.partial.needed import Runs
+from headrace.dataio.core.errors import CorruptionError, RangeError, TransientError
+from headrace.dataio.shards.contract import Member, Pieces
+from headrace.loaders.partial import file as partial
+from headrace.loaders.partial.file import GivenFile, MissingError, PartialFile
+from headrace.loaders.partial.heads import Heads
+from headrace.loaders.partial.needed import Runs
 
 OFFSET = 1000
 SIZE = 64

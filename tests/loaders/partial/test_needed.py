@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.shards.contract import AudioInfo, KeyFrame, Member, Pieces, Sample, VideoInfo
-from loaders.clip import Clip, choose
-from loaders.partial import needed
+from headrace.dataio.shards.contract import AudioInfo, KeyFrame, Member, Pieces, Sample, VideoInfo
+from headrace.loaders.clip import Clip, choose
+from headrace.loaders.partial import needed
 
 SIZE = 1 << 18
 GROUP = 50

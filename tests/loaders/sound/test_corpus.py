@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError, MillraceError
-from dataio.shards.contract import AudioInfo, Sample
-from dataio.shards.index import lookup
-from dataio.shards.media.probe import probe
-from loaders import AudioSpec
-from loaders.sound import decode
-from loaders.sound.decode import decode_audio
+from headrace.dataio.core.errors import CorruptionError, HeadraceError
+from headrace.dataio.shards.contract import AudioInfo, Sample
+from headrace.dataio.shards.index import lookup
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders import AudioSpec
+from headrace.loaders.sound import decode
+from headrace.loaders.sound.decode import decode_audio
 from tests.dataio.shards.index.test_lookup import GOOD, rows
 from tests.loaders.sound.corpus import KINDS, Kind, made
 from tests.loaders.sound.whole import F32, Whole, whole
@@ -153,7 +153,7 @@ def test_damage_from_before_packing_is_an_error_and_never_other_sound(name: str,
     for second in range(kind.seconds - 1):
         try:
             window, _ = decode_audio(memoryview(hurt), info, Fraction(second), spec, sound.rate, True)
-        except MillraceError:
+        except HeadraceError:
             errors += 1
         else:
             assert off(window, sound, second * sound.rate) <= kind.exact, second

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from av.audio.frame import AudioFrame
 
-from dataio.core.errors import CorruptionError, UsageError
-from dataio.shards.contract import AudioInfo
-from dataio.shards.media.probe import probe
-from loaders import AudioSpec, Clip
-from loaders.sound.decode import decode_audio
+from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders import AudioSpec, Clip
+from headrace.loaders.sound.decode import decode_audio
 
 RATE = 8000
 

@@ -13,9 +13,9 @@ import pytest
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
 
-from dataio.core.errors import CorruptionError
-from loaders.sound import layout as bounds
-from loaders.sound.layout import heard
+from headrace.dataio.core.errors import CorruptionError
+from headrace.loaders.sound import layout as bounds
+from headrace.loaders.sound.layout import heard
 
 SECONDS = 3
 

@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.shards.contract import AudioInfo, Member, Pieces
-from dataio.shards.media.facts import FileFact
-from dataio.shards.media.heads import with_head
-from dataio.shards.media.probe import probe
-from dataio.shards.pieces import Hasher
-from loaders.partial.file import GivenFile, PartialFile
-from loaders.partial.heads import Heads
-from loaders.sound.decode import decode_audio
-from loaders.sound.spec import AudioSpec
+from headrace.dataio.shards.contract import AudioInfo, Member, Pieces
+from headrace.dataio.shards.media.facts import FileFact
+from headrace.dataio.shards.media.heads import with_head
+from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.pieces import Hasher
+from headrace.loaders.partial.file import GivenFile, PartialFile
+from headrace.loaders.partial.heads import Heads
+from headrace.loaders.sound.decode import decode_audio
+from headrace.loaders.sound.spec import AudioSpec
 
 KINDS: dict[str, tuple[int, str, int, dict[str, str]]] = {
     "constant": (44_100, "mono", 64_000, {}),

@@ -11,13 +11,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError, MillraceError, UnsupportedError, UsageError
-from dataio.shards.contract import Sample
-from loaders import AudioSpec, LogMel
-from loaders.contract import Finished, Layout, Loaded, Place, Work
-from loaders.sound.dali_mel import MAX_CHANNELS, DaliMel
-from loaders.sound.mel import log_mel
-from loaders.works.mels import mels
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
+from headrace.dataio.shards.contract import Sample
+from headrace.loaders import AudioSpec, LogMel
+from headrace.loaders.contract import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.sound.dali_mel import MAX_CHANNELS, DaliMel
+from headrace.loaders.sound.mel import log_mel
+from headrace.loaders.works.mels import mels
 
 RATE = 16_000
 
@@ -149,7 +149,7 @@ def test_spectrograms_stand_in_the_place_of_sound_for_clips_and_windows_alike() 
     class Heard:
         layout = Layout(("video", "audio"), {"clip": torch.float64})
 
-        def do(self, loaded: Sequence[Loaded]) -> list[Finished | MillraceError]:
+        def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
             sound = torch.from_numpy(sweep())[None]
             whole = Finished(sample, {"video": torch.zeros(1), "audio": sound}, {"clip": 0.5})
             return [whole, CorruptionError("bad"), replace(whole, tensors=whole.tensors | {"audio": sound * 0})]

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from loaders.sound import nameless
+from headrace.loaders.sound import nameless
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 1024, 1025, 5000])

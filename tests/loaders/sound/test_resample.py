@@ -18,8 +18,8 @@ from av.audio.resampler import AudioResampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaders import AudioSpec
-from loaders.sound import resample
+from headrace.loaders import AudioSpec
+from headrace.loaders.sound import resample
 
 RATES = [8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 44_056]
 F32 = npt.NDArray[np.float32]

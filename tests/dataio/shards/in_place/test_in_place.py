@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from dataio import Dataset, index
-from dataio.core.errors import (
+from headrace.dataio import Dataset, index
+from headrace.dataio.core.errors import (
     ConflictError,
     CorruptionError,
     NotFoundError,
@@ -25,14 +25,14 @@ from dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from dataio.shards import tar
-from dataio.shards.dali import dali_index
-from dataio.shards.in_place import tar_pass as in_place_pass
-from dataio.shards.in_place.tally import IndexProgress
-from dataio.shards.ingest.sources import gather
-from dataio.shards.media.probe import probe
-from dataio.shards.query import parts
-from dataio.store.open import open_location, open_store
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.dali import dali_index
+from headrace.dataio.shards.in_place import tar_pass as in_place_pass
+from headrace.dataio.shards.in_place.tally import IndexProgress
+from headrace.dataio.shards.ingest.sources import gather
+from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.query import parts
+from headrace.dataio.store.open import open_location, open_store
 from tests.pictures import picture
 
 Members = list[tuple[str, bytes]]
@@ -320,9 +320,9 @@ def test_a_full_temporary_folder_is_said_so(put, tmp_path: Path, clip: bytes) ->
     path = put("a.tar", [("a.mp4", clip)])
     program = (
         "import resource, sys, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from dataio import index\n"
+        "from headrace.dataio import index\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "from dataio.core.errors import CapacityError\n"
+        "from headrace.dataio.core.errors import CapacityError\n"
         "try: index(sys.argv[1], sys.argv[2])\n"
         "except CapacityError as error: print(error)\n"
     )
@@ -395,7 +395,7 @@ def test_the_loader_reads_clips_that_were_indexed_in_place(put, tmp_path: Path, 
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dataio.cli", "index", *map(str, arguments)]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "index", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

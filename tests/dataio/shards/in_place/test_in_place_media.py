@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dataio import Dataset, index, pack
-from dataio.shards.dali import dali_index
+from headrace.dataio import Dataset, index, pack
+from headrace.dataio.shards.dali import dali_index
 
 Files = dict[str, bytes]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
-from dataio.shards.in_place import patterns
-from dataio.store.contract import Location, Store
-from dataio.store.mounts import MAX_MOUNTS
-from dataio.store.open import open_store
+from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.shards.in_place import patterns
+from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.mounts import MAX_MOUNTS
+from headrace.dataio.store.open import open_store
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Sample, VideoInfo
-from dataio.shards.index import rows as index
-from dataio.shards.index.digests import digest
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Sample, VideoInfo
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.index.digests import digest
 from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, samples
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from dataio.shards.index import kernels
-from dataio.store.open import open_store
+from headrace.dataio.shards.index import kernels
+from headrace.dataio.store.open import open_store
 from tests.dataio.shards.making import make
 
 NUMBERS = pa.array([3, None, 1, 3], pa.int32())
@@ -61,7 +61,7 @@ def test_sums_and_rows_too() -> None:
 
 READS = """
 import sys
-from dataio import Dataset
+from headrace.dataio import Dataset
 with Dataset(sys.argv[1]) as dataset:
     assert len(dataset.samples([0])) == 1 and len(dataset.columns(["width"])) == len(dataset)
 heavy = {"pyarrow.compute", "pyarrow.dataset", "duckdb", "s3fs", "fsspec", "aiobotocore", "obstore", "av", "torch"}

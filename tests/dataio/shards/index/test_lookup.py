@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core import limits
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Pieces, Sample, SoundMark
-from dataio.shards.index import lookup
-from dataio.shards.index.digests import short
-from dataio.shards.pieces import size_for
-from dataio.store.mounts import PREFIX
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, Files, KeyFrame, Member, Pieces, Sample, SoundMark
+from headrace.dataio.shards.index import lookup
+from headrace.dataio.shards.index.digests import short
+from headrace.dataio.shards.pieces import size_for
+from headrace.dataio.store.mounts import PREFIX
 from tests.dataio.shards.index.any_samples import SHARD, SIZE, apart, long, samples
 from tests.dataio.shards.making import sample, video
 
@@ -161,7 +161,7 @@ OLD = bytes.fromhex(
     "6d5f7331366c65cd3e8001cd3e80a761206361742031d93d7b224f6464204e616d65223a20747275652c20226c6162656c223a20226f64"
     "64222c20226e756d626572223a20312c202273636f7265223a20302e317d"
 )
-"""The row of `GOOD` as Millrace wrote it before there were pieces."""
+"""The row of `GOOD` as Headrace wrote it before there were pieces."""
 
 
 def test_rows_without_pieces_are_as_they_were_before_there_were_any() -> None:
@@ -171,7 +171,7 @@ def test_rows_without_pieces_are_as_they_were_before_there_were_any() -> None:
 
 
 class OldRow(lookup._Files, array_like=True):
-    """A row as Millrace read it before there were pieces."""
+    """A row as Headrace read it before there were pieces."""
 
     key: str
     duration: float
@@ -181,13 +181,13 @@ class OldRow(lookup._Files, array_like=True):
     fields: str | None
 
 
-def test_an_older_millrace_reads_rows_with_pieces_and_places_as_if_they_had_none() -> None:
+def test_an_older_headrace_reads_rows_with_pieces_and_places_as_if_they_had_none() -> None:
     read = msgspec.msgpack.decode(lookup.row(LONG), type=OldRow)
     assert msgspec.msgpack.encode(read) == lookup.row(lookup.without_parts(LONG)) != lookup.row(LONG)
 
 
 class OldLongRow(lookup._Files, array_like=True):
-    """A row with pieces as Millrace read it before there were marks."""
+    """A row with pieces as Headrace read it before there were marks."""
 
     key: str
     duration: float
@@ -198,7 +198,7 @@ class OldLongRow(lookup._Files, array_like=True):
     pieces: list[lookup._Pieces] | None = None
 
 
-def test_an_older_millrace_reads_rows_with_marks_as_if_they_had_none() -> None:
+def test_an_older_headrace_reads_rows_with_marks_as_if_they_had_none() -> None:
     (member,) = LONG.members
     assert member.pieces is not None
     marked = replace(LONG, members=(replace(member, pieces=replace(member.pieces, marks=((3, 0), (70, 1152)))),))
@@ -207,7 +207,7 @@ def test_an_older_millrace_reads_rows_with_marks_as_if_they_had_none() -> None:
     assert rows().sample(msgspec.Raw(lookup.row(marked)), 0, LONG.id) == marked
 
 
-def test_an_older_millrace_reads_rows_that_say_where_sound_begins_as_if_they_did_not() -> None:
+def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did_not() -> None:
     sound = AudioInfo(
         "ogg", 0, "opus", 48_000, 2, 999, Fraction(1, 48_000), -312, (SoundMark(99, -312), SoundMark(7000, 648))
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import dataio.shards.ingest.pack  # noqa: F401 - declares the crash points
-from dataio import Dataset, pack
-from dataio.core import crashpoints
-from dataio.core.errors import ConflictError, NotFoundError
+import headrace.dataio.shards.ingest.pack  # noqa: F401 - declares the crash points
+from headrace.dataio import Dataset, pack
+from headrace.dataio.core import crashpoints
+from headrace.dataio.core.errors import ConflictError, NotFoundError
 
 POINTS = [name for name in crashpoints.declared() if name.startswith("pack.")]
 
@@ -26,8 +26,8 @@ def clips(tmp_path: Path, make_clip) -> Path:
 
 
 def pack_until(point: str, clips: Path, url: str, mark: Path) -> None:
-    environment = os.environ | {"MILLRACE_CRASH": point, "MILLRACE_CRASH_MARK": str(mark)}
-    command = [sys.executable, "-m", "dataio.cli", "pack", "--shard-size", "4KiB", str(clips), url]
+    environment = os.environ | {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
+    command = [sys.executable, "-m", "headrace.dataio.cli", "pack", "--shard-size", "4KiB", str(clips), url]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert mark.read_text() == point.partition("#")[0] + "\n"

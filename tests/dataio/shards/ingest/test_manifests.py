@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataio import Columns, pack
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.shards.ingest.manifests import rows
+from headrace.dataio import Columns, pack
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.shards.ingest.manifests import rows
 
 
 @pytest.fixture

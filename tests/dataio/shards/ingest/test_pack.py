@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from dataio import Dataset, pack
-from dataio.core.errors import ConflictError, CorruptionError, NotFoundError, TransientError, UsageError
-from dataio.shards import tar
-from dataio.shards.ingest import engines
-from dataio.shards.ingest.pool import ProbePool
-from dataio.shards.query import parts
-from dataio.shards.report import Progress
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio import Dataset, pack
+from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, TransientError, UsageError
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest import engines
+from headrace.dataio.shards.ingest.pool import ProbePool
+from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.report import Progress
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 MIB = 1 << 20
 
@@ -165,8 +165,8 @@ def test_a_file_that_hangs_its_prober_is_skipped(clips: Path, tmp_path: Path, mo
     log = tmp_path / "log"
     stub = f"""
 import time
-from dataio.shards.media import describe
-from dataio.shards.workers import probe_worker
+from headrace.dataio.shards.media import describe
+from headrace.dataio.shards.workers import probe_worker
 real = describe.describe
 def spoilt(files):
     if any("2.mp4" in path for _, path in files):
@@ -205,7 +205,7 @@ def test_files_without_media_are_told_the_way_into_a_dataset(tmp_path: Path) -> 
     (tmp_path / "in" / "a.npy").write_bytes(b"latents")
     with pytest.raises(UsageError, match="nothing to pack: none of 1 file is media") as caught:
         pack(tmp_path / "in", tmp_path / "ds")
-    assert "`millrace index`" in caught.value.hint
+    assert "`headrace index`" in caught.value.hint
 
 
 def test_a_file_that_changes_while_it_is_packed_stops_the_packing(

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import UnsupportedError
-from dataio.shards.ingest.pool import ProbePool, seconds_for
-from dataio.shards.ingest.sources import Group
-from dataio.shards.media.facts import Described, Failure
+from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.shards.ingest.pool import ProbePool, seconds_for
+from headrace.dataio.shards.ingest.sources import Group
+from headrace.dataio.shards.media.facts import Described, Failure
 
 # a worker that misbehaves for some names and else answers like the real one
 STUB = """
 import os, signal, sys, time
-from dataio.shards.media import describe
-from dataio.shards.workers import probe_worker
+from headrace.dataio.shards.media import describe
+from headrace.dataio.shards.workers import probe_worker
 real = describe.describe
 def spoilt(files):
     name = os.path.basename(files[0][1])
@@ -142,8 +142,8 @@ def test_a_hanging_worker_dies_with_its_killed_parent(tmp_path: Path, make_clip,
     parent = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from dataio.shards.ingest.pool import ProbePool
-        from dataio.shards.ingest.sources import Group
+        from headrace.dataio.shards.ingest.pool import ProbePool
+        from headrace.dataio.shards.ingest.sources import Group
         with ProbePool(1, lambda _: 600.0, [sys.executable, "-c", sys.argv[2]]) as pool:
             list(pool.describe([Group("hang", (("mp4", sys.argv[1]),), 1)]))
     """)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dataio import Dataset, pack
-from dataio.core.errors import UsageError
+from headrace.dataio import Dataset, pack
+from headrace.dataio.core.errors import UsageError
 
-pytest.importorskip("ray", reason="ray is not installed (pip install 'millrace[ray]')")
+pytest.importorskip("ray", reason="ray is not installed (pip install 'headrace[ray]')")
 
 
 def test_two_ray_workers_make_the_dataset_that_one_process_makes(make_wav, tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_two_ray_workers_make_the_dataset_that_one_process_makes(make_wav, tmp_p
     # in a process of its own: Ray leaves threads and sockets behind
     program = """
         import sys
-        from dataio import pack
+        from headrace.dataio import pack
         with pack(sys.argv[1], sys.argv[2], shard_bytes=8192, engine="ray", workers=2) as dataset:
             report = dataset.report
             assert [w.groups for w in report.workers] and sum(w.groups for w in report.workers) == 13, report

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from dataio import Dataset, append, pack
-from dataio.core.errors import NotFoundError, TransientError, UsageError
-from dataio.shards.ingest import remote as remotes
-from dataio.shards.ingest.remote import Remote
-from dataio.shards.ingest.sources import gather
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio import Dataset, append, pack
+from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
+from headrace.dataio.shards.ingest import remote as remotes
+from headrace.dataio.shards.ingest.remote import Remote
+from headrace.dataio.shards.ingest.sources import gather
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 
 @pytest.fixture
@@ -80,8 +80,17 @@ def test_folders_globs_manifests_and_tars_in_a_bucket_become_the_shards_of_local
 def test_a_pack_of_a_bucket_that_is_killed_goes_on_where_it_was(clips: Path, s3_url: str, tmp_path: Path) -> None:
     with open_store(s3_url) as store:
         upload(store, clips, "clips")
-    command = [sys.executable, "-m", "dataio.cli", "pack", "--shard-size", "4KiB", f"{s3_url}/clips", f"{s3_url}/ds"]
-    environment = os.environ | {"MILLRACE_CRASH": "pack.unit-sealed#2", "MILLRACE_CRASH_MARK": str(tmp_path / "mark")}
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.dataio.cli",
+        "pack",
+        "--shard-size",
+        "4KiB",
+        f"{s3_url}/clips",
+        f"{s3_url}/ds",
+    ]
+    environment = os.environ | {"HEADRACE_CRASH": "pack.unit-sealed#2", "HEADRACE_CRASH_MARK": str(tmp_path / "mark")}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with pytest.raises(NotFoundError, match="no dataset"):
@@ -128,9 +137,9 @@ def test_the_dataset_that_is_made_is_no_input_of_itself_and_closed_folders_are_n
 def test_a_full_scratch_folder_stops_the_packing_and_skips_nothing(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataio.core.errors import CapacityError
-    from dataio.shards.ingest import packing
-    from dataio.shards.media.facts import Failure
+    from headrace.dataio.core.errors import CapacityError
+    from headrace.dataio.shards.ingest import packing
+    from headrace.dataio.shards.media.facts import Failure
 
     inside, failed = packing.ProbePool.prepare, list[str]()
 

@@ -16,13 +16,13 @@ import blake3
 import msgspec
 import pytest
 
-from dataio import Dataset, Recipe, append, pack
-from dataio.core.errors import ConflictError
-from dataio.shards.contract import Member
-from dataio.shards.ingest import plan
-from dataio.shards.ingest.journal import Journal, Packed
-from dataio.shards.ingest.sources import gather
-from dataio.store.open import open_store
+from headrace.dataio import Dataset, Recipe, append, pack
+from headrace.dataio.core.errors import ConflictError
+from headrace.dataio.shards.contract import Member
+from headrace.dataio.shards.ingest import plan
+from headrace.dataio.shards.ingest.journal import Journal, Packed
+from headrace.dataio.shards.ingest.sources import gather
+from headrace.dataio.store.open import open_store
 
 _SHARD = 96 << 10
 
@@ -41,7 +41,7 @@ def make_many(make_wav, folder: Path, count: int) -> Path:
 def stored(root: Path) -> dict[str, str]:
     """Every object of a dataset but the documents, which carry nonces."""
     files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".json")
-    files = (path for path in files if ".millrace-tmp" not in path.parts)  # what the killed store was writing
+    files = (path for path in files if ".headrace-tmp" not in path.parts)  # what the killed store was writing
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -49,7 +49,7 @@ def command(clips: Path, root: Path) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "dataio.cli",
+        "headrace.dataio.cli",
         "pack",
         "--workers",
         "2",
@@ -102,9 +102,9 @@ def test_two_thousand_clips_killed_ten_times_end_equal(make_wav, tmp_path: Path)
 
 
 def crash(point: str, arguments: list[str], mark: Path) -> None:
-    environment = os.environ | {"MILLRACE_CRASH": point, "MILLRACE_CRASH_MARK": str(mark)}
+    environment = os.environ | {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark)}
     done = subprocess.run(
-        [sys.executable, "-m", "dataio.cli", "pack", *arguments],
+        [sys.executable, "-m", "headrace.dataio.cli", "pack", *arguments],
         env=environment,
         capture_output=True,
         timeout=120,
@@ -227,7 +227,7 @@ def test_appenders_that_race_all_succeed(make_wav, tmp_path: Path) -> None:
             [
                 sys.executable,
                 "-m",
-                "dataio.cli",
+                "headrace.dataio.cli",
                 "pack",
                 "--append",
                 "--workers",

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.shards import tar
-from dataio.shards.ingest.sources import gather
-from dataio.shards.tar import _NAME
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.sources import gather
+from headrace.dataio.shards.tar import _NAME
 
 
 def tree(root: Path, *names: str) -> Path:

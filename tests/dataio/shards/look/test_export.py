@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio import Dataset, pack
-from dataio.core.errors import AccessDeniedError, ConflictError, CorruptionError, NotFoundError
-from dataio.shards.look.export import export, safe_name
+from headrace.dataio import Dataset, pack
+from headrace.dataio.core.errors import AccessDeniedError, ConflictError, CorruptionError, NotFoundError
+from headrace.dataio.shards.look.export import export, safe_name
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_keys_are_never_paths(key: str, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_what_it_wrote(dataset: Dataset, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dataio.cli", "export", str(tmp_path / "ds"), "b", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "export", str(tmp_path / "ds"), "b", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout) == (0, f"b.wav -> {tmp_path / 'out' / 'b.wav'}\n")
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)

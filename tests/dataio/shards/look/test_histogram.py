@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dataio.shards.look import histogram
+from headrace.dataio.shards.look import histogram
 
 VALUES = st.lists(st.floats(0, 1e15, allow_subnormal=False), min_size=1, max_size=50)
 

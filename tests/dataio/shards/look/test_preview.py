@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataio import Dataset, pack
-from dataio.core.errors import UsageError
-from dataio.shards.look.preview import preview
-from dataio.shards.workers.media_jobs import Pictures, PicturesJob
-from dataio.shards.workers.pictures import run
+from headrace.dataio import Dataset, pack
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.look.preview import preview
+from headrace.dataio.shards.workers.media_jobs import Pictures, PicturesJob
+from headrace.dataio.shards.workers.pictures import run
 from tests.browser import Browser, needs_browser
 
 
@@ -95,7 +95,7 @@ def test_a_damaged_member_says_so_and_the_others_are_shown(dataset: Dataset, tmp
 
 
 def test_pictures_above_the_limit_are_left_out(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataio.shards.look.preview.PICTURE_BYTES", 1000)
+    monkeypatch.setattr("headrace.dataio.shards.look.preview.PICTURE_BYTES", 1000)
     text = preview(dataset, workers=1)
     assert "the page would become too large" in text
     assert sum(map(len, images(text))) <= 1000
@@ -125,7 +125,7 @@ def test_what_cannot_be_decoded_is_said(media: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_writes_the_page(dataset: Dataset, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dataio.cli", "preview", dataset.url, "-o", str(tmp_path / "page.html")]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "preview", dataset.url, "-o", str(tmp_path / "page.html")]
     done = subprocess.run(
         [*command, "--where", "has_video", "--limit", "2"], capture_output=True, text=True, timeout=120
     )
@@ -140,7 +140,8 @@ def test_a_real_browser_draws_bars_and_pictures_within_the_width(tmp_path: Path,
     (tmp_path / "index.html").write_text(text)
     with Browser(tmp_path / "profile") as browser:
         browser.look((tmp_path / "index.html").as_uri(), width, 2600, "light")
-        browser.wait_until("document.readyState === 'complete'")
+        browser.wait_until("document.readyState === 'complete' && [...document.images].every(i => i.complete)")
+        browser.evaluate("Promise.all([...document.images].map(image => image.decode())).then(() => true)")
         picture = browser.screenshot(tmp_path / "shot.png")
     bars = np.all(picture == np.array((0x0B, 0x53, 0x94)), axis=-1)
     assert bars.sum() > 500, "no bars"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.media.container import check_complete
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.media.container import check_complete
 
 
 def check(data: bytes) -> None:

@@ -9,8 +9,16 @@ import msgspec
 import pytest
 import xxhash
 
-from dataio.shards.media.describe import PROMOTED_STRING, describe
-from dataio.shards.media.facts import TEXT_BYTES, Clip, Described, Failure, Prepared, decode_outcome, encode_outcome
+from headrace.dataio.shards.media.describe import PROMOTED_STRING, describe
+from headrace.dataio.shards.media.facts import (
+    TEXT_BYTES,
+    Clip,
+    Described,
+    Failure,
+    Prepared,
+    decode_outcome,
+    encode_outcome,
+)
 
 
 def request(*paths: Path) -> list[tuple[str, str]]:

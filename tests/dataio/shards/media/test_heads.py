@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from dataio import Dataset, index, pack
-from dataio.core import limits
-from dataio.shards.contract import Pieces
-from dataio.shards.media import heads
-from dataio.shards.media.describe import describe
-from dataio.shards.media.facts import Described, FileFact
-from dataio.shards.media.probe import Probe
-from dataio.shards.pieces import Hasher, size_for
+from headrace.dataio import Dataset, index, pack
+from headrace.dataio.core import limits
+from headrace.dataio.shards.contract import Pieces
+from headrace.dataio.shards.media import heads
+from headrace.dataio.shards.media.describe import describe
+from headrace.dataio.shards.media.facts import Described, FileFact
+from headrace.dataio.shards.media.probe import Probe
+from headrace.dataio.shards.pieces import Hasher, size_for
 from tests.loaders.long import recorded
 
 FRAMES = 200

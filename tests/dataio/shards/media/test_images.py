@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataio import pack
-from dataio.core.errors import MillraceError, UnsupportedError
-from dataio.shards.contract import KeyFrame
-from dataio.shards.in_place.indexing import index
-from dataio.shards.media import images
+from headrace.dataio import pack
+from headrace.dataio.core.errors import HeadraceError, UnsupportedError
+from headrace.dataio.shards.contract import KeyFrame
+from headrace.dataio.shards.in_place.indexing import index
+from headrace.dataio.shards.media import images
 from tests.attacks import media as bombs
 from tests.pictures import pattern, picture
 
@@ -40,7 +40,7 @@ def test_a_picture_cut_anywhere_is_refused(kind: str) -> None:
     for cut in np.linspace(0, len(data) - 1, 24).astype(int):
         try:
             found = images.decode(data[:cut]).to_ndarray(format="rgb24")
-        except MillraceError:
+        except HeadraceError:
             refused += 1
         else:
             assert (found == whole).all()
@@ -49,7 +49,7 @@ def test_a_picture_cut_anywhere_is_refused(kind: str) -> None:
 
 def test_what_is_no_picture_or_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (b"", b"GIF89a" + bytes(99), b"\0" * 500, b"#EXTM3U\n"):
-        with pytest.raises(MillraceError):
+        with pytest.raises(HeadraceError):
             images.decode(wrong)
     with pytest.raises(UnsupportedError, match="pixels"):
         images.decode(bombs.jpeg_bomb())

@@ -11,8 +11,8 @@ import av
 import numpy as np
 import pytest
 
-from dataio import Dataset, Recipe, index, pack
-from dataio.core.errors import UsageError
+from headrace.dataio import Dataset, Recipe, index, pack
+from headrace.dataio.core.errors import UsageError
 from tests.dataio.shards.conftest import write_clip, write_wav
 
 PACKET = 188

@@ -10,11 +10,11 @@ import av
 import numpy as np
 import pytest
 
-from dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
-from dataio.shards.contract import VideoInfo
-from dataio.shards.media import probe as probing
-from dataio.shards.media.probe import probe
-from dataio.shards.workers.decode_all import open_media
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.dataio.shards.media import probe as probing
+from headrace.dataio.shards.media.probe import probe
+from headrace.dataio.shards.workers.decode_all import open_media
 
 CLIPS = (
     *("action_xvid.avi", "arm_wrestling.mp4", "av1.mkv", "h265.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv"),

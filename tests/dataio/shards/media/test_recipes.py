@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataio import Dataset, Recipe, pack
-from dataio.core.errors import CorruptionError, UsageError
-from dataio.shards.media import vtt
-from dataio.shards.media.probe import Probe, _pick_audio, _pick_video, probe
-from dataio.shards.media.recipes import check_recipe
+from headrace.dataio import Dataset, Recipe, pack
+from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.shards.media import vtt
+from headrace.dataio.shards.media.probe import Probe, _pick_audio, _pick_video, probe
+from headrace.dataio.shards.media.recipes import check_recipe
 
 
 def picked(container: Any, kind: str) -> Any:

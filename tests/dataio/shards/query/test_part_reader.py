@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError
-from dataio.shards import dataset as dataset_module
-from dataio.shards.contract import KeyFrame, Pieces, Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.index import rows as index
-from dataio.shards.index.digests import digest
-from dataio.shards.query import kept, parts
-from dataio.shards.query.part_reader import PartReader
-from dataio.shards.query.row_pages import Kept, RowPages
-from dataio.shards.versions import documents as versions
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards import dataset as dataset_module
+from headrace.dataio.shards.contract import KeyFrame, Pieces, Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.index.digests import digest
+from headrace.dataio.shards.query import kept, parts
+from headrace.dataio.shards.query.part_reader import PartReader
+from headrace.dataio.shards.query.row_pages import Kept, RowPages
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 from tests.dataio.shards.making import make, sample, video
 
 ROWS = 5000

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.shards.contract import Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.index import rows as index_rows
-from dataio.shards.query import open_index, predicate, tables
-from dataio.store.open import open_store
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.index import rows as index_rows
+from headrace.dataio.shards.query import open_index, predicate, tables
+from headrace.dataio.store.open import open_store
 from tests.attacks import forge
 from tests.dataio.shards.making import make
 
@@ -181,8 +181,8 @@ def test_a_view_may_be_empty_and_keys_outside_it_are_not_found(opened: Dataset) 
 
 
 def test_fields_of_several_types_are_compared_as_text(tmp_path: Path) -> None:
-    from dataio.shards.query import parts
-    from dataio.shards.versions import documents as versions
+    from headrace.dataio.shards.query import parts
+    from headrace.dataio.shards.versions import documents as versions
     from tests.dataio.shards.making import SHARD_BYTES, sample
 
     store, shard = open_store(tmp_path), "shards/a.tar"
@@ -268,8 +268,8 @@ def test_a_condition_reads_only_the_columns_that_it_names(tmp_path: Path, monkey
 
 def test_a_loader_reads_a_view(tmp_path: Path, make_clip: Callable[..., Path]) -> None:
     video_loader = pytest.importorskip("loaders").VideoLoader
-    from dataio import pack
-    from loaders import Clip
+    from headrace.dataio import pack
+    from headrace.loaders import Clip
 
     for n in range(4):
         make_clip(tmp_path / "clips" / f"c{n}.mp4", frames=6 + 4 * n)

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio import verify
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import Sample
-from dataio.shards.dataset import Dataset
-from dataio.shards.index import rows as index
-from dataio.shards.query import parts, row_pages
-from dataio.shards.query.open_index import OpenIndex
-from dataio.shards.query.row_pages import Kept, RowPages
-from dataio.shards.versions import documents as versions
-from dataio.store.contract import Store
-from dataio.store.open import open_store
-from dataio.store.wrapper import Wrapper
+from headrace.dataio import verify
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.index import rows as index
+from headrace.dataio.shards.query import parts, row_pages
+from headrace.dataio.shards.query.open_index import OpenIndex
+from headrace.dataio.shards.query.row_pages import Kept, RowPages
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.wrapper import Wrapper
 from tests.dataio.shards.making import SHARD_BYTES, make, sample
 
 ROWS = 700

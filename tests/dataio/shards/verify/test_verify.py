@@ -17,20 +17,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataio import Dataset, cli, index, open_store, pack
-from dataio.core.errors import CorruptionError, DeadlineError, NotFoundError, TransientError, UsageError
-from dataio.shards import tar
-from dataio.shards.contract import Sample
-from dataio.shards.query import parts
-from dataio.shards.query.part_reader import PartReader
-from dataio.shards.verify import run, sampling
-from dataio.shards.verify.findings import VerifyProgress, VerifyReport
-from dataio.shards.verify.run import verify
-from dataio.shards.versions import documents as versions
-from dataio.shards.workers import media_jobs
-from dataio.shards.workers.decoding import decode_sample
-from dataio.shards.workers.process import WorkerPool
-from dataio.store.contract import Store
+from headrace.dataio import Dataset, cli, index, open_store, pack
+from headrace.dataio.core.errors import CorruptionError, DeadlineError, NotFoundError, TransientError, UsageError
+from headrace.dataio.shards import tar
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.query import parts
+from headrace.dataio.shards.query.part_reader import PartReader
+from headrace.dataio.shards.verify import run, sampling
+from headrace.dataio.shards.verify.findings import VerifyProgress, VerifyReport
+from headrace.dataio.shards.verify.run import verify
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.workers import media_jobs
+from headrace.dataio.shards.workers.decoding import decode_sample
+from headrace.dataio.shards.workers.process import WorkerPool
+from headrace.dataio.store.contract import Store
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +388,7 @@ def test_a_video_that_breaks_off_inside_is_found_by_decoding_only(
     assert {finding.key for finding in report.damaged[0].findings} == {"corrupted"}
     assert cli.main(["verify", str(tmp_path / "ds"), "--decode", "100%"]) == 1
     said = capsys.readouterr().out
-    assert "as they were packed; millrace remove" in said
+    assert "as they were packed; headrace remove" in said
     assert "--repair" not in said, "no copy has other bytes"
 
 
@@ -454,32 +454,32 @@ def test_damage_in_a_bucket_is_found_and_repaired(original: Path, s3_url: str) -
 # --- the command
 
 
-def millrace(*args: str | Path) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "dataio.cli", *map(str, args)]
+def headrace(*args: str | Path) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "headrace.dataio.cli", *map(str, args)]
     done = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert b"Traceback" not in done.stderr
     return done
 
 
 def test_the_command_says_what_is_wrong_and_returns_1_until_it_is_repaired(ds: Path, original: Path) -> None:
-    assert millrace("verify", ds).returncode == 0
+    assert headrace("verify", ds).returncode == 0
     _payload(ds)
-    done = millrace("verify", ds, "--decode", "2")
+    done = headrace("verify", ds, "--decode", "2")
     assert done.returncode == 1
     text = done.stdout.decode()
     assert "DAMAGED (1)" in text
     assert "checksum: s2.wav: " in text
     assert "1 damaged object; " in text
-    found = json.loads(millrace("verify", ds, "--json").stdout)
+    found = json.loads(headrace("verify", ds, "--json").stdout)
     assert (found["damaged"], found["objects"][-3]["findings"][0]["code"]) == (1, "checksum")
-    done = millrace("verify", ds, "--repair", original)
+    done = headrace("verify", ds, "--repair", original)
     assert done.returncode == 0
     assert "everything is right, 1 repaired" in done.stdout.decode()
 
 
 def test_the_command_returns_4_without_a_version_to_check_against(ds: Path) -> None:
     flip(ds / "versions/00000001.json", 100)
-    done = millrace("verify", ds)
+    done = headrace("verify", ds)
     assert done.returncode == 4
     assert b"00000001.json" in done.stderr
 
@@ -491,7 +491,7 @@ def test_memory_does_not_grow_with_the_shard(tmp_path: Path) -> None:
         file.truncate(256 << 20)
     pack(tmp_path / "in", tmp_path / "ds", workers=1).close()
     program = (
-        "import resource, sys\nfrom dataio.shards.verify.run import verify\n"
+        "import resource, sys\nfrom headrace.dataio.shards.verify.run import verify\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\nreport = verify(sys.argv[1], workers=1)\n"
         "print(report.bytes, len(report.damaged), peak() - before)\n"

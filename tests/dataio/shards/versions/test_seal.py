@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core import seal
-from dataio.core.errors import CorruptionError
+from headrace.dataio.core import seal
+from headrace.dataio.core.errors import CorruptionError
 
 DOCUMENT = json.dumps({"name": "clips ü", "samples": 3}, indent=1).encode() + b"\n"
 SEALED = seal.seal(DOCUMENT)

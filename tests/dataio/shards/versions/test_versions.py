@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import ConflictError, NotFoundError, UsageError
-from dataio.shards.versions import documents as versions
-from dataio.shards.versions.documents import VersionDocument
-from dataio.store.contract import Store
-from dataio.store.open import open_store
+from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
+from headrace.dataio.shards.versions import documents as versions
+from headrace.dataio.shards.versions.documents import VersionDocument
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.limits import MIB
-from dataio.sidecar.tier.config import Address, TierConfig
-from dataio.sidecar.tier.room import Tier
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar.tier.config import Address, TierConfig
+from headrace.dataio.sidecar.tier.room import Tier
 
 SCRIPT = Path(__file__).parents[4] / "deploy" / "buddies" / "certificates.sh"
 

@@ -20,17 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_record
 
-from dataio.core.errors import CapacityError, UsageError
-from dataio.core.limits import MIB
-from dataio.sidecar.tier import protocol as p
-from dataio.sidecar.tier import server as servers
-from dataio.sidecar.tier import tls
-from dataio.sidecar.tier.client import Buddy, BuddyError
-from dataio.sidecar.tier.config import Address, TierConfig, address, names
-from dataio.sidecar.tier.room import Tier
-from dataio.store.tier.kept import Held
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core.errors import CapacityError, UsageError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar.tier import protocol as p
+from headrace.dataio.sidecar.tier import server as servers
+from headrace.dataio.sidecar.tier import tls
+from headrace.dataio.sidecar.tier.client import Buddy, BuddyError
+from headrace.dataio.sidecar.tier.config import Address, TierConfig, address, names
+from headrace.dataio.sidecar.tier.room import Tier
+from headrace.dataio.store.tier.kept import Held
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
 from tests.dataio.sidecar.conftest import wait_for
 from tests.dataio.sidecar.tier.conftest import config, make_certificates, refused
 from tests.dataio.store.tier.making import record

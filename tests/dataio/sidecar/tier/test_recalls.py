@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.limits import MIB
-from dataio.sidecar.tier import recalls
-from dataio.sidecar.tier.client import Buddy
-from dataio.sidecar.tier.config import Address, TierConfig
-from dataio.sidecar.tier.room import Tier
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar.tier import recalls
+from headrace.dataio.sidecar.tier.client import Buddy
+from headrace.dataio.sidecar.tier.config import Address, TierConfig
+from headrace.dataio.sidecar.tier.room import Tier
+from headrace.dataio.store.tier.shelf import Shelf
 from tests.dataio.sidecar.conftest import wait_for
 from tests.dataio.sidecar.tier.conftest import config
 from tests.dataio.store.tier.making import record

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from dataio.cli import main
-from dataio.core.errors import UsageError
-from dataio.core.limits import MIB
-from dataio.sidecar import settings
-from dataio.sidecar.client import Sidecar
-from dataio.sidecar.tier.config import Address
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.cli import main
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar import settings
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.sidecar.tier.config import Address
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
 from tests.browser import Browser, needs_browser
 from tests.dataio.sidecar.conftest import wait_for
 from tests.dataio.store.tier.making import record
 
-SHOTS = os.environ.get("MILLRACE_SCREENSHOTS")
+SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
 NASTY = "<img src=x onerror=document.title='owned'>"
 
 
@@ -65,9 +65,9 @@ tls_cert = "{certificates}/127.0.0.1.pem"
 tls_key = "{certificates}/127.0.0.1.key"
 tls_ca = "{certificates}/ca.pem"
 """)
-        command = [sys.executable, "-m", "dataio.cli", "sidecar", "run", "--config", str(file)]
+        command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", "--config", str(file)]
         command += ["--socket", str(folder / "s.sock"), "--cache-dir", f"{folder}/fast=1MiB,{folder}/slow=2MiB"]
-        environment = {**os.environ, "MILLRACE_SIDECAR_TIER_DIR": str(folder / "tier")}
+        environment = {**os.environ, "HEADRACE_SIDECAR_TIER_DIR": str(folder / "tier")}
         with open(tmp_path / "log", "wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         found = Shown(folder / "s.sock", shelf)
@@ -92,11 +92,11 @@ def test_the_terminal_and_the_metrics_show_the_tier(shown: Shown, capsys: pytest
     assert "0 connected, 0 refused" in text
     with urllib.request.urlopen(shown.url + "metrics", timeout=120) as answer:
         metrics = answer.read().decode()
-    assert "millrace_tier_budget_bytes 6.7108864e+07" in metrics
+    assert "headrace_tier_budget_bytes 6.7108864e+07" in metrics
     for line in (
-        "millrace_tier_kept_steps 2.0",
-        "millrace_buddy_up 0.0",
-        'millrace_buddy_refused_total{reason="tls"} 0.0',
+        "headrace_tier_kept_steps 2.0",
+        "headrace_buddy_up 0.0",
+        'headrace_buddy_refused_total{reason="tls"} 0.0',
     ):
         assert line in metrics
 

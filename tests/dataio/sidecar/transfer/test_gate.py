@@ -10,13 +10,13 @@ import threading
 import time
 from pathlib import Path
 
-from dataio.sidecar.transfer.gate import Gate, pass_by
+from headrace.dataio.sidecar.transfer.gate import Gate, pass_by
 from tests.dataio.sidecar.conftest import wait_for
 
 CLOSE_AND_WAIT = """
 import sys, time
 from pathlib import Path
-from dataio.sidecar.transfer.gate import Gate
+from headrace.dataio.sidecar.transfer.gate import Gate
 gate = Gate(Path(sys.argv[1]))
 gate.close_for_others(True)
 print("closed" if gate.closed else "open", flush=True)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from dataio.sidecar import wire
-from dataio.sidecar.transfer import held, keeper
-from dataio.sidecar.transfer.held import Held
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.transfer import held, keeper
+from headrace.dataio.sidecar.transfer.held import Held
 from tests.dataio.sidecar.conftest import wait_for
 
 PUT_AND_DIE = """
 import os, sys
 from pathlib import Path
-from dataio.sidecar.transfer.held import Held
+from headrace.dataio.sidecar.transfer.held import Held
 fd = os.memfd_create("arena")
 os.write(fd, b"bytes of a trainer")
 Held(Path(sys.argv[1])).put("a", fd)

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import AccessDeniedError, CorruptionError
-from dataio.sidecar.transfer import journal as j
-from dataio.sidecar.transfer.journal import Entry, Journal
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
+from headrace.dataio.sidecar.transfer import journal as j
+from headrace.dataio.sidecar.transfer.journal import Entry, Journal
 
 
 def entry(plan: bytes = b"plan", **more: object) -> Entry:
@@ -120,7 +120,7 @@ def test_an_entry_that_is_not_sound_is_named_and_set_aside(
     sound = entry()
     journal.record(sound, b"plan")
     name = spoil(journal, how)
-    with caplog.at_level(logging.ERROR, logger="millrace"):
+    with caplog.at_level(logging.ERROR, logger="headrace"):
         assert journal.load() == [sound]
     assert "is refused and set aside" in caplog.text
     assert name in caplog.text

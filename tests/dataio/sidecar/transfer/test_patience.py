@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.sidecar.transfer.patience import Patience
+from headrace.dataio.sidecar.transfer.patience import Patience
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1e6), st.floats(0, 1, exclude_max=True))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dataio.core.errors import NotFoundError, TransientError
-from dataio.sidecar.transfer.runner import TRIES
+from headrace.dataio.core.errors import NotFoundError, TransientError
+from headrace.dataio.sidecar.transfer.runner import TRIES
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 from tests.dataio.sidecar.transfer.test_held import keeper_pid
 from tests.dataio.sidecar.transfer.test_staging import arena, plan

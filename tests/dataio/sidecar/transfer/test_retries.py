@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import TransientError
+from headrace.dataio.core.errors import TransientError
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 from tests.dataio.sidecar.transfer.test_restarts import DIGEST, begun, entries, the_job
 from tests.dataio.sidecar.transfer.test_staging import arena, plan
@@ -47,8 +47,8 @@ def test_a_job_that_nobody_waits_for_is_tried_again_until_the_store_is_back(
     [save] = daemon.status()["saves"]
     assert (save["state"] in ("retrying", "sending"), save["error"]) == (True, "the store is away")
     text = metrics(daemon)
-    assert "millrace_staged_retry_limit_seconds 3600.0" in text
-    assert "millrace_staged_retrying " in text
+    assert "headrace_staged_retry_limit_seconds 3600.0" in text
+    assert "headrace_staged_retrying " in text
     wait_for(lambda: daemon.status()["jobs"]["retries"] >= 1)
     (tmp_path / "store").touch()
     wait_for((tmp_path / "written").exists)
@@ -56,7 +56,7 @@ def test_a_job_that_nobody_waits_for_is_tried_again_until_the_store_is_back(
     with daemon.connect() as sidecar:
         assert sidecar.follow(token).result(150)["digest"] == DIGEST
     assert daemon.status()["jobs"]["held_bytes"] == 0
-    assert "millrace_staged_retries_total 0.0" not in metrics(daemon)
+    assert "headrace_staged_retries_total 0.0" not in metrics(daemon)
     assert "nobody waits for it, and is tried again" in daemon.log.read_text()
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from dataio.core.errors import CapacityError, TransientError
-from dataio.sidecar import messages as m
-from dataio.sidecar import wire
-from dataio.sidecar.client import Staged
-from dataio.sidecar.connection import Sidecar
-from dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.core.errors import CapacityError, TransientError
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.client import Staged
+from headrace.dataio.sidecar.connection import Sidecar
+from headrace.dataio.sidecar.transfer.memfd import sealed
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 from tests.dataio.sidecar.transfer.test_staging import arena, plan
 
@@ -67,8 +67,8 @@ def test_an_arena_without_room_waits_visibly_and_is_taken_when_there_is_some(
         assert {save["about"]: save["state"] for save in status["saves"]}["save 3"] == "waiting"
         with urllib.request.urlopen(f"http://127.0.0.1:{status['http_port']}/metrics", timeout=120) as answer:
             text = answer.read().decode()
-        assert f"millrace_staged_waiting_bytes {float(ARENA)}" in text
-        assert f"millrace_staged_held_bytes {float(2 * ARENA)}" in text
+        assert f"headrace_staged_waiting_bytes {float(ARENA)}" in text
+        assert f"headrace_staged_held_bytes {float(2 * ARENA)}" in text
         assert not outcome
         gate.touch()
         thread.join(60)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataio.core.errors import CapacityError
-from dataio.sidecar.transfer.schedule import COMMITTING, HOLD_SECONDS, Schedule
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.sidecar.transfer.schedule import COMMITTING, HOLD_SECONDS, Schedule
 
 BUDGET, RUNNING, QUEUED = 100, 2, 3
 

@@ -16,15 +16,22 @@ from typing import Any
 
 import pytest
 
-from dataio.core.errors import CapacityError, ConflictError, DeadlineError, NotFoundError, TransientError, UsageError
-from dataio.sidecar import messages as m
-from dataio.sidecar.client import Sidecar
-from dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.core.errors import (
+    CapacityError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    TransientError,
+    UsageError,
+)
+from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.sidecar.transfer.memfd import sealed
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 STAGE_AND_WAIT = """
 import fcntl, os, sys, time
-from dataio.sidecar.client import Sidecar
+from headrace.dataio.sidecar.client import Sidecar
 socket, plan = sys.argv[1:]
 fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
 os.write(fd, b"state" * 1000)

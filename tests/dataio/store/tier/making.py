@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dataio.core.limits import MIB
-from dataio.store.contract import Store
-from dataio.store.tier.record import Record
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
-from dataio.store.wrapper import Wrapper
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.wrapper import Wrapper
 
 T = TypeVar("T")
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core import log
-from dataio.core.errors import CorruptionError, TransientError
-from dataio.core.limits import MIB
-from dataio.store.contract import Buffer
-from dataio.store.open import open_store
-from dataio.store.tier.keeping import Keeping
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
+from headrace.dataio.core import log
+from headrace.dataio.core.errors import CorruptionError, TransientError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.open import open_store
+from headrace.dataio.store.tier.keeping import Keeping
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
 from tests.dataio.store.tier.making import Counting, is_pack, shelf
 from tests.disks import disk, read_only
 

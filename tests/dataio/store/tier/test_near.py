@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dataio.core.errors import NotFoundError, UsageError
-from dataio.store.contract import Store
-from dataio.store.tier.near import Near
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.tier.near import Near
 from tests.dataio.store.tier.making import Counting, is_pack, shelf
 
 

@@ -9,8 +9,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.store.tier import retention
-from dataio.store.tier.record import Record
+from headrace.dataio.store.tier import retention
+from headrace.dataio.store.tier.record import Record
 
 
 def record(

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataio.core.errors import AccessDeniedError, CapacityError, CorruptionError, UnsupportedError
-from dataio.core.limits import MIB
-from dataio.store.tier import kept
-from dataio.store.tier import record as documents
-from dataio.store.tier import shelf as shelves
-from dataio.store.tier.retention import Limits
-from dataio.store.tier.shelf import Shelf
-from dataio.testing.system import clock_jump
+from headrace.dataio.core.errors import AccessDeniedError, CapacityError, CorruptionError, UnsupportedError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.tier import kept
+from headrace.dataio.store.tier import record as documents
+from headrace.dataio.store.tier import shelf as shelves
+from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.testing.system import clock_jump
 from tests.dataio.store.tier.making import record, shelf
 
 
@@ -171,7 +171,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     tier = shelf(tmp_path)
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from dataio.store.tier.retention import Limits; from dataio.store.tier.shelf import Shelf\n"
+        "from headrace.dataio.store.tier.retention import Limits; from headrace.dataio.store.tier.shelf import Shelf\n"
         "with Shelf(Path(sys.argv[1]), Limits(1 << 29, 2)).reserve() as r:\n"
         "    r.writer('s', 'half').write(bytes(1 << 20)); print('ready', flush=True); time.sleep(60)\n"
     )

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo
-from dataio.shards.media.probe import probe
-from loaders.partial import boxes
-from loaders.sound import decode
-from loaders.sound.decode import decode_audio
-from loaders.sound.excerpts import flac, mp4, ogg
-from loaders.sound.spec import AudioSpec
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders.partial import boxes
+from headrace.loaders.sound import decode
+from headrace.loaders.sound.decode import decode_audio
+from headrace.loaders.sound.excerpts import flac, mp4, ogg
+from headrace.loaders.sound.spec import AudioSpec
 
 SECONDS = 20
 KINDS: dict[str, tuple[str, str, int, str, dict[str, str]]] = {

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataio.core.errors import CorruptionError
-from dataio.shards.contract import AudioInfo, SoundMark
-from dataio.shards.media.probe import probe
-from loaders import AudioSpec
-from loaders.sound import decode
-from loaders.sound.excerpts import flac
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.shards.contract import AudioInfo, SoundMark
+from headrace.dataio.shards.media.probe import probe
+from headrace.loaders import AudioSpec
+from headrace.loaders.sound import decode
+from headrace.loaders.sound.excerpts import flac
 
 SECONDS = 3
 SECOND = Fraction(1), Fraction(2)
