@@ -28,7 +28,7 @@ _IMPORTS = (
         "pyarrow",
         "duckdb",
     ),
-    *("av", "simplejpeg", "nvidia.dali", "dataio"),
+    *("av", "simplejpeg", "nvidia.dali", "headrace.dataio"),
 )
 
 

@@ -140,8 +140,9 @@ def test_a_real_browser_draws_bars_and_pictures_within_the_width(tmp_path: Path,
     (tmp_path / "index.html").write_text(text)
     with Browser(tmp_path / "profile") as browser:
         browser.look((tmp_path / "index.html").as_uri(), width, 2600, "light")
-        browser.wait_until("document.readyState === 'complete' && [...document.images].every(i => i.complete)")
-        browser.evaluate("Promise.all([...document.images].map(image => image.decode())).then(() => true)")
+        browser.wait_until("document.readyState === 'complete'")
+        decoded = "Promise.all([...document.images].map(image => (image.loading = 'eager', image.decode()))).then(() => true)"
+        assert browser.evaluate(decoded)
         picture = browser.screenshot(tmp_path / "shot.png")
     bars = np.all(picture == np.array((0x0B, 0x53, 0x94)), axis=-1)
     assert bars.sum() > 500, "no bars"
