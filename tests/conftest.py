@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
-from tests.leftovers import Place
+from tests.support.leftovers import Place
 
 # a busy machine is no failure: examples are bounded in number, not in time; and equal code has equal ones, every time
 settings.register_profile(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import leftovers
+from tests.support import leftovers
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import nursery
-from tests.ranks import launch
-from tests.waiting import wait_for
+from tests.support import nursery
+from tests.support.ranks import launch
+from tests.support.waiting import wait_for
 
 PARENT = """
 import sys
-from tests import nursery
+from tests.support import nursery
 children = [nursery.start("tests.test_ranks", path) for path in sys.argv[1:]]
 print("started", flush=True)
 sys.stdin.read()
@@ -41,7 +41,7 @@ def test_the_port_at_which_ranks_meet_is_taken_before_the_first_of_them_begins(m
         return start(module, *arguments, **environment)
 
     monkeypatch.setattr(nursery, "start", watched)
-    assert launch(2, "tests.meeting_job") == [[{"ranks": [0, 1]}]] * 2
+    assert launch(2, "tests.support.meeting_job") == [[{"ranks": [0, 1]}]] * 2
     assert met == ["0", "1"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.bench.demo.media import make_clip
 from headrace.dataio import pack
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 STEPS, SAVE_EVERY, KILL_AT = 6, 2, 2
 

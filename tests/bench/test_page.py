@@ -13,7 +13,7 @@ from headrace.bench.demo.page import page
 from headrace.bench.demo.proof import compare
 from headrace.bench.demo.settings import Settings
 from tests.bench.test_proof import STEPS, run
-from tests.browser import Browser, needs_browser
+from tests.support.browser import Browser, needs_browser
 
 
 def journey(*, damaged: bool = False) -> Journey:

@@ -18,7 +18,7 @@ from headrace.bench.report.cli import report
 from headrace.bench.report.markdown import markdown
 from headrace.bench.report.page import page
 from headrace.bench.store.cells import Sweep, metrics
-from tests.browser import Browser, needs_browser
+from tests.support.browser import Browser, needs_browser
 
 SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
 EVIL = "<script>alert(1)</script>"

@@ -17,7 +17,7 @@ from headrace.bench.simulate.cluster import Cluster, Features, Job, costs
 from headrace.bench.simulate.saving import Pieces, predict_restore, predict_save
 from headrace.dataio.testing.proxy import FaultProxy
 from headrace.dataio.testing.s3server import S3Server
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 NOTHING = Pieces(
     copy_rate=1e15, hash_rate=1e15, plan_seconds=0, request_seconds=0, commit_seconds=0, open_seconds=0, uploads=4

@@ -21,7 +21,7 @@ from headrace.dataio.store.contract import Buffer
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.faulty import Fault, Faulty, Rule
 from tests.checkpoint.making import Wrapped
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 WAIT_SECONDS = 900.0
 """For other ranks: much longer than any of this may take."""

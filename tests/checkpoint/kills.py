@@ -1,7 +1,7 @@
 """Trainers, collectors, readers and taggers as processes that a test kills, without torch.
 
-They are forks (`tests.nursery`), so that a thousand of them cost minutes. A worker writes what it was told is true ("committed",
-"tagged") into a journal, one line with one write, *after* it was told. The bytes of a step follow from its timeline and number,
+They are forks (`tests.support.nursery`), so that a thousand of them cost minutes. A worker writes what it was told is true
+("committed", "tagged") into a journal, one line with one write, *after* it was told. The bytes of a step follow from its timeline and number,
 so that anybody can say what must be restored.
 """
 
@@ -28,9 +28,9 @@ from headrace.dataio.core.errors import HeadraceError, NotFoundError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
-from tests import nursery
 from tests.checkpoint.making import RUN, load, make, save
-from tests.nursery import Child
+from tests.support import nursery
+from tests.support.nursery import Child
 
 assert headrace.dataio.store.posix, headrace.dataio.store.s3
 LIFE = 4.0

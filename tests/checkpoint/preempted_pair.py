@@ -17,7 +17,7 @@ from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.store.contract import Buffer
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 SLOW_SECONDS = 1.0
 

@@ -16,8 +16,8 @@ from headrace.checkpoint.repository import check
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
-from tests import nursery
 from tests.checkpoint.making import begin, latest, load, make, save, tiny_state
+from tests.support import nursery
 
 assert headrace.checkpoint.carry
 POINTS = sorted(name for name in declared() if name.startswith("ckpt.") and name != "ckpt.mid-stage")

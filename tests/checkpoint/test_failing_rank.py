@@ -15,8 +15,8 @@ from headrace.checkpoint.lifeline import Door, wait_closed
 from headrace.checkpoint.peers import Peers, card, watched
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.store.open import open_store
-from tests import nursery
-from tests.ranks import launch, meeting
+from tests.support import nursery
+from tests.support.ranks import launch, meeting
 
 OWN = {
     "name": "OSError: no room for the name",

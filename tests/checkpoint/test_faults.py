@@ -27,7 +27,7 @@ from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server
 from headrace.dataio.testing.system import clock_jump, failing_fsync, stopped
 from tests.checkpoint.making import Made, begin, latest, load, make, save, tiny_state
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 def start(made: Made, gate: int) -> subprocess.Popen[str]:

@@ -20,10 +20,10 @@ from headrace.checkpoint.preemption import NOT_SAVED, REPORT_VARIABLE, SAVED
 from headrace.dataio.core.errors import CapacityError, UsageError
 from headrace.dataio.store.contract import Buffer, Store
 from headrace.dataio.store.open import open_store
-from tests import nursery
 from tests.checkpoint.making import Wrapped
-from tests.nursery import Child
-from tests.ranks import launch
+from tests.support import nursery
+from tests.support.nursery import Child
+from tests.support.ranks import launch
 
 
 def start(url: Path, report: Path, mode: str = "", rank: int = 0, world: int = 1, port: int = 0) -> Child:

@@ -14,10 +14,10 @@ from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.store.open import open_store
-from tests import nursery
 from tests.checkpoint.trainer import state_for, summary
-from tests.nursery import Child
-from tests.ranks import meeting
+from tests.support import nursery
+from tests.support.nursery import Child
+from tests.support.ranks import meeting
 
 
 def start(*arguments: str, **environment: str) -> Child:

@@ -29,7 +29,7 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
 from tests.checkpoint.making import RUN, Wrapped, begin, make, tiny_state
 from tests.checkpoint.test_processes import start as start_trainer
-from tests.waiting import wait_for as wait_for
+from tests.support.waiting import wait_for as wait_for
 
 
 @dataclass

@@ -41,7 +41,7 @@ from tests.dataio.sidecar.tier.conftest import make_certificates
 from tests.histories import worker
 from tests.histories.oracle import Found, Journal, Seen, judge, read_journal
 from tests.histories.worker import Task
-from tests.nursery import Child
+from tests.support.nursery import Child
 
 HANG_SECONDS = 90.0
 ROUNDS = 12

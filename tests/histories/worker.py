@@ -25,9 +25,9 @@ from headrace.checkpoint.lifecycle import collect, tags
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError
 from headrace.dataio.store.open import open_store
-from tests import nursery
 from tests.histories.oracle import Journal
-from tests.nursery import Child
+from tests.support import nursery
+from tests.support.nursery import Child
 
 assert headrace.dataio.store.posix, headrace.dataio.store.s3  # their crash points are declared when they are imported
 LEASE_SECONDS = 6.0

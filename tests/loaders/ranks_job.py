@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from headrace.loaders import Clip, VideoLoader
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 @in_group

@@ -19,7 +19,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, Clip, VideoLoader, Window
 from tests.loaders import made, plain
-from tests.pictures import picture
+from tests.support.pictures import picture
 
 MOST = 72
 REAL_VIDEO = [

@@ -22,7 +22,7 @@ from headrace.dataio.store.wrapper import Wrapper
 from headrace.loaders import Clip, QuarantineList, VideoLoader
 from headrace.loaders.samples import listed, shared_list
 from headrace.loaders.samples.shared_list import Entry, spot_of
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 Make = Callable[..., VideoLoader]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.dataio.shards.dataset import Dataset
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 
 def run_ranks(world_size: int, url: str, steps: int, state: str = "-") -> dict[str, Any]:

@@ -25,7 +25,7 @@ from headrace.loaders.delivery.ahead import Ahead
 from headrace.loaders.samples.source import StoreReader
 from tests.loaders import made
 from tests.loaders.long import SOUNDS, recorded
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 SECOND = (
     1.0 if "PYTEST_XDIST_WORKER" not in os.environ else 60.0

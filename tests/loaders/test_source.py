@@ -19,7 +19,7 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrapper import Wrapper
 from headrace.loaders.samples import source as source_module
 from headrace.loaders.samples.source import AT_ONCE, Source, StoreReader, spans
-from tests.denied import denied
+from tests.support.denied import denied
 
 FIRST, SECOND = b"first" * 1000, b"second" * 70
 SHARD = bytes(512) + FIRST + bytes(700) + SECOND + bytes(512)

@@ -15,7 +15,7 @@ from headrace.loaders.delivery.ahead import Ahead
 from headrace.loaders.delivery.batch import Batch
 from headrace.loaders.plan import OrderPlan
 from headrace.loaders.samples.source import StoreReader
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 Make = Callable[..., VideoLoader]
 

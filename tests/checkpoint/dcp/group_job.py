@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.checkpoint.repository import steps as repository
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 @in_group

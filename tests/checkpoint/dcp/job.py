@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 class Loader:

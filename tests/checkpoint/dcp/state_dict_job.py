@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 def mesh_of(kind: str) -> DeviceMesh:

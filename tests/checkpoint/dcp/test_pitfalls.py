@@ -45,7 +45,7 @@ from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped, flip
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

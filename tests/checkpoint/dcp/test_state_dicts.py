@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 
 @pytest.mark.parametrize(("kinds", "ranks"), [(("fsdp", "tp"), 2), pytest.param(("2d",), 4, marks=pytest.mark.soak)])

@@ -21,7 +21,7 @@ from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.state.tree import decode
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.open import open_store
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
 
 from headrace.checkpoint.frameworks.megatron import RepositoryLoad, RepositorySave  # noqa: E402
-from tests.ranks import in_group  # noqa: E402
+from tests.support.ranks import in_group  # noqa: E402
 
 ROWS, COLUMNS = 600, 512
 

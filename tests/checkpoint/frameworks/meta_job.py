@@ -15,7 +15,7 @@ warnings.simplefilter("ignore")  # the framework's own
 from torch_checkpointing import CheckpointManager  # noqa: E402
 
 from headrace.checkpoint.frameworks.torch_checkpointing import RepositoryManager  # noqa: E402
-from tests.ranks import in_group  # noqa: E402
+from tests.support.ranks import in_group  # noqa: E402
 
 
 @in_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 @in_group

@@ -12,7 +12,7 @@ import torch
 from headrace.checkpoint import Checkpointer, read
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from tests.checkpoint.making import flip
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 

@@ -18,8 +18,8 @@ from headrace.checkpoint.frameworks.naming import Names, read_name, write_file
 from headrace.checkpoint.handle import Handle, Name
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.core.errors import CorruptionError, TransientError, UsageError
-from tests import nursery
-from tests.ranks import launch
+from tests.support import nursery
+from tests.support.ranks import launch
 
 FRAMEWORKS = ("lightning", "transformers", "accelerate")
 POINTS = sorted(name for name in declared() if name.startswith("name.") and name != "name.replaced")

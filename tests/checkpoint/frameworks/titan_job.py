@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 warnings.simplefilter("ignore")  # the frameworks' own
 
 from headrace.checkpoint.frameworks.torchtitan import RepositoryCheckpointManager  # noqa: E402
-from tests.ranks import in_group  # noqa: E402
+from tests.support.ranks import in_group  # noqa: E402
 
 
 class Optimizers:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.dcp import RepositoryReader
 from headrace.dataio.core.errors import HeadraceError
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 def told(case: str, work: Callable[[], object]) -> None:

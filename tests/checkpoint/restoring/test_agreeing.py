@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from headrace.checkpoint import Checkpointer
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 
 def test_what_one_rank_alone_cannot_read_is_an_error_on_all_that_names_it(tmp_path: Path) -> None:

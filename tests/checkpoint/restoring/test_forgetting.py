@@ -19,7 +19,7 @@ from headrace.dataio.store.contract import Store
 from headrace.dataio.store.metered import Metered
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrapper import Wrapper
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 class Noting(Wrapper):

@@ -20,7 +20,7 @@ from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

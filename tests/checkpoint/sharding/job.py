@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from headrace.checkpoint import RNG, Checkpointer
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 DIM, HEADS, HIDDEN, WORDS = (
     48,

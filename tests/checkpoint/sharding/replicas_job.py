@@ -12,7 +12,7 @@ import torch.distributed as dist
 from headrace.checkpoint import Checkpointer
 from headrace.dataio.core import metrics
 from headrace.dataio.core.errors import HeadraceError
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 class Lines(logging.Handler):

@@ -20,7 +20,7 @@ from headrace.checkpoint.restoring import nearby
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 class Counting(Wrapped):

@@ -20,7 +20,7 @@ from headrace.checkpoint.state.flatten import Leaf, Seen
 from headrace.checkpoint.state.kinds import TorchKinds
 from headrace.checkpoint.state.prepare import Prepared, Replica
 from headrace.checkpoint.state.replicas import BLOCK_BYTES, BLOCKS, Divergence, diverged, sample
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 
 class Together:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 JOB = "tests.checkpoint.sharding.job"
 Lines = list[list[dict[str, Any]]]

@@ -12,7 +12,7 @@ from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.sharding.turns import TURN_BYTES, pack_needs, shared, turns
 from headrace.dataio.core.limits import MIB
 from tests.checkpoint.making import flip
-from tests.ranks import launch
+from tests.support.ranks import launch
 
 
 @given(st.lists(st.sets(st.integers(0, 29)), min_size=1, max_size=6), st.integers(1, 20))

@@ -26,7 +26,7 @@ from headrace.checkpoint.staging.slices import SlicedState
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
 from tests.checkpoint.gds.host import Counts
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from headrace.checkpoint.staging import copying
 from headrace.dataio.core.errors import CapacityError, UsageError
 from headrace.dataio.core.limits import MIB
 from tests.checkpoint.staging.training import Training, equal
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 MODES = ("eager", "lazy")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.dataio.sidecar.client import Sidecar
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server, start_seaweedfs
 from tests.checkpoint.tier.nodes import Node, free_port, tls_files
 from tests.dataio.sidecar.tier.conftest import make_certificates
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 STEP_BYTES = 1_400_000 * 4
 

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.checkpoint.format.documents import Base
 from headrace.dataio.sidecar.client import Sidecar
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 

@@ -21,7 +21,7 @@ from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, save
 from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 STATES = {
     "connecting": "trainer.plan-built",

@@ -20,7 +20,7 @@ from tests.checkpoint.making import begin, latest, load, make, save
 from tests.checkpoint.transfer.client import state
 from tests.checkpoint.transfer.conftest import Node
 from tests.conftest import use_s3_server
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3
 

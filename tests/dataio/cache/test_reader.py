@@ -22,7 +22,7 @@ from headrace.dataio.core.errors import AccessDeniedError, NotFoundError, Transi
 from headrace.dataio.core.metrics import REGISTRY
 from headrace.dataio.core.private import private_directory
 from headrace.dataio.testing.clock import ManualClock
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 from .memory_store import MemoryStore
 

@@ -17,7 +17,7 @@ from headrace.dataio.cache.reader import CachedReader
 from headrace.dataio.cache.sized import Sized
 from headrace.dataio.core.errors import NotFoundError, RangeError
 from headrace.dataio.store.contract import ObjectInfo
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 from .memory_store import MemoryStore
 

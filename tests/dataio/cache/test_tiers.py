@@ -15,7 +15,7 @@ from headrace.dataio.cache.disks import RECOVER_SECONDS, Place
 from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.reader import CachedReader
 from headrace.dataio.testing.clock import ManualClock
-from tests.disks import disk, read_only
+from tests.support.disks import disk, read_only
 
 from .memory_store import MemoryStore
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from headrace.dataio.core.forgotten import Ending
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 class Thing:

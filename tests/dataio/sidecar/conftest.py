@@ -20,7 +20,7 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
-from tests.waiting import wait_for as wait_for
+from tests.support.waiting import wait_for as wait_for
 
 HERE = Path(__file__).parent
 

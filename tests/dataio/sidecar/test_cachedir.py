@@ -11,7 +11,7 @@ from headrace.dataio.cli import main
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.sidecar.cachedir import CacheDirectories
 from headrace.dataio.sidecar.config import CacheTier
-from tests.disks import disk
+from tests.support.disks import disk
 
 
 @pytest.fixture

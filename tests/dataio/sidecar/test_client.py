@@ -26,7 +26,7 @@ from headrace.dataio.sidecar.spin import Spin
 from headrace.dataio.store.contract import Location, Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
-from tests.denied import denied
+from tests.support.denied import denied
 
 from .conftest import RunningDaemon, wait_for
 
@@ -35,7 +35,7 @@ import os, sys
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
-from tests.denied import denied
+from tests.support.denied import denied
 url, socket, key = sys.argv[1:]
 reader = open_reader(open_store(url), socket)
 first = bytes(reader.read(key, [(0, 100)])[0])

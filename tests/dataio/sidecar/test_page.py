@@ -16,8 +16,8 @@ from headrace.dataio import pack
 from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.client import SaveMeter
-from tests.browser import Browser, needs_browser
 from tests.dataio.sidecar.conftest import HERE, RunningDaemon, wait_for
+from tests.support.browser import Browser, needs_browser
 
 RUN = "flow-7b"
 SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")

@@ -20,7 +20,7 @@ from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.sidecar.notify import notify, ready
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
-from tests.denied import denied
+from tests.support.denied import denied
 
 
 def test_the_terminal_shows_what_the_page_shows(daemon: RunningDaemon, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3
 

@@ -28,7 +28,7 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import TEMPORARY, PosixStore
 from headrace.dataio.testing.conformance import StoreConformance, StoreMachine
 from headrace.dataio.testing.system import clock_jump, failing_fsync
-from tests.denied import denied
+from tests.support.denied import denied
 
 
 class TestPosix(StoreConformance):

@@ -44,7 +44,7 @@ from headrace.dataio.store.s3session import S3Session
 from headrace.dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from headrace.dataio.testing.conformance import some_bytes
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server
 from headrace.dataio.testing.system import stopped
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.isolated import IsolatedDecoder
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import fit
-from tests.pictures import pattern
+from tests.support.pictures import pattern
 
 KINDS: dict[str, dict[str, Any]] = {
     "usual": {},

@@ -33,7 +33,7 @@ from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.query import parts
 from headrace.dataio.store.open import open_location, open_store
-from tests.pictures import picture
+from tests.support.pictures import picture
 
 Members = list[tuple[str, bytes]]
 

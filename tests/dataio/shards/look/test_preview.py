@@ -17,7 +17,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.look.preview import preview
 from headrace.dataio.shards.workers.media_jobs import Pictures, PicturesJob
 from headrace.dataio.shards.workers.pictures import run
-from tests.browser import Browser, needs_browser
+from tests.support.browser import Browser, needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,9 @@ def test_a_real_browser_draws_bars_and_pictures_within_the_width(tmp_path: Path,
     with Browser(tmp_path / "profile") as browser:
         browser.look((tmp_path / "index.html").as_uri(), width, 2600, "light")
         browser.wait_until("document.readyState === 'complete'")
-        decoded = "Promise.all([...document.images].map(image => (image.loading = 'eager', image.decode()))).then(() => true)"
+        decoded = (
+            "Promise.all([...document.images].map(image => (image.loading = 'eager', image.decode()))).then(() => true)"
+        )
         assert browser.evaluate(decoded)
         picture = browser.screenshot(tmp_path / "shot.png")
     bars = np.all(picture == np.array((0x0B, 0x53, 0x94)), axis=-1)

@@ -15,7 +15,7 @@ from headrace.dataio.shards.contract import KeyFrame
 from headrace.dataio.shards.in_place.indexing import index
 from headrace.dataio.shards.media import images
 from tests.attacks import media as bombs
-from tests.pictures import pattern, picture
+from tests.support.pictures import pattern, picture
 
 
 @pytest.mark.parametrize(("kind", "codec"), [("jpg", "mjpeg"), ("png", "png"), ("webp", "webp")])

@@ -17,7 +17,7 @@ import pytest
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
 from headrace.dataio.shards.workers import process
 from headrace.dataio.shards.workers.process import WorkerPool, run_module
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 _WORKER = """
 import os, signal, sys, time

@@ -22,9 +22,9 @@ from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.sidecar.tier.config import Address
 from headrace.dataio.store.tier.retention import Limits
 from headrace.dataio.store.tier.shelf import Shelf
-from tests.browser import Browser, needs_browser
 from tests.dataio.sidecar.conftest import wait_for
 from tests.dataio.store.tier.making import record
+from tests.support.browser import Browser, needs_browser
 
 SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
 NASTY = "<img src=x onerror=document.title='owned'>"

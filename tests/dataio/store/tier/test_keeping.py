@@ -18,7 +18,7 @@ from headrace.dataio.store.tier.keeping import Keeping
 from headrace.dataio.store.tier.retention import Limits
 from headrace.dataio.store.tier.shelf import Shelf
 from tests.dataio.store.tier.making import Counting, is_pack, shelf
-from tests.disks import disk, read_only
+from tests.support.disks import disk, read_only
 
 
 @pytest.fixture(params=["posix", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.soak])])

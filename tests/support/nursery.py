@@ -93,7 +93,7 @@ class Nursery:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _FRAME)
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nursery", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.support.nursery", str(theirs.fileno())],
             cwd=ROOT,
             env={**os.environ, **_NO_THREADS, "PYTHONPATH": _path()},
             pass_fds=[theirs.fileno()],

@@ -22,7 +22,13 @@ _FILES = ("ray", "torchinductor_", "pymp-", "torch_")
 """Kept by packages until their process ends, or for the next one."""
 _THREADS = ("MainThread", "fsspecIO", "asyncio_", "execnet", "Dummy", "ray_", "pydevd", "Hypothesis")
 """Of packages, one for the whole process."""
-_PROCESSES = ("tests.nursery", "multiprocessing.resource_tracker", "multiprocessing.forkserver", "raylet", "gcs_server")
+_PROCESSES = (
+    "tests.support.nursery",
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "raylet",
+    "gcs_server",
+)
 
 
 class Place:

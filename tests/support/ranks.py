@@ -3,7 +3,7 @@ on every rank and gives back the lines of JSON that each of them printed.
 
 Invariant: ranks meet at a store of the tests' process, as those of torchrun do at its agent's: a port that is chosen for them,
 and free until one of them has torch, may be somebody else's by then. No rank outlives the process of the tests
-(`tests.nursery`).
+(`tests.support.nursery`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from tests import nursery
+from tests.support import nursery
 
 
 @contextmanager

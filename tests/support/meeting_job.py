@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.ranks import in_group
+from tests.support.ranks import in_group
 
 
 @in_group
