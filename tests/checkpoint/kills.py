@@ -1,8 +1,8 @@
 """Trainers, collectors, readers and taggers as processes that a test kills, without torch.
 
 They are forks (`tests.support.nursery`), so that a thousand of them cost minutes. A worker writes what it was told is true
-("committed", "tagged") into a journal, one line with one write, *after* it was told. The bytes of a step follow from its timeline and number,
-so that anybody can say what must be restored.
+("committed", "tagged") into a journal, one line with one write, *after* it was told. The bytes of a step follow from its
+timeline and number, so that anybody can say what must be restored.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _FRAME = 1 << 20
 _NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Of what is imported, before it is used."""
