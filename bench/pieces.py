@@ -157,8 +157,8 @@ def _probed(suffix: str) -> Callable[[Path], Step]:
 
 def _packed(*, anew: bool) -> Callable[[Path], Step]:
     def prepare(folder: Path) -> Step:
-        from headrace.loaders.order.packing import Packing, pack, with_room
-        from headrace.loaders.order.permutation import key_of
+        from headrace.loaders.sampling.packing import Packing, pack, with_room
+        from headrace.loaders.sampling.permutation import key_of
 
         # log-normal, five seconds on average
         lengths = np.random.default_rng(0).lognormal(np.log(5) - 0.5, 1.0, 100_000)

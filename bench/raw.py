@@ -43,8 +43,8 @@ from headrace.dataio import Dataset
 from headrace.dataio.core.options import count
 from headrace.dataio.shards.contract import Files
 from headrace.dataio.sidecar.client import open_reader
-from headrace.loaders.order import Order
-from headrace.loaders.samples import source
+from headrace.loaders.fetch import sample_reader
+from headrace.loaders.sampling import Order
 
 BATCH, EPOCHS, AT_ONCE = 16, 6, 32
 HELD = 4
@@ -172,7 +172,7 @@ def _headrace(
 ) -> Epochs:
     dataset = stack.enter_context(Dataset(str(folder / "dataset"), trust_mounts=True))
     reader = stack.enter_context(contextlib.closing(open_reader(dataset.store, sidecar)))
-    samples = source.Source(reader, dataset.store)
+    samples = sample_reader.Source(reader, dataset.store)
 
     def fill(batch: Sequence[Files], memory: memoryview) -> int:
         at = 0
@@ -182,7 +182,7 @@ def _headrace(
 
     def planned(epoch: int) -> Iterator[list[Files]]:
         """Each batch, when those behind it are announced."""
-        coming, order = deque[tuple[list[Files], list[source.Range]]](), _order(dataset, epoch)
+        coming, order = deque[tuple[list[Files], list[sample_reader.Range]]](), _order(dataset, epoch)
         while True:
             for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
                 coming.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.each]))
@@ -262,7 +262,7 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     with contextlib.ExitStack() as stack:
         staging = _staging()
         if name.endswith(UNCHECKED.format("")):
-            source._is_right = lambda view, xxh3: True  # explains what checking takes; nothing else can do so
+            sample_reader._is_right = lambda view, xxh3: True  # explains what checking takes; nothing else can do so
         batches = CANDIDATES[name](folder, staging, stack)
         began = time.perf_counter()
         first = sum(1 for _ in batches(0))

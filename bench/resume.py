@@ -199,9 +199,9 @@ def _decoded(data: bytes) -> Any:
 
 
 def _headrace(folder: Path, finish: Finish) -> Loader:
-    import headrace.loaders.engine as engine
+    import headrace.loaders.loader as loader_module
     from headrace.loaders import Clip, VideoLoader
-    from headrace.loaders.samples.source import StoreReader
+    from headrace.loaders.fetch.sample_reader import StoreReader
 
     class Timed(StoreReader):
         def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -211,7 +211,7 @@ def _headrace(folder: Path, finish: Finish) -> Loader:
             return super().read(key, ranges)
 
     seen: list[Timed] = []
-    vars(engine)["open_reader"] = lambda store, *_: Timed(store)
+    vars(loader_module)["open_reader"] = lambda store, *_: Timed(store)
     loader = VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, threads=2, trust_mounts=True)
     if finish is _nothing:
         vars(loader)["_start_work"] = _Bytes
@@ -222,7 +222,7 @@ class _Bytes:
     """A work of ours that delivers bytes."""
 
     def __init__(self) -> None:
-        from headrace.loaders.contract import Layout
+        from headrace.loaders.interfaces import Layout
 
         self.layout = Layout(("there",), {"data": None})
 
@@ -238,7 +238,7 @@ class _Bytes:
     def do(self, loaded: Sequence[Any]) -> list[Any]:
         import torch
 
-        from headrace.loaders.contract import Finished
+        from headrace.loaders.interfaces import Finished
 
         return [
             Finished(one.place.sample, {"there": torch.ones(1)}, {"data": bytes(one.members["avi"])}) for one in loaded

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ls": ("headrace.dataio.shards.cli:ls", "list the samples of a dataset"),
     "cat": ("headrace.dataio.shards.cli:cat", "write one member of one sample to standard output"),
     "order": (
-        "headrace.loaders.order.cli:order",
+        "headrace.loaders.sampling.cli:order",
         "measure how well a dataset is shuffled, and what that costs in reads",
     ),
     "log": ("headrace.dataio.shards.cli_versions:log", "list the versions of a dataset"),

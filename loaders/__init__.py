@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from headrace.loaders.audio import AudioLoader
     from headrace.loaders.clip import Clip
     from headrace.loaders.files import FileLoader
-    from headrace.loaders.mixture import Mixture
-    from headrace.loaders.order import Bucket, Buckets, Durations, Order, Packing
-    from headrace.loaders.samples.shared_list import QuarantineList
+    from headrace.loaders.quarantine.shared_list import QuarantineList
+    from headrace.loaders.sampling import Bucket, Buckets, Durations, Order, Packing
+    from headrace.loaders.sampling.mixture import Mixture
     from headrace.loaders.sound.features import LogMel
     from headrace.loaders.sound.spec import AudioSpec
     from headrace.loaders.sound.window import Window
@@ -47,16 +47,16 @@ __all__ = [
 _HOME = {
     "AudioLoader": "headrace.loaders.audio",
     "AudioSpec": "headrace.loaders.sound.spec",
-    "Bucket": "headrace.loaders.order",
-    "Buckets": "headrace.loaders.order",
+    "Bucket": "headrace.loaders.sampling",
+    "Buckets": "headrace.loaders.sampling",
     "Clip": "headrace.loaders.clip",
-    "Durations": "headrace.loaders.order",
+    "Durations": "headrace.loaders.sampling",
     "FileLoader": "headrace.loaders.files",
     "LogMel": "headrace.loaders.sound.features",
-    "Mixture": "headrace.loaders.mixture",
-    "Order": "headrace.loaders.order",
-    "Packing": "headrace.loaders.order",
-    "QuarantineList": "headrace.loaders.samples.shared_list",
+    "Mixture": "headrace.loaders.sampling.mixture",
+    "Order": "headrace.loaders.sampling",
+    "Packing": "headrace.loaders.sampling",
+    "QuarantineList": "headrace.loaders.quarantine.shared_list",
     "VideoLoader": "headrace.loaders.video",
     "Window": "headrace.loaders.sound.window",
 }

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders.delivery.batch import AXES, Output
-from headrace.loaders.kinds import plain
+from headrace.loaders.batch.batch import AXES, Output
+from headrace.loaders.validation import plain
 from headrace.loaders.works.added import check_columns, known_columns
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it

@@ -1,6 +1,6 @@
 """`AudioLoader`: batches of sound, as samples or as log-mel spectrograms.
 
-Purpose: check what is asked for and put plan and work together; `headrace.loaders.engine` does the rest.
+Purpose: check what is asked for and put plan and work together; `headrace.loaders.loader` does the rest.
 Invariants: those of the engine.
 Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
 engine's.
@@ -11,26 +11,27 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import arguments, shapes
 from headrace.loaders.common import Asked, Common, explicit
-from headrace.loaders.contract import Work
 from headrace.loaders.decode.dali import GPU_BATCH
-from headrace.loaders.engine import Loader
-from headrace.loaders.mixture import Mixture
-from headrace.loaders.order.buckets import Durations
-from headrace.loaders.order.packing import Packed, Packing
-from headrace.loaders.order.permutation import I64
-from headrace.loaders.packed import Pack, PackedStream
-from headrace.loaders.plan import column, having
+from headrace.loaders.interfaces import Work
+from headrace.loaders.loader import Loader
+from headrace.loaders.sampling.buckets import Durations
+from headrace.loaders.sampling.packing import Pack, Packed, PackedStream, Packing
+from headrace.loaders.sampling.permutation import I64
+from headrace.loaders.sampling.plan import column, having
 from headrace.loaders.sound.spec import AudioSpec, Features
 from headrace.loaders.sound.window import Window, counts
 from headrace.loaders.works.pieces import PieceWork, lengths
 from headrace.loaders.works.sources import by_stream
 from headrace.loaders.works.windows import WindowWork
+
+if TYPE_CHECKING:
+    from headrace.loaders.sampling.mixture import Mixture
 
 
 @explicit
@@ -42,18 +43,19 @@ class AudioLoader(Loader):
     `LogMel(...)` spectrograms. All else is as in `loaders.VideoLoader`; `transform` gets and returns {"audio": (C, S)}
     or {"mel": (C, bands, frames)}.
 
-    `packing=Packing(capacity)` takes whole recordings instead, several in a row of `capacity` samples: "audio" is (B, C,
-    capacity), and the other entries are lists of one list (or tensor) a row with a value for each recording; "pieces" int64
-    (n, 2) says where each begins and ends. Of spectrograms, whose columns are counted then, "mel" is (B, C, bands, capacity),
-    and a piece holds those of its recording alone. Damaged recordings are left out.
-    `buckets=Durations(...)` takes the place of `batch_size` and of the window's length: each batch is of one length, and as
-    large as the budget allows; "bucket" is its number.
+    `packing=Packing(capacity)` takes whole recordings instead, several in a row of `capacity` samples: "audio" is (B,
+    C, capacity), and the other entries are lists of one list (or tensor) a row with a value for each recording;
+    "pieces" int64 (n, 2) says where each begins and ends. Of spectrograms, whose columns are counted then, "mel" is (B,
+    C, bands, capacity), and a piece holds those of its recording alone. Damaged recordings are left out.
+    `buckets=Durations(...)` takes the place of `batch_size` and of the window's length: each batch is of one length,
+    and as large as the budget allows; "bucket" is its number.
 
-    A batch is a dict: "audio" float32 (B, C, S), S = seconds times rate, or "mel" float32 (B, C, bands, 1 + S // hop); "id"
-    int64 (B,); "key" and "text" lists; "start" float64 (B,), seconds from the sound's first sample to the window's;
-    "audio_samples" int64 (B,), how many of S are real sound and not zeros after it; and the columns.
+    A batch is a dict: "audio" float32 (B, C, S), S = seconds times rate, or "mel" float32 (B, C, bands, 1 + S // hop);
+    "id" int64 (B,); "key" and "text" lists; "start" float64 (B,), seconds from the sound's first sample to the
+    window's; "audio_samples" int64 (B,), how many of S are real sound and not zeros after it; and the columns.
 
-    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `headrace.loaders.samples.maker` says.
+    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, the errors of
+    `headrace.loaders.batch.sample_builder`.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class AudioLoader(Loader):
 
     @property
     def packed(self) -> tuple[Packed, ...]:
-        """With `packing`, the sequences of each source in the current epoch: their number, `waste` and what was `dropped`."""
+        """With `packing`, the sequences of each source in the current epoch: their number, `waste` and what was
+        `dropped`."""
         streams = self._plan.of(self.epoch).streams
         return tuple(stream.sequences for stream in streams if isinstance(stream, PackedStream))

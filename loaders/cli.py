@@ -16,7 +16,7 @@ import msgspec
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, UsageError
 from headrace.dataio.core.limits import counted
 from headrace.dataio.core.options import Parser
-from headrace.loaders import refusals
+from headrace.loaders.quarantine import records
 
 _ABOUT = "List the samples that loaders on this machine refused, with the reason, or forget them."
 _MORE = """\
@@ -42,7 +42,7 @@ def quarantine(argv: list[str]) -> int:
         if args.clear or args.dataset is not None:
             raise UsageError("--shared goes alone: a shared list only grows", hint="begin another list instead")
         return _shared(args.shared, as_json=args.json)
-    folder = refusals.directory()
+    folder = records.directory()
     if folder is None:
         raise UsageError(
             "no list is kept: HEADRACE_QUARANTINE=off, or nobody's home is known",
@@ -78,27 +78,27 @@ def _is_missing(url: str) -> bool:
 
 
 def _clear(folder: Path, url: str | None, *, as_json: bool) -> int:
-    gone = refusals.clear(folder, url)
+    gone = records.clear(folder, url)
     print(json.dumps({"cleared": gone}) if as_json else f"forgot the refusals of {gone} dataset{'s' * (gone != 1)}")
     return 0
 
 
 def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
-    records, unreadable = refusals.distinct(folder, url)
-    if url is not None and not records and _is_missing(url):
+    listed, unreadable = records.distinct(folder, url)
+    if url is not None and not listed and _is_missing(url):
         raise NotFoundError(f"there is no dataset at {url}, and nothing is known of one", hint="check the address")
-    for record in records:
+    for record in listed:
         if as_json:
             print(json.dumps({**msgspec.structs.asdict(record.refusal), "version": record.version}, ensure_ascii=False))
         else:
             print(_line(record))
     if not as_json:
-        print(counted(len(records), "refused sample") + (f", {unreadable} unreadable lines" if unreadable else ""))
-    return 1 if records else 0
+        print(counted(len(listed), "refused sample") + (f", {unreadable} unreadable lines" if unreadable else ""))
+    return 1 if listed else 0
 
 
 def _shared(url: str, *, as_json: bool) -> int:
-    from headrace.loaders.samples.shared_list import QuarantineList
+    from headrace.loaders.quarantine.shared_list import QuarantineList
 
     with contextlib.closing(QuarantineList(url)) as bad:
         numbered = bad.numbered()
@@ -118,7 +118,7 @@ def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _line(record: refusals.Record) -> str:
+def _line(record: records.Record) -> str:
     one = record.refusal
     kind = "wrong bytes" if one.for_good else "a clip"
     where = f"{one.dataset} version {record.version}, {one.shard} at {one.offset}"

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.contract import KeyFrame, VideoInfo
-from headrace.loaders.kinds import settle
-from headrace.loaders.order.permutation import key_of
+from headrace.loaders.sampling.permutation import key_of
+from headrace.loaders.validation import settle
 
 _START, _JITTER = 5, 21  # keep the keys of clip starts apart from those of the order
 Values = npt.NDArray[np.float64]

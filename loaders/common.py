@@ -19,22 +19,21 @@ import torch
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import arguments
-from headrace.loaders.contract import Work
-from headrace.loaders.delivery.batch import Output
-from headrace.loaders.engine import DEFAULT_MEMORY, Delivery, Refusing
-from headrace.loaders.kinds import plain
-from headrace.loaders.mixture import Mixture, Place, opened
-from headrace.loaders.order.permutation import I64
-from headrace.loaders.plan import OrderPlan
-from headrace.loaders.samples.maker import OnBad
-from headrace.loaders.sampling import Find, Sampling, Sorting, plan
+from headrace.loaders.batch.batch import Output
+from headrace.loaders.batch.sample_builder import OnBad
+from headrace.loaders.interfaces import Work
+from headrace.loaders.loader import DEFAULT_MEMORY, Delivery, Refusing
+from headrace.loaders.sampling.permutation import I64
+from headrace.loaders.sampling.plan import DatasetLike, Find, OrderPlan, Sampling, Sorting, open_datasets, plan
+from headrace.loaders.validation import plain
 from headrace.loaders.works.added import Transform, wrapped
 from headrace.loaders.works.sources import sourced
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it
     from headrace.loaders.decode.isolated import IsolatedDecoder
-    from headrace.loaders.packed import Pack
-    from headrace.loaders.samples.shared_list import QuarantineList
+    from headrace.loaders.quarantine.shared_list import QuarantineList
+    from headrace.loaders.sampling.mixture import Mixture
+    from headrace.loaders.sampling.packing import Pack
     from headrace.loaders.sound.spec import AudioSpec
 
 Kind = TypeVar("Kind", bound=type)
@@ -184,7 +183,7 @@ class Asked:
 
     def planned(
         self,
-        place: Place | Mixture,
+        place: DatasetLike | Mixture,
         find: Find,
         what: Any,
         how: Sampling,
@@ -197,7 +196,7 @@ class Asked:
             arguments.added(dataset, self.columns)
             return find(dataset)
 
-        source = opened(place, self.version, self.storage_options, self.trust_mounts)
+        source = open_datasets(place, self.version, self.storage_options, self.trust_mounts)
         try:
             return plan(source, checked, what, how, sorting, pack), source.owned
         except BaseException:

@@ -1,15 +1,17 @@
-"""`FileLoader`: batches of files as they are stored, for whoever decodes them: latents, features, tokens, other formats.
+"""`FileLoader`: batches of files as they are stored, for whoever decodes them: latents, features, tokens, other
+formats.
 
-Purpose: check what is asked for and put plan and work together; `headrace.loaders.engine` does the rest.
+Purpose: check what is asked for and put plan and work together; `headrace.loaders.loader` does the rest.
 Invariants: those of the engine.
-Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the engine's.
+Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
+engine's.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from msgspec.structs import replace
@@ -18,27 +20,30 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import arguments
 from headrace.loaders.common import Asked, Common, explicit
-from headrace.loaders.contract import Work
-from headrace.loaders.engine import Loader
-from headrace.loaders.mixture import Mixture
-from headrace.loaders.order.permutation import I64
+from headrace.loaders.interfaces import Work
+from headrace.loaders.loader import Loader
+from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.works.files import BYTES, SIZES, FileWork
 
 MAX_FILES = 64
+
+if TYPE_CHECKING:
+    from headrace.loaders.sampling.mixture import Mixture
 
 
 @explicit
 class FileLoader(Loader):
     """Batches of the `files` of each sample, named by their extensions, such as `["npy", "json"]`, as they are stored.
 
-    Samples that have not all of them are left out. Every file is compared with its digest; what is in it is looked at by nobody.
-    All else is as in `loaders.VideoLoader`, but for `transform` and `isolate`, which need something decoded.
+    Samples that have not all of them are left out. Every file is compared with its digest; what is in it is looked at
+    by nobody. All else is as in `loaders.VideoLoader`, but for `transform` and `isolate`, which need something decoded.
 
-    A batch is a dict: "bytes" uint8 (N,), all files of the batch one after the other, sample by sample, in the order of `files`;
-    "sizes" int64 (B, F), the bytes of each, so `batch["bytes"].split(batch["sizes"].flatten().tolist())` are the files; "id"
-    int64 (B,); "key" and "text" lists; and the columns.
+    A batch is a dict: "bytes" uint8 (N,), all files of the batch one after the other, sample by sample, in the order of
+    `files`; "sizes" int64 (B, F), the bytes of each, so `batch["bytes"].split(batch["sizes"].flatten().tolist())` are
+    the files; "id" int64 (B,); "key" and "text" lists; and the columns.
 
-    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, what `headrace.loaders.samples.maker` says.
+    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, the errors of
+    `headrace.loaders.batch.sample_builder`.
     """
 
     def __init__(

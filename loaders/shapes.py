@@ -1,6 +1,6 @@
 """Buckets of clips and of sound: which shape each sample is given, and what a clip or window of each shape is like.
 
-Purpose: the join between `headrace.loaders.order.buckets`, which knows numbers, and the index and the clips.
+Purpose: the join between `headrace.loaders.sampling.buckets`, which knows numbers, and the index and the clips.
 Invariants: a video is sorted by its size as shown (after rotation, where the loader rotates) and by how many frames, spaced
 as the loader's clip spaces them, it holds.
 Failure behaviour: `UsageError` for what cannot be asked for together.
@@ -16,13 +16,12 @@ import msgspec
 import numpy as np
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.order.permutation import I64
-from headrace.loaders.plan import Stream, column
-from headrace.loaders.sampling import Sorting
+from headrace.loaders.sampling.permutation import I64
+from headrace.loaders.sampling.plan import Sorting, Stream, column
 from headrace.loaders.works.clips import Look
 
 if TYPE_CHECKING:
-    from headrace.loaders.order.buckets import Buckets, Durations
+    from headrace.loaders.sampling.buckets import Buckets, Durations
     from headrace.loaders.sound.window import Window
 
 

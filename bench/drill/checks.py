@@ -131,9 +131,9 @@ def batches(device: str, count: int) -> None:
     """So many, on the current stream; each has values of its own."""
     import torch
 
-    from headrace.loaders.contract import Finished, Layout, Place
-    from headrace.loaders.delivery.batch import Output
-    from headrace.loaders.delivery.prefetch import Prefetcher
+    from headrace.loaders.batch.batch import Output
+    from headrace.loaders.batch.executor import Prefetcher
+    from headrace.loaders.interfaces import Finished, Layout, Place
 
     def made(places: Any, _rooms: object) -> list[Finished]:
         return [

@@ -48,7 +48,7 @@ class _Marked:
 def _bare(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     """The decoder alone."""
     from headrace.dataio.shards.contract import Sample
-    from headrace.loaders.contract import Place as Where
+    from headrace.loaders.interfaces import Place as Where
     from headrace.loaders.sound.decode import decode_audio
     from headrace.loaders.sound.features import LogMel
     from headrace.loaders.sound.mel import log_mel

@@ -16,8 +16,8 @@ from contextlib import closing
 from headrace.dataio import Dataset
 from headrace.dataio.shards.contract import Sample
 from headrace.dataio.sidecar.client import open_reader
-from headrace.loaders.order import Order
-from headrace.loaders.samples.source import Source, ranges
+from headrace.loaders.fetch.sample_reader import Source, ranges
+from headrace.loaders.sampling import Order
 
 DEPTH = 4
 _END = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.kinds import settle
+from headrace.loaders.validation import settle
 
 MAX_FFT = 1 << 16
 MAX_BANDS = 1024

@@ -13,8 +13,8 @@ from typing import Literal
 
 from headrace.dataio.core.errors import UsageError
 from headrace.loaders.clip import Clip
-from headrace.loaders.kinds import settle
 from headrace.loaders.sound.features import LogMel
+from headrace.loaders.validation import settle
 
 LAYOUTS = {1: "mono", 2: "stereo"}
 MAX_SAMPLES = 1 << 27

@@ -16,8 +16,8 @@ import numpy as np
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.contract import AudioInfo
 from headrace.loaders.clip import Counts, Start, Values, check_start, first_of
-from headrace.loaders.contract import Place
-from headrace.loaders.kinds import settle
+from headrace.loaders.interfaces import Place
+from headrace.loaders.validation import settle
 
 MAX_SECONDS = 86_400.0
 

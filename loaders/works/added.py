@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError, UsageError
 from headrace.dataio.shards.contract import Sample
-from headrace.loaders.contract import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.interfaces import Finished, Layout, Loaded, Place, Work
 from headrace.loaders.partial.needed import Runs
 
 _TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn

@@ -1,7 +1,7 @@
 """Video: choose the clip's frames, decode them, cut them to the wanted size, and add the sound of the same window.
 
 Purpose: the `Work` behind `VideoLoader`; a picture is a clip of one frame.
-Invariants: those of `headrace.loaders.contract`; the frames are those that `headrace.loaders.clip.choose` names, and
+Invariants: those of `headrace.loaders.interfaces`; the frames are those that `headrace.loaders.clip.choose` names, and
 the sound begins at the
 instant of the first of them.
 Failure behaviour: damage of one sample is returned in its place.
@@ -20,15 +20,15 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, Unsuppor
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.contract import Sample, VideoInfo
 from headrace.dataio.shards.media.container import other_videos
+from headrace.loaders.batch.sample_builder import DAMAGE
 from headrace.loaders.clip import Clip, Wanted, choose
-from headrace.loaders.contract import Finished, Layout, Loaded, Place
 from headrace.loaders.decode import resize
 from headrace.loaders.decode.contract import Color, Decoded, Decoder, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.together import beginning
+from headrace.loaders.interfaces import Finished, Layout, Loaded, Place
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.needed import Runs
-from headrace.loaders.samples.maker import DAMAGE
 from headrace.loaders.works.cut import Cut
 
 if TYPE_CHECKING:  # what few loaders need is imported where they need it

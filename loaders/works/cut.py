@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.contract import Place
-from headrace.loaders.kinds import plain
+from headrace.loaders.interfaces import Place
+from headrace.loaders.validation import plain
 
 _TOP, _LEFT, _FLIP = 22, 23, 24  # keep the keys apart from those of clip starts and of the order
 

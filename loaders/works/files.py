@@ -1,7 +1,7 @@
 """Files as they are stored: read, checked, and left as they are.
 
 Purpose: the `Work` behind `FileLoader`.
-Invariants: those of `headrace.loaders.contract`; the bytes of a sample are those of its files, in the order in which
+Invariants: those of `headrace.loaders.interfaces`; the bytes of a sample are those of its files, in the order in which
 they were asked for.
 Failure behaviour: none of its own: what is damaged or missing was found when it was read.
 """
@@ -15,9 +15,9 @@ import torch
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import Files, Sample
-from headrace.loaders.contract import IN_PLACE, Finished, Layout, Loaded, Place
+from headrace.loaders.fetch.sample_reader import files
+from headrace.loaders.interfaces import IN_PLACE, Finished, Layout, Loaded, Place
 from headrace.loaders.partial.needed import Runs
-from headrace.loaders.samples.source import files
 
 BYTES, SIZES = "bytes", "sizes"
 _IN_PLACE = {BYTES: IN_PLACE}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from headrace.dataio.core.errors import HeadraceError
-from headrace.loaders.contract import Finished, Loaded, Place, Work
+from headrace.loaders.interfaces import Finished, Loaded, Place, Work
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.works.added import Around
 

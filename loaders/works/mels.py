@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError
-from headrace.loaders.contract import Finished, Layout, Loaded, Work
 from headrace.loaders.decode.dali import gpu_count
+from headrace.loaders.interfaces import Finished, Layout, Loaded, Work
 from headrace.loaders.sound.dali_mel import DaliMel
 from headrace.loaders.sound.features import LogMel
 from headrace.loaders.sound.mel import log_mel

@@ -1,10 +1,10 @@
 """Pieces of recordings: decode the stretch that the packing names.
 
 Purpose: the `Work` behind `AudioLoader(packing=...)`.
-Invariants: those of `headrace.loaders.contract`; a piece has exactly as many samples as its place says, at the wanted rate, with
-zeros after the end of a recording that holds less than the index says. Where spectrograms are wanted, rows, pieces and places
-are counted in their columns, and a piece's are those of its stretch of sound alone: nothing of its neighbours enters. A stretch
-too short to be transformed is followed by zeros.
+Invariants: those of `headrace.loaders.interfaces`; a piece has exactly as many samples as its place says, at the wanted
+rate, with zeros after the end of a recording that holds less than the index says. Where spectrograms are wanted, rows,
+pieces and places are counted in their columns, and a piece's are those of its stretch of sound alone: nothing of its
+neighbours enters. A stretch too short to be transformed is followed by zeros.
 Failure behaviour: damage of one recording is returned in its place.
 """
 
@@ -17,12 +17,12 @@ import numpy as np
 
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import AudioInfo
-from headrace.loaders.contract import Finished, Layout, Loaded, Place, Rows
+from headrace.loaders.batch.sample_builder import DAMAGE
 from headrace.loaders.decode.isolated import IsolatedDecoder
-from headrace.loaders.order.packing import Packing
-from headrace.loaders.order.permutation import I64
-from headrace.loaders.plan import Stream, column
-from headrace.loaders.samples.maker import DAMAGE
+from headrace.loaders.interfaces import Finished, Layout, Loaded, Place, Rows
+from headrace.loaders.sampling.packing import Packing
+from headrace.loaders.sampling.permutation import I64
+from headrace.loaders.sampling.plan import Stream, column
 from headrace.loaders.sound.features import LogMel
 from headrace.loaders.sound.spec import AudioSpec
 from headrace.loaders.sound.window import Window
@@ -71,7 +71,8 @@ class PieceWork(WindowWork):
 
 
 def lengths(stream: Stream, spec: AudioSpec) -> I64:
-    """Samples of each recording of a stream at the wanted rate, as the index knows them, or columns of their spectrograms."""
+    """Samples of each recording of a stream at the wanted rate, as the index knows them, or columns of their
+    spectrograms."""
     samples, rates = (column(stream.dataset, name, stream.ids) for name in ("samples", "sample_rate"))
     count: I64 = _samples(samples, rates, spec.sample_rate)
     return np.where(count > 0, spec.features.frames(count), 0) if isinstance(spec.features, LogMel) else count

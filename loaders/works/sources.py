@@ -1,7 +1,7 @@
 """Works that look at where a sample comes from: its source's name, its bucket's shape.
 
 Purpose: what mixtures and buckets add to any work, by wrapping it.
-Invariants: those of `headrace.loaders.contract`.
+Invariants: those of `headrace.loaders.interfaces`.
 Failure behaviour: that of the works inside.
 """
 
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import Sample
-from headrace.loaders.contract import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.interfaces import Finished, Layout, Loaded, Place, Work
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.works.added import Around
 

@@ -1,7 +1,7 @@
 """Sound alone: choose the window, decode it, and resample it.
 
 Purpose: the `Work` behind `AudioLoader`, and `finished_sound`, by which clips get theirs.
-Invariants: those of `headrace.loaders.contract`; the first sample of a window is the one that
+Invariants: those of `headrace.loaders.interfaces`; the first sample of a window is the one that
 `headrace.loaders.sound.window.begin` names.
 Failure behaviour: damage of one sample is returned in its place.
 """
@@ -15,11 +15,11 @@ import torch
 
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import AudioInfo, Sample
-from headrace.loaders.contract import Finished, Layout, Loaded, Place
+from headrace.loaders.batch.sample_builder import DAMAGE
 from headrace.loaders.decode.isolated import IsolatedDecoder
+from headrace.loaders.interfaces import Finished, Layout, Loaded, Place
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.needed import Runs
-from headrace.loaders.samples.maker import DAMAGE
 from headrace.loaders.sound.decode import Hear, decode_audio
 from headrace.loaders.sound.spec import AudioSpec
 from headrace.loaders.sound.window import Window, begin

@@ -348,7 +348,7 @@ def test_the_checks_of_saves_and_batches_pass_where_nothing_runs_behind_the_prog
 
 
 def test_the_checks_of_saves_and_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.loaders.delivery.batch.write_pixels", lambda target, *_: target.zero_())
+    monkeypatch.setattr("headrace.loaders.batch.batch.write_pixels", lambda target, *_: target.zero_())
     with pytest.raises(AssertionError, match="batches held something else"):
         checks.batches("cpu", 12)
     monkeypatch.setattr("headrace.checkpoint.staging.copying._copy", lambda *_: None)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import resume
-from headrace.loaders import engine
+from headrace.loaders import loader as loader_module
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_resumed_loader_is_timed_and_compared_with_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "_READS", [])
-    monkeypatch.setattr(engine, "open_reader", engine.open_reader)  # put back afterwards
+    monkeypatch.setattr(loader_module, "open_reader", loader_module.open_reader)  # put back afterwards
     resume.prepare(tmp_path, 400)
     monkeypatch.setattr(resume, "AFTER", 1)
     ours = resume.measure(resume.OURS, tmp_path)

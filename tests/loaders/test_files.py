@@ -19,16 +19,14 @@ from headrace.dataio import index
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import FileLoader, Mixture
-from headrace.loaders.contract import Loaded, Place
+from headrace.loaders.batch.batch import JoinedBatch, Output
+from headrace.loaders.batch.memory import Buffers, Memory
+from headrace.loaders.batch.prefetcher import batches_from
+from headrace.loaders.batch.sample_builder import Maker
 from headrace.loaders.decode.giving_up import GivenUp, giving_up
-from headrace.loaders.delivery.ahead import batches_from
-from headrace.loaders.delivery.batch import Output
-from headrace.loaders.delivery.buffers import Buffers
-from headrace.loaders.delivery.joined import JoinedBatch
-from headrace.loaders.delivery.memory import Memory
-from headrace.loaders.samples.maker import Maker
-from headrace.loaders.samples.quarantine import Quarantine
-from headrace.loaders.samples.source import Source, StoreReader
+from headrace.loaders.fetch.sample_reader import Source, StoreReader
+from headrace.loaders.interfaces import Loaded, Place
+from headrace.loaders.quarantine.quarantine import Quarantine
 from headrace.loaders.works.files import FileWork
 
 SAMPLES, SHARD = 40, 9

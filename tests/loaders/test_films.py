@@ -18,12 +18,13 @@ from headrace.dataio import open_store, pack
 from headrace.dataio.core import metrics
 from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window, engine
+from headrace.loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window
+from headrace.loaders import loader as loader_module
 from headrace.loaders.decode import excerpt, isolated, trim
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.file import PartialFile
 from headrace.loaders.partial.heads import HELD_BYTES
-from headrace.loaders.refusals import Refusal
+from headrace.loaders.quarantine.records import Refusal
 from tests.loaders import long, made, plain
 
 CLIP, PARTS = Clip(4, 2, per_video=5), Clip(4, 2, per_video=12)
@@ -294,8 +295,10 @@ def test_a_shard_that_was_cut_off_costs_the_clips_behind_the_cut(films: Path, tm
 
 
 def test_the_sources_of_a_mixture_share_what_is_held_of_heads(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, real = list[int](), engine.Source
-    monkeypatch.setattr(engine, "Source", lambda reader, store, most: (held.append(most), real(reader, store, most))[1])
+    held, real = list[int](), loader_module.Source
+    monkeypatch.setattr(
+        loader_module, "Source", lambda reader, store, most: (held.append(most), real(reader, store, most))[1]
+    )
     mixture = Mixture({"one": str(films / "ds"), "other": str(films / "ds")})
     with VideoLoader(mixture, 2, clip=CLIP, size=(16, 16), sidecar=None, threads=2) as loader:
         assert loader.memory["heads"] == 0

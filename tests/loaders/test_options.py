@@ -16,8 +16,8 @@ from headrace.dataio import pack
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, AudioSpec, Clip, LogMel, Mixture, VideoLoader, Window
-from headrace.loaders.contract import Place
 from headrace.loaders.decode.resize import fit
+from headrace.loaders.interfaces import Place
 from headrace.loaders.works.cut import Cut
 from tests.loaders import made
 

@@ -19,10 +19,10 @@ from headrace.dataio import pack
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
-from headrace.loaders import engine as engine_module
-from headrace.loaders import state as state_module
-from headrace.loaders.samples.quarantine import refusals_allowed
-from headrace.loaders.samples.source import StoreReader
+from headrace.loaders import loader as loader_module
+from headrace.loaders.fetch.sample_reader import StoreReader
+from headrace.loaders.quarantine.quarantine import refusals_allowed
+from headrace.loaders.sampling import state as state_module
 from tests.loaders import made
 from tests.loaders.batches import same, take
 
@@ -33,7 +33,7 @@ Make = Callable[..., VideoLoader]
 
 @pytest.fixture(autouse=True)
 def _reads_go_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "open_reader", lambda store, *_: StoreReader(store))
+    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: StoreReader(store))
 
 
 @pytest.fixture

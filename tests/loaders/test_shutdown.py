@@ -20,9 +20,10 @@ import torch
 from headrace.dataio import pack
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window, engine
-from headrace.loaders.delivery.ahead import Ahead
-from headrace.loaders.samples.source import StoreReader
+from headrace.loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window
+from headrace.loaders import loader as loader_module
+from headrace.loaders.batch.prefetcher import Ahead
+from headrace.loaders.fetch.sample_reader import StoreReader
 from tests.loaders import made
 from tests.loaders.long import SOUNDS, recorded
 from tests.support.waiting import wait_for
@@ -170,7 +171,7 @@ def test_what_cannot_begin_leaves_nothing_begun(clips: Dataset, monkeypatch: pyt
         monkeypatch.setattr(opened[-1], "close", lambda: closed.append(opened[-1]))
         return opened[-1]
 
-    monkeypatch.setattr(engine, "open_reader", reader)
+    monkeypatch.setattr(loader_module, "open_reader", reader)
     with VideoLoader(clips, 2, clip=Clip(2), size=(24, 32), threads=2, sidecar=None) as loader:
         for _ in range(2):  # and may be tried again
             with monkeypatch.context() as patch:

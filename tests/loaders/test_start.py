@@ -122,10 +122,10 @@ dateutil duckdb fsspec numpy.ma nvidia.dali nvtx pyarrow.compute pyarrow.fs pyar
 headrace.dataio.cache.engine headrace.dataio.cache.reader headrace.dataio.shards.changes headrace.dataio.shards.report
 headrace.dataio.sidecar.connection headrace.dataio.sidecar.messages headrace.dataio.sidecar.reader
 headrace.dataio.store.s3 headrace.dataio.store.other headrace.loaders.audio headrace.loaders.decode.isolated
-headrace.loaders.decode.worker headrace.loaders.files headrace.loaders.force headrace.loaders.order.buckets
-headrace.loaders.order.evaluation headrace.loaders.order.interleave headrace.loaders.order.mixed_buckets
-headrace.loaders.order.mixture headrace.loaders.order.packing headrace.loaders.order.quality headrace.loaders.packed
-headrace.loaders.samples.listed headrace.loaders.samples.shared_list headrace.loaders.sound.decode
+headrace.loaders.decode.worker headrace.loaders.files headrace.loaders.sampling.force headrace.loaders.sampling.buckets
+headrace.loaders.sampling.interleave headrace.loaders.sampling.mixed_buckets headrace.loaders.sampling.mixture
+headrace.loaders.sampling.packing headrace.loaders.sampling.quality headrace.loaders.quarantine.shared_list
+headrace.loaders.sound.decode
 headrace.loaders.sound.features headrace.loaders.sound.mel headrace.loaders.sound.spec headrace.loaders.sound.window
 headrace.loaders.works.mels headrace.loaders.works.pieces headrace.loaders.works.windows
 """

@@ -19,7 +19,7 @@ from headrace.checkpoint import Checkpointer
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Clip, Mixture, VideoLoader
-from headrace.loaders import state as states
+from headrace.loaders.sampling import state as states
 
 Make = Callable[..., VideoLoader]
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -10,11 +10,12 @@ import pytest
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import Clip, VideoLoader, engine
-from headrace.loaders.delivery.ahead import Ahead
-from headrace.loaders.delivery.batch import Batch
-from headrace.loaders.plan import OrderPlan
-from headrace.loaders.samples.source import StoreReader
+from headrace.loaders import Clip, VideoLoader
+from headrace.loaders import loader as loader_module
+from headrace.loaders.batch.batch import Batch
+from headrace.loaders.batch.prefetcher import Ahead
+from headrace.loaders.fetch.sample_reader import StoreReader
+from headrace.loaders.sampling.plan import OrderPlan
 from tests.support.waiting import wait_for
 
 Make = Callable[..., VideoLoader]
@@ -101,7 +102,7 @@ def test_who_waits_while_a_loader_is_closed_gets_no_half_batch(make: Make, monke
             assert go.wait(60)
             return super().read(key, ranges)
 
-    monkeypatch.setattr(engine, "open_reader", lambda store, *_: Slow(store))
+    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: Slow(store))
     loader = make()
 
     def close() -> None:

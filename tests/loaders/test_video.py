@@ -27,12 +27,13 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.metrics import REGISTRY
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import AudioSpec, Clip, VideoLoader, engine
+from headrace.loaders import AudioSpec, Clip, VideoLoader
+from headrace.loaders import loader as loader_module
 from headrace.loaders.clip import choose
 from headrace.loaders.decode.contract import Request
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.resize import fit
-from headrace.loaders.samples.source import StoreReader
+from headrace.loaders.fetch.sample_reader import StoreReader
 from tests.loaders.batches import same, take
 
 SIZE = (32, 40)
@@ -41,7 +42,7 @@ SIZE = (32, 40)
 @pytest.fixture(autouse=True)
 def _reads_go_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache has tests of its own; here every read is one of the store."""
-    monkeypatch.setattr(engine, "open_reader", lambda store, *_: StoreReader(store))
+    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: StoreReader(store))
 
 
 @pytest.fixture
@@ -344,7 +345,7 @@ def test_a_cache_that_rots_is_passed_by(make: Callable[..., VideoLoader], monkey
             return [memoryview(view).toreadonly() for view in views]
 
     reference = take(make(), 2)
-    monkeypatch.setattr(engine, "open_reader", lambda store, *_: Rotten(store))
+    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: Rotten(store))
     loader = make()
     assert all(same(a, b) for a, b in zip(reference, take(loader, 2), strict=True))
     assert Rotten.wrong
@@ -390,7 +391,7 @@ def test_a_lost_shard_is_damage_and_an_unreachable_store_is_not(
 
     reference = take(make(), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "open_reader", lambda store, *_: Away(store))
+        patch.setattr(loader_module, "open_reader", lambda store, *_: Away(store))
         unlucky = make()
         with pytest.raises(TransientError, match="no route"):
             next(iter(unlucky))
@@ -537,7 +538,7 @@ def test_ctrl_c_while_waiting_ends_the_threads_and_keeps_the_position(
     loader = make()
     (first,) = take(loader, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.loaders.delivery.prefetch.wait", _interrupted)
+        patch.setattr("headrace.loaders.batch.executor.wait", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             take(loader, 1)
     assert not _loader_threads()
@@ -565,7 +566,7 @@ def test_decode_threads_leave_torchs_threads_alone(make: Callable[..., VideoLoad
 
 
 def test_memory_ahead_is_bounded_by_prefetch(make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.loaders.delivery.prefetch import Prefetcher
+    from headrace.loaders.batch.executor import Prefetcher
 
     most = 0
     start = Prefetcher.start
@@ -583,7 +584,7 @@ def test_memory_ahead_is_bounded_by_prefetch(make: Callable[..., VideoLoader], m
 def test_upcoming_samples_are_announced_soonest_first(
     make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.loaders.delivery.ahead import ANNOUNCED_BATCHES, AT_ONCE
+    from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, AT_ONCE
 
     said: list[list[tuple[str, int, int]]] = []
     announced = threading.Semaphore(0)  # by the planner, which the trainer does not wait for
@@ -596,7 +597,7 @@ def test_upcoming_samples_are_announced_soonest_first(
     def opened(store: Any, sidecar: Any, _meter: Any) -> ShardReader:
         return Listening(store)
 
-    monkeypatch.setattr(engine, "open_reader", opened)
+    monkeypatch.setattr(loader_module, "open_reader", opened)
     loader = make(shuffle=False, prefetch=1)
     take(loader, 1)
     samples = [loader.dataset.sample(n // 3) for n in range(24)]

@@ -17,7 +17,7 @@ from headrace.dataio.cache.headstart import LEAST_BYTES, MOST_BYTES, Begun, Head
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.store.contract import Store
-from headrace.loaders.samples.source import StoreReader
+from headrace.loaders.fetch.sample_reader import StoreReader
 
 from .memory_store import MemoryStore
 

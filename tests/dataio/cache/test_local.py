@@ -28,7 +28,7 @@ from headrace.dataio.store import posix
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.clock import ManualClock
-from headrace.loaders.samples.source import StoreReader
+from headrace.loaders.fetch.sample_reader import StoreReader
 
 SIZE = 300_000
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.dataio.core.lazy import exports
 
-PACKAGES = ("headrace", "headrace.dataio", "headrace.loaders", "headrace.loaders.order", "headrace.checkpoint")
+PACKAGES = ("headrace", "headrace.dataio", "headrace.loaders", "headrace.loaders.sampling", "headrace.checkpoint")
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.contract import Sample
 from headrace.loaders import AudioSpec, LogMel
-from headrace.loaders.contract import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.interfaces import Finished, Layout, Loaded, Place, Work
 from headrace.loaders.sound.dali_mel import MAX_CHANNELS, DaliMel
 from headrace.loaders.sound.mel import log_mel
 from headrace.loaders.works.mels import mels

@@ -1,0 +1,143 @@
+"""The memory of batches: a pool of buffers, and a budget for samples in flight.
+
+Purpose: fresh memory costs a page fault for every 4 KiB, so `BufferPool` lends the memory of delivered batches again.
+Sixteen threads that each decode a 4K clip must not fill the machine, so `MemoryBudget` admits them by the bytes that
+they declare.
+
+How the pool works. On the CPU a batch's memory is a block that is lent to a tensor. When the last tensor, view or array
+over it is gone, a weak reference returns the block, and it is lent again. Pinned and device memory comes from torch's
+own caching allocators, which also wait for copies that are under way. Blocks return without a line of Python: if a
+Ctrl-C arrived in such a line, the interpreter would print the interrupt and continue as if there had been none.
+
+Invariants: memory that anything still refers to is never written again. At most `spare` free blocks are kept. Admitted
+bytes never add up to more than the limit, except for a single sample that is larger by itself, which then runs alone.
+Threads are admitted first come, first served.
+Failure behaviour: `Closed` in threads that wait for memory when the loader closes. `MemoryError` and torch's errors
+pass.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_GRAIN = 1 << 16
+_HUGE = 4 << 20
+_IN_NUMPY = {torch.uint8: np.uint8, torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
+Block = mmap.mmap
+
+
+class _Loan(weakref.ref[Any]):
+    """Of a block, to an array."""
+
+    __slots__ = ("block",)
+    block: Block
+
+
+class Buffers:
+    """Lends tensors on `device`; `reuse=False` gives every tensor memory of its own. Safe to share between threads."""
+
+    def __init__(self, device: torch.device, *, pinned: bool = False, reuse: bool = True, spare: int = 4) -> None:
+        self._device, self._pinned, self._spare = device, pinned, spare
+        self._pooled = reuse and device.type == "cpu" and not pinned
+        self._lock = threading.Lock()
+        self._lent: dict[int, _Loan] = {}
+        self._returned: deque[weakref.ref[Any]] = deque()  # appended to when loans end, at any moment: without the lock
+        self._free: list[Block] = []
+        self.lent = self.reused = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of undefined values."""
+        size = math.prod(shape) * dtype.itemsize
+        if not self._pooled or not size:
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device, pin_memory=self._pinned)
+        block = self._block(size)
+        loan = np.frombuffer(block, np.uint8, size)
+        lent = _Loan(loan, self._returned.append)
+        lent.block = block
+        self._lent[id(lent)] = lent
+        if dtype in _IN_NUMPY:  # torch's own views let other threads go first, and wait for them
+            return torch.from_numpy(loan.view(_IN_NUMPY[dtype]).reshape(shape))
+        return torch.from_numpy(loan).view(dtype).view(tuple(shape))
+
+    def clear(self) -> None:
+        """Let go of what is not lent."""
+        with self._lock:
+            self._free = []
+            self._lent.clear()
+            self._returned.clear()
+
+    def _block(self, size: int) -> Block:
+        with self._lock:
+            self.lent += 1
+            ended = [id(self._returned.popleft()) for _ in range(len(self._returned))]
+            back = [self._lent.pop(number).block for number in ended if number in self._lent]
+            self._free = (self._free + back)[-self._spare :]
+            for number, block in enumerate(self._free):
+                if size <= len(block) <= 2 * size + _GRAIN:
+                    self.reused += 1
+                    return self._free.pop(number)
+        block = mmap.mmap(-1, -(-size // _GRAIN) * _GRAIN)
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return block
+
+
+class Closed(Exception):
+    """The loader was closed while this thread waited."""
+
+
+class Memory:
+    """Admits work by the bytes that it declares."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = self.peak = self.waits = 0
+        self._turn = threading.Condition()
+        self._queue: deque[object] = deque()
+        self._closed = False
+
+    @contextmanager
+    def admitted(self, size: int) -> Iterator[None]:
+        """Wait until `size` bytes fit, hold them inside the block, and give them back."""
+        self._enter(size)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self.used -= size
+                self._turn.notify_all()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
+    def _enter(self, size: int) -> None:
+        me = object()
+        with self._turn:
+            self._queue.append(me)
+            try:
+                if not self._may(me, size):
+                    self.waits += 1
+                self._turn.wait_for(lambda: self._closed or self._may(me, size))
+            finally:
+                self._queue.remove(me)
+                self._turn.notify_all()
+            if self._closed:
+                raise Closed
+            self.used += size
+            self.peak = max(self.peak, self.used)
+
+    def _may(self, me: object, size: int) -> bool:
+        return self._queue[0] is me and (not self.used or self.used + size <= self.limit)

@@ -1,0 +1,1 @@
+"""From samples to their compressed bytes, checked."""

@@ -1,0 +1,384 @@
+"""A list of bad samples that outlives runs and is shared by their ranks, and how a loader follows it.
+
+Purpose: samples that one run found to be damaged are not read again by another run, or by the same run after a restart.
+A restored run still substitutes exactly what the interrupted run substituted, however much the list has grown since.
+
+How the list is stored. It is an append-only folder in any store. Object `entries/<n>.json` holds what version n added;
+version n of the list is everything that was added up to there. The first rank that needs it decides which version an
+epoch of a run follows, and writes that down as `epochs/<run>/<epoch>.json`. So all ranks follow the same version
+without talking to each other, and a run that begins an epoch again follows the same version as before. What the run
+itself found in that epoch or before it is skipped as well: it is not read again, and is substituted the same.
+
+Invariants:
+- Objects are never changed, so a version always means the same samples; its `digest` says so.
+- A sample is skipped by the version, the run and the epoch alone. What only one run suspects is skipped by that run
+  only.
+- A sample is known by where its bytes lie (dataset, shard, offset). An entry holds for all versions and views of a
+  dataset, and for no copy of it.
+- Nothing here keeps the loader alive.
+
+Failure behaviour: the store's errors pass through. `CapacityError` for a full list, `CorruptionError` for an object
+that is not part of a list, or for a version that is not there. When a loader cannot append what it found, that is
+logged once, and the loader's state remembers the sample instead. Needs no torch.
+Bounded: `MAX_VERSIONS` versions of `MAX_ENTRIES` samples each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import blake3
+import msgspec
+from msgspec.structs import replace
+
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, NotFoundError, UsageError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.shards.contract import Sample
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.open import open_store
+from headrace.loaders.sampling.state import Difference, Position
+
+if TYPE_CHECKING:
+    from headrace.loaders.interfaces import Place, Plan
+    from headrace.loaders.quarantine.records import Refusal
+    from headrace.loaders.sampling.plan import OrderPlan
+
+_log = get_logger(__name__)
+
+FORMAT = 1
+MAX_VERSIONS = 100_000
+MAX_ENTRIES = 10_000
+_TRIES = 64
+Spot = tuple[str, str, int]
+"""Where a sample's bytes lie: the dataset's URL, the shard, the offset of its first member."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A sample, why it is bad, and which run found that in which of its epochs ("" and 0: nobody in particular).
+
+    A run adds what it finds as `suspected`: that counts for the run itself. It counts for every run once another one,
+    which read the sample by itself in another `process`, has found the same. Entries that name no process count as of
+    different ones.
+    """
+
+    dataset: str
+    shard: str
+    offset: int
+    key: str
+    code: str
+    reason: str
+    run: str = ""
+    epoch: int = 0
+    suspected: bool = False
+    process: str = ""
+
+    @property
+    def spot(self) -> Spot:
+        return self.dataset, self.shard, self.offset
+
+    def confirms(self, other: Entry) -> bool:
+        """Whether another run found the same in another process."""
+        return self.run != other.run and (self.process != other.process or not self.process)
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """`entries/<n>.json`"""
+
+    format: int
+    entries: list[Entry]
+    nonce: str
+
+
+class Adopted(msgspec.Struct, frozen=True, kw_only=True):
+    """`epochs/<run>/<epoch>.json`"""
+
+    format: int
+    version: int
+    nonce: str
+
+
+class QuarantineList:
+    """The list at a URL, or in an open store. With `version`, that one for good: nothing is written then.
+
+    Safe to share between threads, and between loaders.
+    """
+
+    def __init__(
+        self, url_or_store: str | os.PathLike[str] | Store, version: int | None = None, **storage_options: Any
+    ) -> None:
+        if version is not None and version < 0:
+            raise UsageError(f"a list of bad samples has no version {version}")
+        self._store = url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **storage_options)
+        self._owns_store = not isinstance(url_or_store, Store)
+        self.pinned = version
+        self._lock = threading.RLock()
+        self._digests: list[str] = [""]  # of versions 0, 1, …
+        self._entries: dict[Spot, list[tuple[int, Entry]]] = {}
+
+    @property
+    def url(self) -> str:
+        return self._store.location.url
+
+    def newest(self) -> int:
+        """The newest version there is, looked up now."""
+        with self._lock:
+            while self._read(len(self._digests)):
+                pass
+            return len(self._digests) - 1
+
+    def digest(self, version: int) -> str:
+        """What `version` is known by."""
+        self._need(version)
+        return self._digests[version]
+
+    def entries(self, version: int | None = None) -> list[Entry]:
+        """What is on the list, in the order in which it came there."""
+        last = self.newest() if version is None else version
+        self._need(last)
+        return [entry for number, entry in self._ordered() if number <= last]
+
+    def numbered(self) -> list[tuple[int, Entry]]:
+        """Everything that is on the list now, with the version that added it."""
+        self.newest()
+        return self._ordered()
+
+    def append(self, entries: Iterable[Entry]) -> int:
+        """Add what is not there yet, in versions of up to `MAX_ENTRIES`; the version that has it all."""
+        if self.pinned is not None:
+            raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
+        wanted, lost = {(entry.spot, entry.run): entry for entry in entries}, 0
+        with self._lock:
+            while lost < _TRIES:
+                version = self.newest()
+                new = [entry for entry in wanted.values() if self._is_news(entry, version)]
+                if not new:
+                    return version
+                if version >= MAX_VERSIONS:
+                    raise CapacityError(f"{self.url}: the list of bad samples is full", hint="begin another list")
+                lost += not self._store.put_if_absent(_entries(version + 1), self._encoded(new[:MAX_ENTRIES]))
+            raise CapacityError(f"{self.url}: others were faster {_TRIES} times", hint="try again")
+
+    def adopted(self, run: str, epoch: int) -> int:
+        """The version that `epoch` of `run` goes by: what was decided before, or the newest now."""
+        if self.pinned is not None:
+            return self.pinned
+        key = f"epochs/{run}/{epoch}.json"
+        try:
+            return self._decided(key)
+        except NotFoundError:
+            mine = Adopted(format=FORMAT, version=self.newest(), nonce=secrets.token_hex(16))
+            self._store.put_if_absent(key, msgspec.json.encode(mine))
+            return self._decided(key)
+
+    def refused(self, spot: Spot, version: int, run: str, epoch: int) -> Entry | None:
+        """The entry of a sample that `epoch` of `run` leaves out when it goes by `version`."""
+        own = (e for _, e in self._entries.get(spot, ()) if e.run == run and run and e.epoch <= epoch)
+        return self._lasting(spot, version) or next(own, None)
+
+    def is_lasting(self, spot: Spot, version: int) -> bool:
+        """Whether every run that goes by `version` leaves the sample out."""
+        return self._lasting(spot, version) is not None
+
+    def _lasting(self, spot: Spot, version: int) -> Entry | None:
+        """The entry by which every run goes: one that was not only suspected, or the second run's, of another
+        process."""
+        before = list[Entry]()
+        for number, entry in self._entries.get(spot, ()):
+            if number <= version:
+                if not entry.suspected or any(map(entry.confirms, before)):
+                    return entry
+                before.append(entry)
+        return None
+
+    def _is_news(self, entry: Entry, version: int) -> bool:
+        """Whether it adds something to this version. What a run suspects does, the first time: the run may go by an
+        older version, by which it would read the sample again."""
+        own = any(e.run == entry.run and e.suspected <= entry.suspected for _, e in self._entries.get(entry.spot, ()))
+        return not own and (entry.suspected or self._lasting(entry.spot, version) is None)
+
+    def _ordered(self) -> list[tuple[int, Entry]]:
+        """All entries by version."""
+        return sorted((one for some in self._entries.values() for one in some), key=lambda one: one[0])
+
+    def close(self) -> None:
+        """Close the store if it was opened here."""
+        if self._owns_store:
+            self._store.close()
+
+    def _encoded(self, entries: list[Entry]) -> bytes:
+        """What a version adds."""
+        data = msgspec.json.encode(Version(format=FORMAT, entries=entries, nonce=secrets.token_hex(16)))
+        if len(data) > limits.SMALL_OBJECT_BYTES:  # nobody could read it, nor anything that comes after it
+            raise CapacityError(f"{self.url}: {len(data)} bytes are too many for a version", hint="add fewer at a time")
+        return data
+
+    def _decided(self, key: str) -> int:
+        version = int(self._decode(key, Adopted).version)
+        self._need(version)
+        return version
+
+    def _need(self, version: int) -> None:
+        if version < 0:
+            raise UsageError(f"{self.url}: a list of bad samples has no version {version}")
+        with self._lock:
+            if version >= len(self._digests):
+                self.newest()
+            if version >= len(self._digests):
+                raise CorruptionError(
+                    f"{self.url} has {len(self._digests) - 1} versions, and version {version} was gone by",
+                    hint="is it the list of this run?",
+                )
+
+    def _read(self, number: int) -> bool:
+        """Take in version `number`, if it is there."""
+        key = _entries(number)
+        try:
+            data = self._store.get(key, max_bytes=limits.SMALL_OBJECT_BYTES)
+        except NotFoundError:
+            return False
+        found = self._parse(data, key, Version)
+        for entry in found.entries:
+            self._entries.setdefault(entry.spot, []).append((number, entry))
+        self._digests.append(blake3.blake3(self._digests[-1].encode() + data).hexdigest(4))
+        return True
+
+    def _decode(self, key: str, kind: type[Any]) -> Any:
+        return self._parse(self._store.get(key, max_bytes=limits.SMALL_OBJECT_BYTES), key, kind)
+
+    def _parse(self, data: bytes, key: str, kind: type[Any]) -> Any:
+        try:
+            found = msgspec.json.decode(data, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CorruptionError(f"{self.url}: {key} is no part of a list of bad samples: {error}") from error
+        if found.format != FORMAT:
+            raise CorruptionError(f"{self.url}: {key} is of format {found.format}, not {FORMAT}")
+        return found
+
+
+def _entries(version: int) -> str:
+    return f"entries/{version:08}.json"
+
+
+def spot_of(sample: Sample, url: str) -> Spot:
+    """Where a sample lies."""
+    return url, sample.shard, sample.members[0].offset if sample.members else 0
+
+
+KEPT_EPOCHS = 1024
+"""More than batches are looked up ahead of the trainer, who may be as many epochs behind where each has one batch."""
+PROCESS = secrets.token_hex(8)
+"""Loaders that share a process share its memory and its network, so two of them are no two witnesses; nor is a forked
+child."""
+
+
+class AsOf(msgspec.Struct, frozen=True):
+    """What an epoch of a run leaves out: `Place.asof`. `urls` are those of the plan's datasets."""
+
+    list: QuarantineList
+    version: int
+    run: str
+    epoch: int
+    urls: tuple[str, ...]
+
+    def refuses(self, place: Place) -> HeadraceError | None:
+        """Why the sample of this place is not read, or None."""
+        entry = self.list.refused(spot_of(place.sample, self.urls[place.source]), self.version, self.run, self.epoch)
+        return None if entry is None else CorruptionError(f"it is on the list at {self.list.url}: {entry.reason}")
+
+
+class Listed:
+    """A list as one loader goes by it: which version in which epoch, and the plan's places marked with that.
+
+    `run` stands for everything that decides the order. Safe to share between threads.
+    """
+
+    def __init__(self, chosen: QuarantineList, plan: Plan, run: str, *, owns_list: bool = False) -> None:
+        self.list, self._plan, self._run, self._owns_list = chosen, plan, run, owns_list
+        self._urls = tuple(dataset.url for dataset in plan.datasets)
+        self._versions: dict[int, int] = {}
+        self._told = -1, 0
+        self._sealed = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, place: str | os.PathLike[str] | QuarantineList, plan: OrderPlan) -> Listed:
+        """The list at a URL, or one that is open and stays so."""
+        described = json.dumps(plan.fingerprint(0, 0).values(), sort_keys=True)
+        owns = not isinstance(place, QuarantineList)
+        chosen = QuarantineList(place) if not isinstance(place, QuarantineList) else place
+        return cls(chosen, plan, blake3.blake3(described.encode()).hexdigest(8), owns_list=owns)
+
+    def close(self) -> None:
+        if self._owns_list:
+            self.list.close()
+
+    def state(self, epoch: int) -> tuple[int, str]:
+        """Version and digest, for a loader's state."""
+        version = self.version_of(epoch)
+        return version, self.list.digest(version)
+
+    def version_of(self, epoch: int) -> int:
+        """The version that an epoch goes by."""
+        with self._lock:
+            if epoch not in self._versions:
+                self._versions[epoch] = self._decided(epoch)
+                for old in sorted(self._versions)[:-KEPT_EPOCHS]:
+                    del self._versions[old]
+            return self._versions[epoch]
+
+    def go_by(self, epoch: int, version: int) -> None:
+        """From here on, `epoch` goes by `version`, and later ones by no older one, whatever was decided for them by
+        those who looked ahead."""
+        self.list.digest(version)
+        with self._lock:
+            self._versions, self._told = {epoch: version}, (epoch, version)
+
+    def _decided(self, epoch: int) -> int:
+        told, version = self._told
+        found = self.list.adopted(self._run, epoch)
+        return max(found, version) if epoch > told and self.list.pinned is None else found
+
+    def places(self, epoch: int, batches: range) -> Sequence[Sequence[Place]]:
+        asof = AsOf(self.list, self.version_of(epoch), self._run, epoch, self._urls)
+        found = self._plan.places(epoch, batches)
+        return [[replace(place, asof=asof) for place in places] for places in found]
+
+    def batches_in(self, epoch: int) -> int:
+        return self._plan.batches_in(epoch)
+
+    def add(self, refusal: Refusal, epoch: int) -> bool:
+        """See to it that a sample that a batch of `epoch` was found to hold is on the list; False where it is not."""
+        sample = self._plan.datasets[refusal.source].sample(refusal.id)
+        spot = spot_of(sample, self._urls[refusal.source])
+        if self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None:
+            return True
+        if self.list.pinned is not None or self._sealed:
+            return False
+        try:
+            why = refusal.key, refusal.code, refusal.reason
+            self.list.append([Entry(*spot, *why, self._run, epoch, suspected=True, process=PROCESS)])
+        except HeadraceError as error:
+            warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
+            self._sealed = True  # the trainer waits here: once is enough
+            return False
+        return (
+            self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None
+        )  # not if found in a later epoch
+
+
+def go_by_state(listed: Listed | None, position: Position) -> Difference | None:
+    """Have the position's epoch go by the version that the state names: none of the list, where it names none. What
+    does not fit is left as it is, and said."""
+    version, digest = position.listed or (0, "")
+    if listed is None:
+        return Difference("quarantine_list", list(position.listed), None) if position.listed else None
+    if position.listed is not None and (version > listed.list.newest() or listed.list.digest(version) != digest):
+        return Difference("quarantine_list", [version, digest], listed.list.url)
+    listed.go_by(position.epoch, version)
+    return None

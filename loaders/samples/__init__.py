@@ -1,1 +1,0 @@
-"""One place of the order to one finished sample: read, check, decode, and stand in for what is damaged."""

@@ -1,0 +1,231 @@
+"""Batches of clips of one shape: buckets by size, aspect ratio and length, with a budget for each batch instead of a
+number.
+
+Purpose: train on every clip near its own shape without padding, and with about the same work in every step.
+
+A clip goes to the bucket of the nearest aspect ratio; of these to the largest that does not enlarge it, else the
+smallest; of these to the longest that the video fills, else the shortest. A bucket's global batch holds as many clips
+as the budget pays for: floor(budget / cost) rounded down to a multiple of `multiple`, where a clip costs its tokens,
+the product of its frames, height and width, each divided by `patch` and rounded up; with the patch (1, 1, 1) tokens are
+pixels.
+
+**Who gets how much.** The budget is that of the *global* batch, so a batch is the same whatever the world size. Ranks
+share it evenly: contiguous parts that differ by one clip at most, and not at all for every world size that divides
+`multiple`.
+
+Invariants: each bucket is a stream with an `Order` of its own, whose batches come in its own sequence; `Interleave`
+spreads them evenly over the epoch, starting elsewhere in every epoch. Each clip comes once an epoch, but those that
+fill no whole batch of their bucket (with `drop_last`). Pure, elastic, and a seek costs O(log buckets).
+Failure behaviour: `UsageError` for buckets that cannot be, for a budget below one clip of a bucket, and for a dataset
+that fills no batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.sampling.interleave import Interleave
+from headrace.loaders.sampling.order import Order
+from headrace.loaders.sampling.permutation import I64, key_of, short
+from headrace.loaders.sampling.schedule import Population, Share, ordered_share, orders_digest
+from headrace.loaders.validation import settle
+
+MAX_BUCKETS = 256
+MAX_SIDE = 16_384
+_START = 8  # keeps the keys apart from those of the other rooms
+_SAME = 1e-6  # aspect ratios that differ by less are one
+
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Clips of `size` (height, width) pixels and `frames` frames; None takes the loader's `Clip.frames`."""
+
+    size: tuple[int, int]
+    frames: int | None = None
+
+    def __post_init__(self) -> None:
+        settle(self)
+        if not all(1 <= n <= MAX_SIDE for n in (*self.size, self.frames or 1)):
+            raise UsageError(
+                f"{self} is not a bucket", hint=f"height, width and frames are numbers from 1 to {MAX_SIDE}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """`buckets` and the `budget` of a global batch, in tokens of `patch` (frames, height, width)."""
+
+    buckets: tuple[Bucket, ...]
+    budget: int
+    patch: tuple[int, int, int] = (1, 1, 1)
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        settle(self)
+        if not 1 <= len(self.buckets) <= MAX_BUCKETS or len(set(self.buckets)) < len(self.buckets):
+            raise UsageError(f"there are {len(self.buckets)} buckets", hint=f"1 to {MAX_BUCKETS}, each once")
+        if min(self.budget, self.multiple, *self.patch) < 1:
+            raise UsageError(f"{self} is not possible", hint="budget, multiple and patch are positive numbers")
+
+    def cost(self, bucket: int, frames: int) -> int:
+        """Tokens of a clip; `frames` is the loader's, for buckets that name none."""
+        one = self.buckets[bucket]
+        sides = (one.frames or frames, *one.size)
+        tokens = [-(-side // patch) for side, patch in zip(sides, self.patch, strict=True)]
+        return tokens[0] * tokens[1] * tokens[2]
+
+    def batch(self, bucket: int, frames: int) -> int:
+        """Clips of a global batch of this bucket."""
+        cost = self.cost(bucket, frames)
+        count = self.budget // cost // self.multiple * self.multiple
+        if count < 1:
+            raise UsageError(
+                f"the budget of {self.budget} pays for no batch of {self.buckets[bucket]}: a clip costs {cost}, "
+                f"and {self.multiple} are needed",
+                hint="raise the budget, or drop the bucket",
+            )
+        return count
+
+    def batches(self, frames: int) -> list[int]:
+        """Clips of a global batch of each bucket."""
+        return [self.batch(bucket, frames) for bucket in range(len(self.buckets))]
+
+    def numbers(self, frames: int) -> list[int]:
+        """Everything that decides what a batch holds, beside the order."""
+        shapes = [n for bucket in self.buckets for n in (*bucket.size, bucket.frames or frames)]
+        return [*shapes, self.budget, *self.patch, self.multiple]
+
+    def assign(self, heights: I64, widths: I64, lengths: F64, frames: int) -> I64:
+        """The bucket of each video: pixels as shown, and how many of the clip's frames it can fill."""
+        shapes = np.array([bucket.size for bucket in self.buckets], np.float64)
+        wanted = np.array([bucket.frames or frames for bucket in self.buckets], np.float64)
+        away = np.abs(np.log(widths / heights)[:, None] - np.log(shapes[:, 1] / shapes[:, 0])[None, :])
+        left = away <= away.min(axis=1, keepdims=True) + _SAME
+        enlarged = (shapes[None, :, 0] > heights[:, None]) | (shapes[None, :, 1] > widths[:, None])
+        left = _largest(left, ~enlarged, np.broadcast_to(shapes.prod(axis=1), left.shape))
+        left = _largest(left, wanted[None, :] <= lengths[:, None], np.broadcast_to(wanted, left.shape))
+        chosen: I64 = left.argmax(axis=1).astype(np.int64)
+        return chosen
+
+
+def _largest(left: npt.NDArray[np.bool_], fits: npt.NDArray[np.bool_], value: F64) -> npt.NDArray[np.bool_]:
+    """Of the candidates `left` in each row those of the largest value that fits, or of the smallest if none does."""
+    some = (left & fits).any(axis=1, keepdims=True)
+    largest = np.where(left & fits, value, -np.inf).max(axis=1, keepdims=True)
+    smallest = np.where(left, value, np.inf).min(axis=1, keepdims=True)
+    kept: npt.NDArray[np.bool_] = left & (value == np.where(some, largest, smallest))
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Buckets of sound: a recording goes to the shortest of `seconds` that holds it whole, else to the longest, which
+    cuts it.
+
+    A global batch has at most `budget` seconds of sound, silence after its recordings included.
+    """
+
+    seconds: tuple[float, ...]
+    budget: float
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        settle(self)
+        grows = all(0 < shorter < longer for shorter, longer in pairwise((*self.seconds, math.inf)))
+        if not 1 <= len(self.seconds) <= MAX_BUCKETS or not grows or self.multiple < 1:
+            raise UsageError(f"{self} is not possible", hint=f"1 to {MAX_BUCKETS} growing lengths, multiple at least 1")
+        if not self.seconds[-1] * self.multiple <= self.budget < math.inf:
+            raise UsageError(
+                f"the budget of {self.budget} s pays for no batch of {self.seconds[-1]} s", hint="raise it"
+            )
+
+    def batches(self) -> list[int]:
+        """Recordings of a global batch of each bucket."""
+        return [int(self.budget / one + _SAME) // self.multiple * self.multiple for one in self.seconds]
+
+    def numbers(self) -> list[int]:
+        """Everything that decides what a batch holds, beside the order."""
+        return [*(round(one * 1e6) for one in (*self.seconds, self.budget)), self.multiple]
+
+    def assign(self, seconds: F64) -> I64:
+        """The bucket of each recording."""
+        chosen = np.searchsorted(np.asarray(self.seconds) + _SAME, seconds, side="left")
+        return np.minimum(chosen, len(self.seconds) - 1).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """A `Schedule` whose streams are buckets; an order without samples is not there. `name` stands for the buckets."""
+
+    evaluates: ClassVar[bool] = False
+
+    orders: tuple[Order, ...]
+    buckets: tuple[int, ...]
+    """Which bucket each stream is."""
+    name: str
+    drop_last: bool = True
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        batches: Sequence[int],
+        populations: Sequence[Population],
+        numbers: Sequence[int],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> Bucketed:
+        """Buckets whose global batches have so many clips, and what each holds; `numbers` stand for them in states."""
+        there = tuple(bucket for bucket, population in enumerate(populations) if population.samples)
+        orders = tuple(populations[bucket].order(batches[bucket], seed, shuffle) for bucket in there)
+        made = cls(orders, there, short(key_of(*numbers)), drop_last, seed)
+        if not made.batches:
+            raise UsageError(
+                "no bucket has the clips of a whole batch", hint="lower the budget, or give drop_last=False"
+            )
+        return made
+
+    @property
+    def batches(self) -> int:
+        return sum(self._counts)
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        """The part of `rank` in batch `number` of `epoch`, all of one bucket."""
+        if not 0 <= number < self.batches:
+            raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
+        offset = int(key_of(_START, self.seed, epoch)[0]) % self.batches
+        place = np.array([number])
+        stream = self._interleave.stream(place, offset)
+        before = int(self._interleave.before(stream, place, offset)[0])
+        only = int(stream[0])
+        return ordered_share(self.orders[only], only, epoch, before, rank, world_size, self.buckets[only])
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        return {}
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        return {
+            "buckets": self.name,
+            "order": [orders_digest(self.orders), *(("drop_last",) if self.drop_last else ())],
+        }
+
+    @cached_property
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(order.full_batches + (not self.drop_last and order.tail > 0) for order in self.orders)
+
+    @cached_property
+    def _interleave(self) -> Interleave:
+        return Interleave(self._counts)

@@ -1,0 +1,264 @@
+"""`headrace order`: how well a dataset would be shuffled, and what that costs in reads; of several, how evenly they are
+mixed, also in buckets.
+
+Invariant: reads the index and no media. Standard output holds results only.
+Failure behaviour: errors are raised for `headrace.dataio.cli` to report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.options import Parser, count
+from headrace.loaders.sampling.schedule import Population
+
+if TYPE_CHECKING:
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.loaders.sampling.buckets import Buckets
+    from headrace.loaders.sampling.quality import Balance, BucketBalance, Quality
+
+_SHADES = " ░▒▓█"
+
+
+def order(argv: list[str]) -> int:
+    """`headrace order DATASET...`"""
+    args = _parser().parse_args(argv)
+    if len(args.datasets) == 1 and (args.weights is not None or args.temperature != 1.0):
+        raise UsageError("--weights and --temperature are of a mixture, and one dataset is none", hint="name several")
+    from headrace.dataio.shards.dataset import Dataset
+
+    found: list[Quality] = []
+    sizes = dict[str, Population]()
+    cells = dict[str, list[Population]]()
+    buckets = None if args.bucket is None else _buckets(args)
+    for url in args.datasets:
+        with Dataset(url, args.version, trust_mounts=args.trust_mounts) as dataset:
+            chosen = dataset if args.where is None else dataset.where(args.where)
+            found.append(_measure(chosen, args))
+            sizes[url] = Population(len(chosen), chosen.total_bytes / len(chosen))
+            if buckets is not None:
+                cells[url] = _sorted(chosen, buckets, args)
+    mixed = _mix(sizes, args) if len(args.datasets) > 1 else None
+    shaped = None if buckets is None else _mix_in(buckets, cells, args)
+    if args.json:
+        print(json.dumps(_json(found, mixed, shaped)))
+        return 0
+    for url, one in zip(args.datasets, found, strict=True):
+        print(f"{url}: ", end="")
+        _print(one)
+    if mixed is not None:
+        _print_mix(mixed)
+    if buckets is not None and shaped is not None:
+        _print_buckets(buckets, shaped)
+    return 0
+
+
+def _json(found: Sequence[Quality], mixed: Balance | None, shaped: Sequence[BucketBalance] | None) -> dict[str, Any]:
+    buckets = {} if shaped is None else {"buckets": [dataclasses.asdict(one) for one in shaped]}
+    if mixed is None:
+        return dataclasses.asdict(found[0]) | buckets
+    return {"datasets": [dataclasses.asdict(one) for one in found], "mixture": dataclasses.asdict(mixed)} | buckets
+
+
+def _buckets(args: argparse.Namespace) -> Buckets:
+    from headrace.loaders.sampling.buckets import Bucket, Buckets
+
+    shapes = tuple(Bucket((height, width), *frames) for height, width, *frames in args.bucket)
+    most = max(h * w * (f or args.frames) for h, w, f in ((*b.size, b.frames) for b in shapes))
+    return Buckets(shapes, args.budget or args.batch * most)
+
+
+def _sorted(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> list[Population]:
+    """What of a dataset's videos is in each bucket, when frames follow each other."""
+    import numpy as np
+
+    table = dataset.columns(["height", "width", "frames"])
+    height, width, frames = (table[name].to_numpy() for name in ("height", "width", "frames"))
+    there = ~np.isnan(height.astype(np.float64)) & (frames.astype(np.float64) >= 1)
+    tall, wide = height[there].astype(np.int64), width[there].astype(np.int64)
+    chosen = buckets.assign(tall, wide, frames[there].astype(np.float64), args.frames)
+    each = dataset.total_bytes / len(dataset)
+    return [Population(int((chosen == bucket).sum()), each) for bucket in range(len(buckets.buckets))]
+
+
+def _mix_in(
+    buckets: Buckets, cells: Mapping[str, Sequence[Population]], args: argparse.Namespace
+) -> list[BucketBalance]:
+    from headrace.loaders.sampling.mixed_buckets import MixedBuckets
+    from headrace.loaders.sampling.quality import bucket_balances
+
+    for url, row in cells.items():
+        if not any(cell.samples for cell in row):
+            raise UsageError(f"{url} holds no video to put into buckets", hint="name datasets of videos")
+    mixed = MixedBuckets.of(
+        cells,
+        buckets.batches(args.frames),
+        buckets.numbers(args.frames),
+        weights=_by_name(cells, args),
+        temperature=args.temperature,
+        seed=args.seed,
+        shuffle=not args.no_shuffle,
+    )
+    return bucket_balances(mixed, batches=args.batches)
+
+
+def _by_name(named: Mapping[str, object], args: argparse.Namespace) -> dict[str, float] | None:
+    return None if args.weights is None else dict(zip(named, args.weights, strict=True))
+
+
+def _mix(sizes: Mapping[str, Population], args: argparse.Namespace) -> Balance:
+    from headrace.loaders.sampling.mixture import Mixed
+    from headrace.loaders.sampling.quality import balance
+
+    if len(sizes) < len(args.datasets):
+        raise UsageError("a dataset was named twice", hint="mix it with another one")
+    if args.weights is not None and len(args.weights) != len(sizes):
+        raise UsageError(f"{len(args.weights)} weights were given for {len(sizes)} datasets", hint="give one for each")
+    mixed = Mixed.of(
+        sizes,
+        args.batch,
+        weights=_by_name(sizes, args),
+        temperature=args.temperature,
+        seed=args.seed,
+        shuffle=not args.no_shuffle,
+    )
+    return balance(mixed, batches=args.batches)
+
+
+def _measure(dataset: Dataset, args: argparse.Namespace) -> Quality:
+    import pyarrow.compute as pc
+
+    from headrace.loaders.sampling.order import Order
+    from headrace.loaders.sampling.quality import quality
+
+    shards = pc.dictionary_encode(dataset.columns(["shard"])["shard"]).combine_chunks()
+    made = Order.of(
+        len(dataset),
+        args.batch,
+        sample_bytes=dataset.total_bytes / len(dataset),
+        seed=args.seed,
+        shuffle=not args.no_shuffle,
+    )
+    return quality(made, shards.indices.to_numpy(), epoch=args.epoch, batches=args.batches, nodes=args.nodes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="headrace order",
+        description="Measure the order in which a loader would take a dataset's samples, beside a full shuffle.",
+        epilog="exit codes: see headrace --help",
+    )
+    parser.add_argument(
+        "datasets",
+        metavar="DATASET",
+        nargs="+",
+        help="a folder or s3://bucket/prefix; several are also measured as a mixture",
+    )
+    parser.add_argument("--version", metavar="N", type=_version, help="a version or tag (default: the newest)")
+    parser.add_argument(
+        "--trust-mounts",
+        action="store_true",
+        help="let the datasets name folders of this machine, private hosts and other S3 endpoints",
+    )
+    parser.add_argument("--where", metavar="CONDITION", help="only these samples (headrace filter --help)")
+    parser.add_argument(
+        "--batch", metavar="N", type=count, default=64, help="size of the global batch (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the loader's seed (default: %(default)s)")
+    parser.add_argument("--epoch", type=_natural, default=0, help="which epoch (default: %(default)s)")
+    parser.add_argument("--no-shuffle", action="store_true", help="the order of a loader with shuffle=False")
+    parser.add_argument("--batches", type=count, default=256, help="how many batches to look at (default: %(default)s)")
+    parser.add_argument(
+        "--nodes", metavar="N,N", type=_counts, default=(1, 2, 4, 8), help="numbers of nodes (default: 1,2,4,8)"
+    )
+    parser.add_argument("--weights", metavar="W,W", type=_weights, help="of a mixture (default: the datasets' sizes)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of a mixture (default: %(default)s)")
+    shapes = parser.add_argument_group("buckets", "also measure videos in batches of one shape")
+    shapes.add_argument(
+        "--bucket", metavar="HxW[xFRAMES]", type=_shape, action="append", help="a shape; give one or more"
+    )
+    shapes.add_argument(
+        "--budget", metavar="PIXELS", type=_pixels, help="of a global batch (default: --batch of the largest)"
+    )
+    shapes.add_argument("--frames", metavar="N", type=count, default=16, help="of a clip (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _print(found: Quality) -> None:
+    print(
+        f"{found.samples} samples in {found.groups} shards, global batches of {found.batch}; {found.batches} looked at\n"
+    )
+    print(f"{'':34}{'this order':>12}{'full shuffle':>14}")
+    for name, what in (
+        ("distance", "moved, share of the epoch"),
+        ("spread", "apart in a batch, share of all"),
+        ("neighbours", "next one in the same batch"),
+        ("entropy", "bits of shards in a batch"),
+    ):
+        print(f"{what:34}{getattr(found.order, name):12.4f}{getattr(found.full, name):14.4f}")
+    for nodes, reads in found.reads.items():
+        print(f"{f'chunks read by {nodes} nodes, of all':34}{reads:12.3f}{found.full_reads[nodes]:14.3f}")
+    print("\nsample number (down) by time in the epoch (across):")
+    most = max(map(max, found.picture)) or 1
+    for row in found.picture:
+        print("".join(_SHADES[-(-count * (len(_SHADES) - 1) // most)] for count in row))
+
+
+def _print_mix(found: Balance) -> None:
+    print(f"\nmixed, in batches of {found.batch}: {'this order':>26}{'drawn':>14}")
+    print(f"{'bits of sources in a batch':34}{found.entropy:12.4f}{found.drawn_entropy:14.4f}")
+    print(f"{'samples off the share, at worst':34}{found.away:12.1f}{found.drawn_away:14.1f}")
+    for name, share in found.shares.items():
+        print(f"{share:7.2%}  {name}")
+
+
+def _print_buckets(buckets: Buckets, shaped: Sequence[BucketBalance]) -> None:
+    print(
+        f"\n{'in buckets':20}{'steps':>8}{'batch':>8}{'bits of sources':>18}{'drawn':>8}{'off, at worst':>16}{'drawn':>8}"
+    )
+    for one in shaped:
+        shape, found = buckets.buckets[one.bucket], one.balance
+        name = "x".join(map(str, (*shape.size, *([shape.frames] if shape.frames else []))))
+        bits, off = f"{found.entropy:18.4f}{found.drawn_entropy:8.4f}", f"{found.away:16.1f}{found.drawn_away:8.1f}"
+        print(f"{name:20}{one.share:8.2%}{found.batch:8}{bits}{off}")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = text.lower().split("x")
+    if len(parts) not in (2, 3):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 256x256 or 192x336x32")
+    return tuple(count(part) for part in parts)
+
+
+def _pixels(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text[:20]) < 1 << 53:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of pixels")
+    return int(text)
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
+
+
+def _version(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _natural(text: str) -> int:
+    return 0 if text == "0" else count(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(count(part) for part in text.split(","))
+    if max(counts) > 4096:
+        raise argparse.ArgumentTypeError("at most 4096 nodes")
+    return counts

@@ -1,0 +1,136 @@
+"""What is lost when a state is loaded that does not fit.
+
+Purpose: a changed batch size or a grown dataset in the middle of a run is sometimes wanted; then nobody should have to
+guess what it costs.
+Invariants: the loader goes to where as many samples of the epoch lie behind it as lay behind the saved one (rounded
+down to a batch). Nothing of the saved order is kept, but the seeds of what is drawn for samples. `again` and `missed`
+are counted from the old order, which is a pure function of the state, where dataset and clips are the same and the
+epoch has at most `MAX_COUNTED` clips; from the counters of a mixture; else they are None, not known.
+Failure behaviour: none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from headrace.dataio.core.errors import HeadraceError
+from headrace.loaders.sampling import Order
+from headrace.loaders.sampling.mixed_buckets import MixedBuckets
+from headrace.loaders.sampling.mixture import Mixed
+from headrace.loaders.sampling.permutation import I64
+from headrace.loaders.sampling.plan import OrderPlan
+from headrace.loaders.sampling.schedule import Plain
+from headrace.loaders.sampling.state import Difference, Position, differences, resolved
+
+MAX_COUNTED = 1 << 22
+_WORDS = {"drop_last", "evaluation"}
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """The fields that differ, where the loader goes on, how many clips of this epoch come `again` or not at all
+    (`missed`), and whether the quarantine was dropped, since its numbers mean other samples now. True if anything
+    differs."""
+
+    fields: tuple[Difference, ...]
+    epoch: int
+    batch: int
+    again: int | None
+    missed: int | None
+    quarantine_dropped: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.fields)
+
+    def also(self, other: Difference) -> Loss:
+        """This, and one field more."""
+        return replace(self, fields=(*self.fields, other))
+
+    def __str__(self) -> str:
+        if not self:
+            return "nothing is lost"
+        known = "an unknown number of" if self.again is None else str(self.again)
+        missed = "an unknown number" if self.missed is None else str(self.missed)
+        dropped = "; the quarantine is dropped" if self.quarantine_dropped else ""
+        what = "; ".join(map(str, self.fields))
+        going = f"Going on at batch {self.batch} of epoch {self.epoch}"
+        return f"{what}. {going}: {known} clips come again, {missed} not at all{dropped}"
+
+
+def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tuple[Position, Loss]:
+    """Where `plan` goes on after a state that may not fit it, and what that loses."""
+    plan = plan.of(position.epoch)
+    fingerprint = plan.fingerprint(position.epoch, position.batch)
+    saved = resolved(fingerprint.values(), saved)
+    found = tuple(differences(fingerprint, saved))
+    if not found and position.batch <= plan.schedule.batches:
+        return position, Loss((), position.epoch, position.batch, 0, 0)
+    other = any("digest" in one.field or one.field == "sources" for one in found)
+    batch = _batch(plan, saved, position)
+    again, missed = (None, None) if other else _counted(plan, saved, position, batch)
+    dropped = other and bool(position.quarantine)
+    new = Position(position.epoch, batch, () if other else position.quarantine, position.listed)
+    return new, Loss(found, new.epoch, batch, again, missed, dropped)
+
+
+def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int:
+    """The batch before which as many clips lie as before the saved one."""
+    old, new = saved.get("global_batch"), plan.schedule.described(0, 0).get("global_batch")
+    if isinstance(old, int) and isinstance(new, int) and old > 0:
+        return min(plan.schedule.batches, position.batch * old // new)
+    return min(plan.schedule.batches, position.batch)
+
+
+def _counted(
+    plan: OrderPlan, saved: Mapping[str, Any], position: Position, batch: int
+) -> tuple[int | None, int | None]:
+    """Clips that come again, and not at all."""
+    schedule = plan.schedule
+    if isinstance(schedule, (Mixed, MixedBuckets)) and _counts(saved.get("sources")):
+        taken = schedule.taken(position.epoch, batch)
+        moved = [taken[name] - old[2] for name, old in saved["sources"].items()]
+        return sum(-n for n in moved if n < 0), sum(n for n in moved if n > 0)
+    old = _old_order(plan, saved)
+    if old is None or not isinstance(schedule, Plain) or schedule.order.samples > MAX_COUNTED:
+        return None, None
+    seen, to_come = np.zeros((2, old.samples), np.bool_)
+    seen[old.take(position.epoch, np.arange(min(old.samples, position.batch * old.batch)))] = True
+    rest = schedule.order.samples if not schedule.drop_last else schedule.order.full_batches * schedule.order.batch
+    positions: I64 = np.arange(batch * schedule.order.batch, rest, dtype=np.int64)
+    to_come[schedule.order.take(position.epoch, positions)] = True
+    return int((seen & to_come).sum()), int((~seen & ~to_come).sum())
+
+
+def _counts(sources: Any) -> bool:
+    """Whether a state says how many samples each source gave; that of an evaluation does not."""
+    return isinstance(sources, dict) and all(isinstance(row[2], int) for row in sources.values())
+
+
+def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
+    """The order of the saved state, if it was a plain one over the same clips."""
+    named, clip = saved.get("order"), plan.fingerprint(0, 0).values()["clip"]
+    if not isinstance(named, list) or not _same_parts(saved.get("clip"), clip):
+        return None
+    built = [one for one in named if isinstance(one, int)]
+    if len(built) not in (0, 3) or not {one for one in named if isinstance(one, str)} <= _WORDS:
+        return None
+    try:
+        chunk, lanes, window = built or (1, 1, 1)
+        return Order(plan.order.samples, saved["global_batch"], chunk, lanes, window, saved["seed"], bool(built))
+    except (HeadraceError, TypeError, KeyError):
+        return None
+
+
+def _same_parts(old: Any, here: Any) -> bool:
+    """Whether every sample has as many parts as it had. From the word that says how clips or windows start on, their
+    descriptions are those of how many there are; before it, of how long each is."""
+    if old == here:
+        return True
+    if not isinstance(old, list) or not isinstance(here, list):
+        return False
+    word = next((at for at, value in enumerate(here) if isinstance(value, str)), len(here))
+    return here[word:] == old[word:] and here[word : word + 1] in (["random"], ["center"])

@@ -1,0 +1,228 @@
+"""Several streams merged into one by fixed shares, evenly, without a table.
+
+Purpose: `Interleave` says which stream fills place x of a merged stream, and how often it filled earlier places;
+buckets take batches this way. `Strata` says which stream fills slot s of batch t, and how often it filled a lane's
+slots of earlier batches; mixtures take samples this way. Both answer in O(log D) for D streams.
+
+How `Interleave` works. Place x is the point u = (step * x + offset) mod Q of a circle of Q points, on which each stream
+owns an arc as long as its quota. `step` is about Q divided by the golden ratio and has no factor in common with Q
+(Weyl's sequence). Of all steps the golden one spreads the points of every stretch most evenly, exactly so where Q is a
+Fibonacci number. Counting the earlier places that fell on an arc is a sum of floors, which Euclid's algorithm gives in
+O(log Q) steps (Graham, Knuth, Patashnik, Concrete Mathematics, 3.5).
+
+How `Strata` works. The slots of a batch of G are G points on a circle, spread evenly over it. Each stream owns an arc
+as long as its share w, so it gets floor(w * G) or ceil(w * G) of them, however the points are turned. Each batch turns
+them by `step`, which is golden on the circle, on that of a lane's points and on that of one point's neighbourhood. So
+slots, lanes and the sum of batches hold every stream by its share. A lane's G / K points are evenly spread, too. By
+Hermite's identity (ibid., 3.2) one floor counts those on an arc, and sums of floors count all earlier ones.
+Neighbouring slots lie far apart, in the order of van der Corput's sequence (to the bases of the factors of G). So the
+slots of a rank are evenly spread, exactly so for most world sizes, such as powers of two that divide K, or G where K is
+1.
+
+Invariants:
+- `Interleave`: Q places in a row, wherever they begin, hold each stream exactly as often as its quota says. In any
+  stretch the number differs from the stream's share by a few at most.
+- `Strata`: every batch, and every lane's part of a batch, holds a stream's share rounded down or up. Any number of
+  batches in a row holds its share give or take a few.
+- `before` counts what `stream` and `streams` say, at every place. Nothing is drawn, so nothing is stored.
+
+Failure behaviour: `UsageError` for quotas that are negative, all zero, or too many in sum, and for lanes that do not
+divide the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.sampling.permutation import I64
+
+MAX_QUOTAS = 1 << 30
+"""Sum of the quotas at most: the sums of floors then fit 64 bits."""
+_LOOK = 64
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Interleave:
+    """Streams 0 … D-1 by their `quotas`. Offsets, given with each question, start the circle elsewhere: lanes use their
+    own."""
+
+    quotas: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.quotas or min(self.quotas) < 0 or not 0 < sum(self.quotas) <= MAX_QUOTAS:
+            raise UsageError(f"streams cannot be merged by the quotas {self.quotas}")
+
+    @cached_property
+    def period(self) -> int:
+        """Q, the sum of the quotas."""
+        return sum(self.quotas)
+
+    @cached_property
+    def step(self) -> int:
+        """Near Q divided by the golden ratio, prime to Q, and of these the hardest to come near by fractions."""
+        return golden(self.period)
+
+    def stream(self, places: I64, offsets: int | I64 = 0) -> I64:
+        """Which stream stands at each place, 0 <= place < 2^62."""
+        points = (self.step * (np.asarray(places, np.int64) % self.period) + offsets) % self.period
+        return np.searchsorted(self._ends, points, side="right").astype(np.int64)
+
+    def before(self, streams: I64, places: I64, offsets: int | I64 = 0) -> I64:
+        """How often `streams` stood at the places 0 … place-1. All three are broadcast."""
+        streams, places, offsets = np.broadcast_arrays(
+            np.asarray(streams, np.int64), np.asarray(places, np.int64), np.asarray(offsets, np.int64)
+        )
+        cycles, rest = places // self.period, places % self.period
+        quotas = np.asarray(self.quotas, np.int64)[streams]
+        end, offsets = self._ends[streams], offsets % self.period
+        # floor((u - end) / Q) - floor((u - begin) / Q) is -1 on the arc [begin, end), 0 elsewhere, up to whole turns
+        above = floor_sums(rest, self.period, self.step, offsets - end + self.period)
+        below = floor_sums(rest, self.period, self.step, offsets - end + quotas + self.period)
+        return cycles * quotas + below - above
+
+    @cached_property
+    def _ends(self) -> I64:
+        return np.cumsum(np.asarray(self.quotas, np.int64))
+
+
+@lru_cache(maxsize=64)
+def golden(period: int) -> int:
+    """The step that spreads the points of every stretch most evenly over `period` places, each of which it reaches."""
+    return evenly(0, 1, period)
+
+
+def evenly(step: int, modulus: int, factor: int) -> int:
+    """Of the steps that are `step` modulo `modulus`, one that spreads points evenly over `modulus * factor` places."""
+    wanted = round(factor * _GOLDEN)
+    near = range(max(0, wanted - _LOOK), min(factor, wanted + _LOOK + 1))
+    steps = (step + modulus * more for more in near)
+    return min(
+        (one for one in steps if math.gcd(one, modulus * factor) == 1),
+        key=lambda one: _quotients(one, modulus * factor),
+        default=1,
+    )
+
+
+def _quotients(a: int, b: int) -> int:
+    """The sum of the partial quotients of a / b: the smaller, the more evenly a step of a spreads points on b
+    places."""
+    total = 0
+    while a:
+        total, a, b = total + b // a, b % a, a
+    return total
+
+
+def floor_sums(counts: I64, modulus: int, step: int, offsets: I64) -> I64:
+    """For each element, the sum over 0 <= x < count of floor((step * x + offset) / modulus); nothing is negative."""
+    n, b = np.broadcast_arrays(np.asarray(counts, np.int64), np.asarray(offsets, np.int64))
+    n, b = n.copy(), b.copy()
+    total, m, a = np.zeros(n.shape, np.int64), modulus, step
+    while True:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        last = a * n + b
+        n, b = np.where(n > 0, last // m, 0), last % m
+        if a == 0 or not n.any():
+            return total
+        m, a = a, m
+
+
+@dataclass(frozen=True)
+class Strata:
+    """Streams 0 … D-1 by their `quotas` in batches of `batch` slots, of which each of `lanes` has an equal part in a
+    row.
+
+    `start` turns the first batch's points: any whole number.
+    """
+
+    quotas: tuple[int, ...]
+    batch: int
+    lanes: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.quotas or min(self.quotas) < 0 or not 0 < sum(self.quotas) * self.lanes <= MAX_QUOTAS:
+            raise UsageError(f"streams cannot be merged by the quotas {self.quotas} in {self.lanes} lanes")
+        if self.batch < 1 or self.batch % self.lanes:
+            raise UsageError(f"{self.lanes} lanes do not divide a batch of {self.batch}")
+
+    def streams(self, number: int, lanes: I64) -> I64:
+        """The streams in the slots of `lanes` in batch `number`: a row for each lane."""
+        turned = (number * self._step + self.start) % self._circle
+        inside = _spread(np.arange(self._each), self._each) * self._around
+        points = (turned + self._first(lanes)[:, None] + inside) % self._circle
+        return np.searchsorted(self._ends, points, side="right").astype(np.int64)
+
+    def before(self, streams: I64, number: int, lanes: I64) -> I64:
+        """How often `streams` stood in the slots of `lanes` in the batches 0 … number-1. Arrays are broadcast."""
+        streams, lanes = np.broadcast_arrays(np.asarray(streams, np.int64), np.asarray(lanes, np.int64))
+        cycles, rest = divmod(number, self._around)
+        length, end = np.asarray(self.quotas, np.int64)[streams] * self.batch, self._ends[streams]
+        point = (self._first(lanes) + self.start % self._around) % self._around + self._circle - end
+        turn, rests = self._step % self._around, np.full(streams.shape, rest)
+        above = floor_sums(rests, self._around, turn, point)
+        below = floor_sums(rests, self._around, turn, point + length)
+        return cycles * length + below - above
+
+    @cached_property
+    def _each(self) -> int:
+        return self.batch // self.lanes
+
+    @cached_property
+    def _around(self) -> int:
+        """From a lane's point to its next one; also the number of batches after which lanes begin again."""
+        return sum(self.quotas) * self.lanes
+
+    @cached_property
+    def _circle(self) -> int:
+        return self._around * self._each
+
+    @cached_property
+    def _step(self) -> int:
+        return _turn(sum(self.quotas), self.lanes, self._each)
+
+    @cached_property
+    def _ends(self) -> I64:
+        return np.cumsum(np.asarray(self.quotas, np.int64)) * self.batch
+
+    def _first(self, lanes: I64) -> I64:
+        """One point of each lane."""
+        return _spread(np.asarray(lanes, np.int64), self.lanes) * sum(self.quotas)
+
+
+def _spread(places: I64, count: int) -> I64:
+    """A permutation of 0 … count-1 that spreads neighbours: digits to the bases of `count`'s factors, in reverse."""
+    rest, unit, found = places, count, np.zeros_like(places)
+    for factor in _factors(count):
+        unit //= factor
+        found += rest % factor * golden(factor) % factor * unit
+        rest = rest // factor
+    return found
+
+
+@lru_cache(maxsize=64)
+def _factors(number: int) -> tuple[int, ...]:
+    """The prime factors, the largest first: world sizes that are powers of two then get whole blocks of what they
+    divide."""
+    found, factor = list[int](), 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return tuple(sorted([*found, *([number] if number > 1 else [])], reverse=True))
+
+
+@lru_cache(maxsize=64)
+def _turn(period: int, lanes: int, each: int) -> int:
+    """A step that is golden modulo `period`, modulo `period * lanes` and modulo `period * lanes * each`."""
+    step, modulus = golden(period), period
+    for factor in (lanes, each):
+        step, modulus = evenly(step, modulus, factor), modulus * factor
+    return step

@@ -1,0 +1,237 @@
+"""Several sources in batches of one shape each: a mixture in every bucket, and a sequence of buckets that follows from
+them.
+
+Purpose: mixtures and buckets together, exact and elastic, with a position that is one number.
+
+How. A source whose share of all samples is w has the share w * n / N of those in a bucket, where n of its N clips lie.
+The sum over the sources, divided by how many clips a batch of the bucket has, is how often the bucket's turn comes:
+`Turns` says whose turn a step is and how often it came before, by `Interleave`. The batch is then number so-and-many of
+the bucket's own `Mixed`, in which sources have just those shares. A change of weights begins a segment outside and one
+in every bucket, at the number of batches that it had given by then; so counting goes on without a hole.
+
+Invariants: those of `Mixed` in each bucket: of the clips that a source has in a bucket none comes twice before all came
+once. Buckets go their own ways, so a source's epochs in different buckets are out of step. Everything is counted in
+whole numbers, the same on every machine. The position is one number, the step; the world size is no parameter; a seek
+costs O(log) of buckets and sources.
+Failure behaviour: `UsageError` for weights and buckets that cannot be. A cell (source and bucket) so rare that its
+share is less than one in `RESOLUTION` gets that much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.sampling.interleave import Interleave
+from headrace.loaders.sampling.mixture import (
+    MERGED,
+    RESOLUTION,
+    Mixed,
+    Segment,
+    Weights,
+    length_of,
+    segment_at,
+    segments_of,
+    weights_digest,
+)
+from headrace.loaders.sampling.order import Order
+from headrace.loaders.sampling.permutation import I64, key_of, short
+from headrace.loaders.sampling.schedule import Population, Share, orders_digest
+
+_START = 10  # keeps the key apart from those of the other rooms
+_ENDLESS = 1 << 60
+_SCALE = 1 << 64
+Rates = list[list[int]]
+"""For each bucket, how many samples of each source are wanted, in any unit."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Whose turn each step is, by quotas that may change at a step, `RESOLUTION` in sum."""
+
+    segments: tuple[Segment, ...]
+    offset: int = 0
+
+    def at(self, step: int) -> tuple[int, int]:
+        """Whose turn it is, and how many turns that one had before."""
+        number = segment_at(self.segments, step)
+        place = np.array([step - self.segments[number].step])
+        stream = self._interleaves[number].stream(place, self.offset)
+        before = self._interleaves[number].before(stream, place, self.offset)
+        return int(stream[0]), int(self._bases[number][stream[0]] + before[0])
+
+    def counts(self, step: int) -> I64:
+        """How many turns each had before `step`."""
+        number = segment_at(self.segments, step)
+        return self._bases[number] + self._since(number, step)
+
+    def _since(self, number: int, step: int) -> I64:
+        every = np.arange(len(self.segments[number].quotas))
+        return self._interleaves[number].before(every, np.array(step - self.segments[number].step), self.offset)
+
+    @cached_property
+    def _interleaves(self) -> list[Interleave]:
+        return [Interleave(segment.quotas) for segment in self.segments]
+
+    @cached_property
+    def _bases(self) -> list[I64]:
+        bases = [np.zeros(len(self.segments[0].quotas), np.int64)]
+        for number, segment in enumerate(self.segments[1:]):
+            bases.append(bases[-1] + self._since(number, segment.step))
+        return bases
+
+
+@dataclass(frozen=True)
+class MixedBuckets:
+    """A `Schedule` whose streams are cells: what one source has in one bucket. Make one with `MixedBuckets.of`.
+
+    `mixtures` are those of the buckets that hold anything, `numbers` which buckets these are, `name` stands for all
+    buckets.
+    """
+
+    evaluates: ClassVar[bool] = False
+
+    names: tuple[str, ...]
+    mixtures: tuple[Mixed, ...]
+    numbers: tuple[int, ...]
+    turns: Turns
+    segments: tuple[Segment, ...]
+    batches: int
+    name: str
+
+    @classmethod
+    def of(
+        cls,
+        sources: Mapping[str, Sequence[Population]],
+        batches: Sequence[int],
+        numbers: Sequence[int],
+        *,
+        weights: Weights | Sequence[tuple[int, Weights]] | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+        shuffle: bool = True,
+        epoch_batches: int | None = None,
+    ) -> MixedBuckets:
+        """What each source has in each bucket; `batches` and `numbers` are as in `Bucketed.of`, the rest as in
+        `Mixed.of`."""
+        totals = {name: sum(cell.virtual for cell in cells) for name, cells in sources.items()}
+        segments = segments_of(tuple(sources), totals if weights is None else weights, temperature)
+        there = [b for b in range(len(batches)) if any(cells[b].samples for cells in sources.values())]
+        amounts = [[cells[b].virtual for cells in sources.values()] for b in there]
+        rates = [_rates(amounts, list(totals.values()), segment.quotas) for segment in segments]
+        turns = Turns(
+            tuple(
+                Segment(
+                    segment.step,
+                    apportion([sum(row) * _SCALE // batches[b] for row, b in zip(rate, there, strict=True)]),
+                )
+                for segment, rate in zip(segments, rates, strict=True)
+            ),
+            int(key_of(_START, seed)[0]) % RESOLUTION,
+        )
+        mixtures = tuple(
+            Mixed.by_segments(
+                {name: cells[b] for name, cells in sources.items() if cells[b].samples},
+                batches[b],
+                _inside(turns, segments, [rate[place] for rate in rates], place, amounts[place]),
+                seed=seed,
+                shuffle=shuffle,
+                batches=_ENDLESS,
+            )
+            for place, b in enumerate(there)
+        )
+        fill = sum(sum(row) // batches[b] for row, b in zip(amounts, there, strict=True))
+        length = length_of(epoch_batches, fill)
+        return cls(tuple(sources), mixtures, tuple(there), turns, segments, length, short(key_of(*numbers)))
+
+    @property
+    def streams(self) -> list[tuple[str, int]]:
+        """Source and bucket of each stream."""
+        return [
+            (name, b) for mixed, b in zip(self.mixtures, self.numbers, strict=True) for name in mixed.names
+        ]  # fmt: skip
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Which bucket each stream is of."""
+        return tuple(bucket for _, bucket in self.streams)
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        return tuple(order for mixed in self.mixtures for order in mixed.orders)
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        """The part of `rank` in batch `number` of the mixture's `epoch`, all of one bucket."""
+        if not 0 <= number < self.batches:
+            raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
+        place, before = self.turns.at(epoch * self.batches + number)
+        inside = self.mixtures[place].share(0, before, rank, world_size)
+        first = sum(len(mixed.names) for mixed in self.mixtures[:place])
+        return Share(inside.stream + first, inside.epoch, inside.virtual, inside.sizes, self.numbers[place])
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        """How many samples each source gave before batch `number` of `epoch`."""
+        counts = dict.fromkeys(self.names, 0)
+        before = self.turns.counts(epoch * self.batches + number).tolist()
+        for mixed, turns in zip(self.mixtures, before, strict=True):
+            for name, count in mixed.taken(0, turns).items():
+                counts[name] += count
+        return counts
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        step = epoch * self.batches + number
+        lanes = [mixed.lanes for mixed in self.mixtures]
+        return {
+            "buckets": self.name,
+            "order": [self.batches, orders_digest(self.orders, *lanes, MERGED)],
+            "weights": weights_digest(self.segments, step),
+        }
+
+
+def apportion(values: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers in proportion to `values`, `RESOLUTION` in sum, by the largest remainders; what is not 0 gets 1 at
+    least."""
+    total = sum(values)
+    whole = [value * RESOLUTION // total for value in values]
+    by_rest = sorted(range(len(values)), key=lambda n: (-(values[n] * RESOLUTION % total), n))
+    for number in by_rest[: RESOLUTION - sum(whole)]:
+        whole[number] += 1
+    for number, value in enumerate(values):
+        if value and not whole[number]:
+            whole[number] = 1
+            whole[whole.index(max(whole))] -= 1
+    return tuple(whole)
+
+
+def _rates(amounts: Rates, totals: Sequence[int], quotas: Sequence[int]) -> Rates:
+    """Of each bucket's (row's) sources, how many samples are wanted: at least one, where the source has any and is
+    wanted."""
+    return [
+        [
+            max(1, quota * amount * _SCALE // total) if quota and amount else 0
+            for amount, total, quota in zip(row, totals, quotas, strict=True)
+        ]
+        for row in amounts
+    ]
+
+
+def _inside(
+    turns: Turns, segments: Sequence[Segment], rates: Rates, place: int, amounts: Sequence[int]
+) -> tuple[Segment, ...]:
+    """The segments of the bucket at `place`: from its how-many-th batch on its sources have which shares."""
+    own = [amount > 0 for amount in amounts]
+    found = list[Segment]()
+    for segment, rate in zip(segments, rates, strict=True):
+        wanted = [value for value, mine in zip(rate, own, strict=True) if mine]
+        if not any(wanted):
+            continue  # it has no turns
+        step = int(turns.counts(segment.step)[place])
+        if found and found[-1].step == step:
+            found.pop()  # it had no turns in that segment
+        found.append(Segment(step, apportion(wanted)))
+    return tuple(found) or (Segment(0, apportion([value for value in amounts if value])),)

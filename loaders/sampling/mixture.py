@@ -1,0 +1,308 @@
+"""Several sources in one stream, by weights that may change with the step.
+
+Purpose: `Mixture` describes several datasets as one. `Mixed`, its schedule, says which sample of which source fills any
+slot of any step, exactly and at once, although each source has its own size and its own epochs.
+
+How. The stream has K lanes, as `Order` has them; slot s of a global batch of G belongs to lane floor(s * K / G). Every
+source with enough chunks is cut into the same lanes, so a node reads the same chunks of it in every epoch. `Strata`
+says which source fills each slot of a step, and how often that source was in the slot's lane before. Its y-th pick in
+lane k is position y * K + k of the source's own stream, which is its epochs 0, 1, 2, … in a row. A change of weights
+begins a segment, which continues the counts of the one before it.
+
+Invariants, for any weights and changes:
+- No position of a source is skipped or comes twice, so between its epochs e and e + 1 every sample comes once. Samples
+  near the seam may come a few positions early or late, since lanes are not in step.
+- Every batch holds of each source its share rounded down or up. Steps together, and the parts of ranks, hold their
+  shares give or take a few samples.
+- The position is one number, the step. The world size is not a parameter.
+- Sources are known by their names, which are part of the order and of the loader's state. The order in which they are
+  given is not.
+
+A mixture never ends, so the length of its epoch is a definition: as many batches as all sources' samples fill once, or
+`epoch_batches`. With weights in proportion to sizes that is one epoch of each source. Steps go on counting over the
+ends of epochs, for changes of weights too.
+Failure behaviour: `UsageError` for impossible mixtures and weights, naming the source.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.sampling.interleave import Strata
+from headrace.loaders.sampling.order import Order, lanes_for
+from headrace.loaders.sampling.permutation import I64, key_of, short
+from headrace.loaders.sampling.plan import DatasetLike
+from headrace.loaders.sampling.schedule import Population, Share, orders_digest, part, sizes
+from headrace.loaders.validation import plain
+
+MAX_NAME, MAX_SOURCES = 64, 1024
+MAX_SEGMENTS = 64
+RESOLUTION = 832_040
+"""Weights are multiples of one in so many; a Fibonacci number, see `Interleave`."""
+_SOURCE, _START = 6, 7  # keep the keys apart from those of `lanes` and of clips
+MERGED = 2
+"""How sources are merged; 1, which states named by nothing, gave batches that were off by a few."""
+
+Weights = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Datasets, views (`dataset.where(...)`) or URLs, by name, and the weights by which samples are taken from them.
+
+    `weights` (by name) default to the numbers of clips; shares are proportional to weight ** (1 / temperature), so a
+    high temperature favours small sources. A list of (step, weights), the first at step 0, is a curriculum: steps are
+    global batches since the start of the run. Each source has its own epochs: a small one begins again while others go
+    on.
+
+    The mixture's own epoch, after which a `for` loop ends, has `epoch_batches` batches, by default as many as all
+    sources' clips fill once.
+    """
+
+    sources: Mapping[str, DatasetLike]
+    weights: Weights | Sequence[tuple[int, Weights]] | None = None
+    temperature: float = 1.0
+    epoch_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sources or not isinstance(self.sources, Mapping):
+            raise UsageError(
+                "a mixture without sources by name", hint='give datasets by name: Mixture({"a": ..., "b": ...})'
+            )
+        for name in self.sources:
+            if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
+                raise UsageError(f"{name!r} is no name of a source", hint=f"use 1 to {MAX_NAME} characters")
+        object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
+        weights = dict.fromkeys(self.sources, 1.0) if self.weights is None else self.weights
+        segments_of(tuple(self.sources), weights, self.temperature)
+        length_of(self.epoch_batches, 1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From global step `step` on, sources are taken by `quotas`, in the order of the sources' names, `RESOLUTION` in
+    sum."""
+
+    step: int
+    quotas: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A `Schedule` over `names`. Every order's batch is `lanes`; `batch` is the global one. Make one with
+    `Mixed.of`."""
+
+    buckets: ClassVar[tuple[int, ...]] = ()
+    evaluates: ClassVar[bool] = False
+
+    names: tuple[str, ...]
+    orders: tuple[Order, ...]
+    batch: int
+    lanes: int
+    segments: tuple[Segment, ...]
+    batches: int
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        sources: Mapping[str, Population],
+        batch: int,
+        *,
+        weights: Weights | Sequence[tuple[int, Weights]] | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+        shuffle: bool = True,
+        epoch_batches: int | None = None,
+    ) -> Mixed:
+        """Sources by name, in global batches of `batch`.
+
+        `weights` default to the numbers of clips; a list of (step, weights) changes them at those steps, the first of
+        which is 0. A source's share is proportional to weight ** (1 / temperature).
+        """
+        counts = {name: population.virtual for name, population in sources.items()}
+        segments = segments_of(tuple(sources), counts if weights is None else weights, temperature)
+        length = length_of(epoch_batches, sum(counts.values()) // batch)
+        return cls.by_segments(sources, batch, segments, seed=seed, shuffle=shuffle, batches=length)
+
+    @classmethod
+    def by_segments(
+        cls,
+        sources: Mapping[str, Population],
+        batch: int,
+        segments: tuple[Segment, ...],
+        *,
+        seed: int,
+        shuffle: bool,
+        batches: int,
+    ) -> Mixed:
+        """As `of`, where the segments are known, in epochs of `batches`."""
+        wanted = [population.order(batch, 0, False) for population in sources.values()]
+        lanes = lanes_for(batch, max(-(-order.samples // order.chunk) for order in wanted))
+        orders = tuple(
+            population.order(lanes, int(key_of(_SOURCE, seed, *name.encode())[0]), shuffle)
+            for name, population in sources.items()
+        )
+        return cls(tuple(sources), orders, batch, lanes, segments, batches, seed)
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        """The part of `rank` in batch `number` of the mixture's `epoch`; `Share.epoch` holds the sources' own."""
+        if not 0 <= number < self.batches:
+            raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
+        slots = np.asarray(part(self.batch, rank, world_size), np.int64)
+        each = self.batch // self.lanes
+        step = epoch * self.batches + number
+        segment = segment_at(self.segments, step)
+        strata, since = self._strata[segment], step - self.segments[segment].step
+        lane = slots // each
+        lanes, row = np.unique(lane, return_inverse=True)
+        streams = strata.streams(since, lanes)
+        stream, earlier = streams[row, slots % each], _earlier(streams)[row, slots % each]
+        pick = self._bases[segment][lane, stream] + strata.before(stream, since, lane) + earlier
+        own_epoch, virtual = self._of_sources(stream, pick, lane)
+        return Share(stream, own_epoch, virtual, sizes(self.batch, world_size))
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        """How many samples each source gave before batch `number` of `epoch`."""
+        step = epoch * self.batches + number
+        segment = segment_at(self.segments, step)
+        counts = self._bases[segment] + self._counts(segment, step)
+        return dict(zip(self.names, counts.sum(axis=0).tolist(), strict=True))
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        step = epoch * self.batches + number
+        return {
+            "global_batch": self.batch,
+            "order": [self.batches, orders_digest(self.orders, self.lanes, MERGED)],
+            "weights": weights_digest(self.segments, step),
+        }
+
+    # -- inside
+
+    def _of_sources(self, stream: I64, pick: I64, lane: I64) -> tuple[I64, I64]:
+        """Epoch and virtual sample of the `pick`-th place that `lane` takes of each `stream`."""
+        epochs, virtual = np.empty_like(stream), np.empty_like(stream)
+        for source in np.unique(stream).tolist():
+            at = stream == source
+            epochs[at], virtual[at] = _endless(self.orders[source], pick[at] * self.lanes + lane[at])
+        return epochs, virtual
+
+    @cached_property
+    def _strata(self) -> list[Strata]:
+        start = int(key_of(_START, self.seed)[0])
+        return [Strata(segment.quotas, self.batch, self.lanes, start) for segment in self.segments]
+
+    @cached_property
+    def _bases(self) -> list[I64]:
+        """For each segment, (lanes, sources): the picks before it."""
+        bases = [np.zeros((self.lanes, len(self.names)), np.int64)]
+        for number, segment in enumerate(self.segments[1:]):
+            bases.append(bases[-1] + self._counts(number, segment.step))
+        return bases
+
+    def _counts(self, segment: int, step: int) -> I64:
+        """(lanes, sources): the picks from the begin of `segment` up to `step`."""
+        every, lanes = np.arange(len(self.names)), np.arange(self.lanes)
+        return self._strata[segment].before(every[None, :], step - self.segments[segment].step, lanes[:, None])
+
+
+def _earlier(streams: I64) -> I64:
+    """How often the stream of each place stands before it in its row."""
+    order = np.argsort(streams, axis=1, kind="stable")
+    ordered = np.take_along_axis(streams, order, axis=1)
+    places = np.broadcast_to(np.arange(streams.shape[1]), streams.shape)
+    first = np.where(np.diff(ordered, axis=1, prepend=-1) != 0, places, 0)
+    earlier = np.empty_like(streams)
+    np.put_along_axis(earlier, order, places - np.maximum.accumulate(first, axis=1), axis=1)
+    return earlier
+
+
+def _endless(order: Order, places: I64) -> tuple[I64, I64]:
+    """Epoch and sample at `places` of all epochs in a row, lanes turned so that place i is one of lane i mod batch."""
+    epochs, positions = places // order.samples, places % order.samples
+    turned = positions // order.batch * order.batch + places % order.batch
+    positions = np.where(positions < order.full_batches * order.batch, turned, positions)
+    samples = np.empty_like(places)
+    for epoch in np.unique(epochs).tolist():
+        at = epochs == epoch
+        samples[at] = order.take(epoch, positions[at])
+    return epochs, samples
+
+
+def segment_at(segments: Sequence[Segment], step: int) -> int:
+    """Which of the segments a step is in."""
+    return bisect_right(segments, step, key=lambda segment: segment.step) - 1
+
+
+def length_of(epoch_batches: int | None, filled: int) -> int:
+    """Batches in an epoch: as many as are asked for, or as all samples fill."""
+    epoch_batches = plain("epoch_batches", epoch_batches, int | None)
+    if epoch_batches is not None and epoch_batches < 1:
+        raise UsageError(
+            f"epoch_batches is at least 1, not {epoch_batches}", hint="None is as many as all clips fill once"
+        )
+    return epoch_batches or max(1, filled)
+
+
+def weights_digest(segments: Sequence[Segment], step: int) -> str:
+    """Stands for the weights before `step`; those to come may still be changed."""
+    used = [s for s in segments if s.step < step]
+    return short(key_of(*(n for s in used for n in (s.step, *s.quotas)))) if used else "0"
+
+
+def segments_of(
+    names: Sequence[str], weights: Weights | Sequence[tuple[int, Weights]], temperature: float
+) -> tuple[Segment, ...]:
+    """The segments that `weights` mean."""
+    if not 1 <= len(names) <= MAX_SOURCES:
+        raise UsageError(f"a mixture has 1 to {MAX_SOURCES} sources, not {len(names)}")
+    temperature = plain("temperature", temperature, float)
+    if not 0 < temperature < math.inf:
+        raise UsageError(
+            f"temperature is a positive number, not {temperature!r}", hint="1.0 leaves the weights as they are"
+        )
+    if isinstance(weights, Mapping):
+        changes = [(0, plain("weights", weights, dict[str, float]))]
+    else:
+        wanted = "a dict such as {'a': 1, 'b': 3}, or a list of (step, dict)"
+        changes = plain("weights", weights, list[tuple[int, dict[str, float]]], wanted)
+    if not 1 <= len(changes) <= MAX_SEGMENTS:
+        raise UsageError(f"weights change {len(changes)} times", hint=f"1 to {MAX_SEGMENTS} segments can be")
+    steps = [step for step, _ in changes]
+    if steps[0] != 0 or any(later <= step for step, later in pairwise(steps)):
+        raise UsageError(f"weights begin at the steps {steps}", hint="the first is 0, and they grow")
+    return tuple(Segment(step, quotas(names, values, temperature)) for step, values in changes)
+
+
+def quotas(names: Sequence[str], weights: Weights, temperature: float = 1.0) -> tuple[int, ...]:
+    """weight ** (1 / temperature) of each source as whole numbers, `RESOLUTION` in sum, by the largest remainders."""
+    for name in (*weights, *names):
+        if name not in names or name not in weights:
+            raise UsageError(
+                f"the weights and the sources differ in {name!r}", hint=f"give a weight for each of {', '.join(names)}"
+            )
+        if not (math.isfinite(weights[name]) and weights[name] >= 0):
+            raise UsageError(f"the weight of {name!r} is {weights[name]!r}", hint="weights are numbers from 0 on")
+    most = max(weights.values())
+    if most <= 0:
+        raise UsageError("all weights are 0", hint="give some source a positive one")
+    shares = np.array([(weights[name] / most) ** (1 / temperature) if weights[name] else 0.0 for name in names])
+    exact = shares / shares.sum() * RESOLUTION
+    whole = np.floor(exact).astype(np.int64)
+    for source in np.argsort(whole - exact, kind="stable")[: RESOLUTION - int(whole.sum())]:
+        whole[source] += 1
+    for name, quota in zip(names, whole.tolist(), strict=True):
+        if weights[name] and not quota:
+            raise UsageError(
+                f"the weight of {name!r} is below one in {RESOLUTION} of all", hint="leave it out, or raise it"
+            )
+    return tuple(whole.tolist())

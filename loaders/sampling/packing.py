@@ -1,0 +1,328 @@
+"""Several recordings in one sequence of fixed length, so that little of it is padding.
+
+Purpose: decide, from lengths alone, which recordings share a sequence. A sequence then takes the place of a sample in
+the order: it is shuffled, shared among ranks and resumed like a sample. `PackedPlan` joins sequences with datasets.
+
+How. Recordings longer than `capacity` are cut into pieces of that length and a rest, or left out. Consecutive pieces,
+`lookahead` of them at a time, are packed best fit decreasing (Johnson 1973): the longest first, each into the fullest
+sequence that still takes it. Windows of pieces do not depend on each other, so the packing is a pure function of the
+lengths, and a sequence's pieces lie near each other in their shard.
+
+With a key, pieces are first shuffled inside groups of `GROUP` windows, which begin elsewhere for every key. So other
+recordings share a sequence in each epoch, and still lie near each other.
+
+Invariants:
+- Every piece is in exactly one sequence. No sequence is longer than `capacity`. The pieces of a sequence are in the
+  order of their numbers. At most `lookahead` pieces are considered at a time.
+- Without a key (`anew=False`) the same recordings share a sequence in every epoch, and only the sequences of a batch
+  change.
+- The number of sequences depends on the key. Mixtures need the same number in all epochs, so all packings are brought
+  to one number (`with_room`, `stretched`) by halving a few sequences. A packing that needs more is not used, nor,
+  elsewhere, one that fills no batch.
+- A position is (epoch, batch), so a packing of one epoch needs to know no other epoch.
+
+Cost (`headrace bench pieces --only packed`): once, when a loader is opened; with `anew`, in every epoch. Two packings
+are kept.
+Failure behaviour: `UsageError` for an impossible capacity or lookahead, and when there is nothing to pack. A damaged
+piece has no substitute, since no other piece has its length: its stretch stays silent and is not listed.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.interfaces import Fit, Place
+from headrace.loaders.sampling.permutation import I64, U64, key_of, permute
+from headrace.loaders.sampling.plan import OrderPlan, Stream
+from headrace.loaders.sampling.schedule import Population
+from headrace.loaders.sampling.state import Fingerprint
+from headrace.loaders.validation import settle
+
+MAX_LOOKAHEAD = 65_536
+GROUP = 4
+"""So many windows' pieces are shuffled among each other."""
+MAX_CAPACITY = 1 << 40
+ROOM, LEAST_ROOM = 200, 2
+"""One sequence in so many more is made where all packings have to have one length, and so many at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Sequences of `capacity` units (samples of sound, or tokens). `long` says what becomes of recordings beyond it.
+
+    `anew` packs again for every epoch, so that other recordings share a sequence; epochs then differ a little in
+    length, but not those of a mixture's sources.
+    """
+
+    capacity: int
+    lookahead: int = 256
+    long: Literal["split", "drop"] = "split"
+    anew: bool = False
+
+    def __post_init__(self) -> None:
+        settle(self)
+        if not 1 <= self.capacity <= MAX_CAPACITY or not 1 <= self.lookahead <= MAX_LOOKAHEAD:
+            raise UsageError(
+                f"{self} is not possible", hint=f"capacity is at least 1, lookahead from 1 to {MAX_LOOKAHEAD}"
+            )
+        if self.long not in ("split", "drop"):
+            raise UsageError(f"long={self.long!r} is not known", hint="use 'split' or 'drop'")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` units from `start` of recording `sample`."""
+
+    sample: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The sequences: piece i of sequence s is row `ends[s-1] + i` of the three columns, int64."""
+
+    packing: Packing
+    samples: I64
+    starts: I64
+    lengths: I64
+    ends: I64
+    dropped: int
+    """Recordings left out: longer than the capacity (with `long="drop"`) or empty."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def sequence(self, number: int) -> tuple[Piece, ...]:
+        """The pieces of one sequence."""
+        if not 0 <= number < len(self):
+            raise UsageError(f"there is no sequence {number}", hint=f"they are numbered 0 to {len(self) - 1}")
+        first, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
+        columns = (column[first:end].tolist() for column in (self.samples, self.starts, self.lengths))
+        return tuple(Piece(*values) for values in zip(*columns, strict=True))
+
+    @cached_property
+    def waste(self) -> float:
+        """The share of all sequences that is padding, 0 … 1."""
+        return 1.0 - int(self.lengths.sum()) / (len(self) * self.packing.capacity)
+
+    @property
+    def waste_alone(self) -> float:
+        """What it would be if every piece had a sequence of its own."""
+        return 1.0 - int(self.lengths.sum()) / (len(self.lengths) * self.packing.capacity)
+
+
+def stretched(packed: Packed, count: int) -> Packed | None:
+    """The same pieces in exactly `count` sequences, where that can be had by halving some that hold several pieces."""
+    missing = count - len(packed)
+    pieces = np.diff(packed.ends, prepend=0)
+    able = np.flatnonzero(pieces > 1)
+    if not 0 <= missing <= len(able):
+        return None
+    chosen = able[np.argsort(-pieces[able], kind="stable")[:missing]]
+    cuts = packed.ends[chosen] - pieces[chosen] // 2
+    return replace(packed, ends=np.sort(np.concatenate([packed.ends, cuts])))
+
+
+def with_room(packed: Packed) -> Packed:
+    """The same pieces in a few sequences more, so that other packings of them can be stretched to as many."""
+    able = int((np.diff(packed.ends, prepend=0) > 1).sum())
+    roomy = stretched(packed, len(packed) + min(able, max(LEAST_ROOM, -(-len(packed) // ROOM))))
+    assert roomy is not None
+    return roomy
+
+
+def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None) -> Packed:
+    """The sequences of recordings 0 … N-1 of these lengths; other recordings share one for every `key`."""
+    counts = np.asarray(lengths, np.int64)
+    if counts.size and counts.min() < 0:
+        raise UsageError("a recording has a negative length")
+    usable = counts > 0 if packing.long == "split" else (counts > 0) & (counts <= packing.capacity)
+    samples, starts, sizes = _pieces(np.flatnonzero(usable), counts[usable], packing.capacity)
+    if not len(samples):
+        raise UsageError("there is no recording to pack", hint="are all of them longer than the capacity?")
+    chosen, ends = list[int](), list[int]()
+    sequence = np.arange(len(samples)) if key is None else _shuffled(len(samples), packing.lookahead * GROUP, key)
+    for first in range(0, len(samples), packing.lookahead):
+        window = np.sort(sequence[first : first + packing.lookahead])
+        for bin_ in _best_fit(sizes[window].tolist(), packing.capacity):
+            chosen.extend(window[sorted(bin_)].tolist())
+            ends.append(len(chosen))
+    rows = np.array(chosen, np.int64)
+    left_out = int(len(counts) - usable.sum())
+    return Packed(packing, samples[rows], starts[rows], sizes[rows], np.array(ends, np.int64), left_out)
+
+
+def _shuffled(count: int, group: int, key: U64) -> I64:
+    """0 … count-1, shuffled inside groups of so many neighbours, of which the first is shorter."""
+    places = np.arange(count)
+    short = int(key[0] % np.uint64(group)) + 1
+    number = (places + group - short) // group
+    starts = np.maximum(0, number * group - (group - short))
+    sizes = np.minimum(count, (number + 1) * group - (group - short)) - starts
+    return starts + permute(places - starts, sizes, key_of(key.astype(np.int64), number))
+
+
+def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:
+    """Recordings cut into pieces: their samples, starts and lengths."""
+    each = -(-lengths // capacity)
+    owners = np.repeat(np.arange(len(samples)), each)
+    nth = np.arange(len(owners)) - np.repeat(np.cumsum(each) - each, each)
+    starts = nth * capacity
+    return samples[owners], starts, np.minimum(capacity, lengths[owners] - starts)
+
+
+def _best_fit(sizes: list[int], capacity: int) -> Iterator[list[int]]:
+    """Bins of the numbers of `sizes`, in the order of their first number."""
+    bins = list[list[int]]()
+    room = list[tuple[int, int]]()  # (room left, bin), sorted: the fullest bins first
+    for piece in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        at = bisect_left(room, (sizes[piece], -1))
+        if at < len(room):
+            left, number = room.pop(at)
+        else:
+            left, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(piece)
+        if left > sizes[piece]:
+            insort(room, (left - sizes[piece], number))
+    return iter(sorted(bins, key=min))
+
+
+class Pack(msgspec.Struct, frozen=True):
+    """How recordings are packed, and how long each of a stream is in the packing's unit."""
+
+    packing: Packing
+    lengths: Callable[[Stream], I64]
+
+
+class PackedStream(Stream, frozen=True, eq=False):
+    """A stream whose recordings are packed: piece `sample` numbers are places in `ids`."""
+
+    packed: Packed | None = None
+
+    @classmethod
+    def from_(cls, stream: Stream, how: Pack, key: U64 | None = None) -> PackedStream:
+        """The recordings of a stream, packed; otherwise for every `key`."""
+        packed = pack(how.lengths(stream), how.packing, key)
+        return cls(stream.dataset, stream.ids, stream.parts, stream.source, packed)
+
+    @property
+    def sequences(self) -> Packed:
+        assert self.packed is not None
+        return self.packed
+
+    def at(self, epoch: int) -> Packed:
+        """The sequences of this epoch of the stream."""
+        return self.sequences
+
+    @property
+    def population(self) -> Population:
+        """Sequences in place of samples."""
+        share = len(self.ids) / max(1, len(self.dataset))
+        return Population(len(self.sequences), self.dataset.total_bytes * share / len(self.sequences))
+
+
+class RepackedStream(PackedStream, frozen=True, eq=False):
+    """A stream whose recordings are packed otherwise in each of its epochs, always into as many sequences; `epochs`
+    packs them, and keeps some."""
+
+    epochs: Callable[[int], Packed] | None = None
+
+    @classmethod
+    def anew(cls, stream: Stream, how: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
+        """`key_at` gives the key of each epoch."""
+        lengths = how.lengths(stream)
+        first = with_room(pack(lengths, how.packing, key_at(0)))
+
+        @functools.lru_cache(maxsize=2)
+        def of(epoch: int) -> Packed:
+            other = first if epoch == 0 else stretched(pack(lengths, how.packing, key_at(epoch)), len(first))
+            return first if other is None else other
+
+        return cls(stream.dataset, stream.ids, stream.parts, stream.source, first, of)
+
+    def at(self, epoch: int) -> Packed:
+        assert self.epochs is not None
+        return self.epochs(epoch)
+
+
+class PackedPlan(OrderPlan, frozen=True, eq=False):
+    """An `OrderPlan` over packed streams: `places` are the pieces of its rows, row after row."""
+
+    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+        return [self._batch(epoch, batch) for batch in batches]
+
+    def _batch(self, epoch: int, batch: int) -> list[Place]:
+        share = self.schedule.share(epoch, batch, self.rank, self.world_size)
+        rows = list(zip(share.stream.tolist(), share.epoch.tolist(), share.virtual.tolist(), strict=True))
+        places = dict[int, list[Place]]()
+        for number in np.unique(share.stream).tolist():
+            mine = [(row, own_epoch, v) for row, (stream, own_epoch, v) in enumerate(rows) if stream == number]
+            places.update(self._pieces(number, mine))
+        return [place for row in range(len(rows)) for place in places[row]]
+
+    def substitute(self, place: Place, attempt: int) -> Place | None:
+        return None
+
+    def _pieces(self, number: int, rows: list[tuple[int, int, int]]) -> dict[int, list[Place]]:
+        """The pieces of these (row, epoch, sequence)s of a stream, whose samples are looked up together."""
+        stream, seed = self.streams[number], self.schedule.orders[number].seed
+        assert isinstance(stream, PackedStream)
+        sequences = [stream.at(epoch).sequence(virtual) for _, epoch, virtual in rows]
+        wanted = sorted({int(stream.ids[piece.sample]) for sequence in sequences for piece in sequence})
+        samples = dict(zip(wanted, stream.dataset.samples(wanted), strict=True))
+        found = dict[int, list[Place]]()
+        for (row, epoch, virtual), sequence in zip(rows, sequences, strict=True):
+            found[row] = [
+                Place(
+                    epoch,
+                    virtual,
+                    samples[int(stream.ids[piece.sample])],
+                    piece.start // stream.sequences.packing.capacity,
+                    source=stream.source,
+                    seed=seed,
+                    stream=number,
+                    fit=fit,
+                )
+                for piece, fit in _fits(row, sequence)
+            ]
+        return found
+
+
+class RepackedPlan(PackedPlan, frozen=True, eq=False):
+    """A plan that is another one in every epoch; by itself it is that of the first. `epochs` makes them, and keeps
+    some; each has a batch at least."""
+
+    epochs: Callable[[int], PackedPlan] | None = None
+
+    def of(self, epoch: int) -> OrderPlan:
+        assert self.epochs is not None
+        return self.epochs(epoch)
+
+    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+        return self.of(epoch).places(epoch, batches)
+
+    def about(self, epoch: int, batch: int) -> dict[str, Any]:
+        return self.of(epoch).about(epoch, batch)
+
+    def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
+        return self.of(epoch).fingerprint(epoch, batch)
+
+
+def _fits(row: int, sequence: tuple[Piece, ...]) -> list[tuple[Piece, Fit]]:
+    """Where each piece lies in its row."""
+    ends = np.cumsum([piece.length for piece in sequence]).tolist()
+    return [
+        (piece, Fit(row, end - piece.length, piece.start, piece.length))
+        for piece, end in zip(sequence, ends, strict=True)
+    ]

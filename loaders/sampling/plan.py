@@ -1,0 +1,459 @@
+"""Which samples each batch holds: a schedule, which knows numbers, joined with the datasets, which know samples.
+
+Purpose: choose the schedule (plain, mixture, buckets, both, or an evaluation of any of them), build its streams, and
+look samples up in the datasets. All of these share one class, `OrderPlan`; only their schedules differ.
+Invariants: part n of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only rows in the streams'
+`ids`. A sample's substitute is a neighbour in its chunk and stream, the same for every epoch and world size. The rank
+decides nothing but the share that it takes.
+Failure behaviour: `UsageError` when there is nothing to deliver, or when a batch size is given along with buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders.interfaces import Place
+from headrace.loaders.sampling.order import Order
+from headrace.loaders.sampling.permutation import I64, U64, key_of
+from headrace.loaders.sampling.schedule import Plain, Population, Schedule
+from headrace.loaders.sampling.state import Fingerprint, Identity
+
+if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
+    from headrace.loaders.sampling.mixture import Mixture
+    from headrace.loaders.sampling.packing import Pack, RepackedPlan
+
+F64 = npt.NDArray[np.float64]
+
+
+class Parts:
+    """How many parts each sample has: as many for all, or each its own number (an array)."""
+
+    def __init__(self, samples: int, each: int | I64) -> None:
+        self.each = each
+        self._ends: I64 | None = None if isinstance(each, int) else np.cumsum(each, dtype=np.int64)
+        self.total = samples * each if isinstance(each, int) else int(each.sum())
+
+    def split(self, virtual: I64) -> tuple[I64, I64]:
+        """The samples of these numbers of the order, and which of their parts."""
+        if self._ends is None:
+            samples, numbers = np.divmod(virtual, self.each)
+            return samples, numbers
+        samples = np.searchsorted(self._ends, virtual, side="right").astype(np.int64)
+        return samples, virtual - self._ends[samples] + self.of(samples)
+
+    def of(self, samples: I64) -> I64:
+        """How many parts these samples have."""
+        return np.full(len(samples), self.each) if isinstance(self.each, int) else self.each[samples]
+
+    def first(self, sample: int) -> int:
+        """The number in the order of a sample's first part."""
+        if self._ends is None or isinstance(self.each, int):
+            return sample * int(self.each)
+        return int(self._ends[sample] - self.each[sample])
+
+
+class Stream(msgspec.Struct, frozen=True, eq=False):
+    """A list of samples of one dataset: `ids`, of which each has its `parts`. `source` is the dataset's number in the
+    plan."""
+
+    dataset: Dataset
+    ids: I64
+    parts: Parts
+    source: int = 0
+
+    @classmethod
+    def of(cls, dataset: Dataset, ids: I64, parts: int | I64, source: int = 0) -> Stream:
+        return cls(dataset, ids, Parts(len(ids), parts), source)
+
+    @property
+    def population(self) -> Population:
+        """What the order needs to know of it."""
+        each = max(1, self.parts.total // max(1, len(self.ids)))
+        return Population(len(self.ids), self.dataset.total_bytes / len(self.dataset), each, self.parts.total)
+
+    def choose(self, rows: I64) -> Stream:
+        """The stream of some of these samples, given by their places in `ids`."""
+        parts = self.parts.each if isinstance(self.parts.each, int) else self.parts.each[rows]
+        return Stream.of(self.dataset, self.ids[rows], parts, self.source)
+
+    def substitute(self, order: Order, place: Place, attempt: int) -> Place | None:
+        """The same part of a neighbour, as the chunks of `order` group the samples."""
+        (number,), (part,) = self.parts.split(np.array([place.virtual]))
+        each = max(1, self.parts.total // len(self.ids))
+        alone = Order(len(self.ids), order.batch, max(1, order.chunk // each), order.lanes, order.window)
+        other = alone.substitute(int(number), attempt)
+        if other is None:
+            return None
+        part = int(part) % int(self.parts.of(np.array([other]))[0])
+        sample = self.dataset.sample(int(self.ids[other]))
+        virtual = self.parts.first(other) + part
+        return replace(place, virtual=virtual, sample=sample, number=part, attempt=attempt + 1)
+
+
+class OrderPlan(msgspec.Struct, frozen=True, eq=False):
+    """A `Plan`: the share of `rank` in what `schedule` takes from `streams`.
+
+    `what` describes the parts, for the fingerprint. `names` are those of the sources of a mixture.
+    """
+
+    streams: tuple[Stream, ...]
+    schedule: Schedule
+    what: Any
+    seed: int
+    rank: int
+    world_size: int
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.schedule.batches:
+            order = self.schedule.orders[0]
+            raise UsageError(
+                f"{self.datasets[0].url} makes fewer clips than one global batch of {order.batch}: {order.samples}",
+                hint="use a smaller batch_size, more clips of each sample, or drop_last=False",
+            )
+
+    @property
+    def datasets(self) -> Sequence[Dataset]:
+        by_number = {stream.source: stream.dataset for stream in self.streams}
+        return [by_number[number] for number in sorted(by_number)]
+
+    @property
+    def order(self) -> Order:
+        """The order of the first stream."""
+        return self.schedule.orders[0]
+
+    def of(self, epoch: int) -> OrderPlan:
+        """The plan of this epoch; most plans are the same in all."""
+        return self
+
+    def batches_in(self, epoch: int) -> int:
+        return self.of(epoch).schedule.batches
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Which bucket each stream is; none without buckets."""
+        return self.schedule.buckets
+
+    @property
+    def samples(self) -> int:
+        """Samples of all streams, each counted once."""
+        return sum(len(stream.ids) for stream in self.streams)
+
+    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+        """Looked up for all batches at once: for each by itself it takes twice as long."""
+        shares = [self.schedule.share(epoch, batch, self.rank, self.world_size) for batch in batches]
+        streams, epochs, everything = (
+            np.concatenate([getattr(share, name) for share in shares]) for name in ("stream", "epoch", "virtual")
+        )
+        places = dict[int, Place]()
+        for number in np.flatnonzero(np.bincount(streams)).tolist():  # np.unique would import masked arrays
+            slots = np.flatnonzero(streams == number)
+            stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, everything[slots]
+            rows, parts = stream.parts.split(virtual)
+            samples = stream.dataset.samples(stream.ids[rows].tolist())
+            columns = (slots.tolist(), epochs[slots].tolist(), virtual.tolist(), samples, parts.tolist())
+            for slot, own_epoch, v, sample, part in zip(*columns, strict=True):
+                places[slot] = Place(
+                    own_epoch, v, sample, part, source=stream.source, seed=seed, stream=number
+                )  # fmt: skip
+        in_order = iter([places[slot] for slot in range(len(places))])
+        return [list(islice(in_order, len(share))) for share in shares]
+
+    def substitute(self, place: Place, attempt: int) -> Place | None:
+        return self.streams[place.stream].substitute(self.schedule.orders[place.stream], place, attempt)
+
+    def about(self, epoch: int, batch: int) -> dict[str, Any]:
+        """What the trainer is told of a batch as a whole."""
+        if not self.schedule.buckets and not self.schedule.evaluates:
+            return {}
+        share = self.schedule.share(epoch, batch, self.rank, self.world_size)
+        told: dict[str, Any] = {} if share.bucket is None else {"bucket": share.bucket}
+        if self.schedule.evaluates:
+            told |= {"sizes": list(share.sizes), "dry": share.dry}
+        return told
+
+    def fingerprint(self, epoch: int, batch: int) -> Fingerprint:
+        """What else than the position makes the batches what they are, up to this position."""
+        taken = self.schedule.taken(epoch, batch)
+        sources = [
+            Identity(one.version, one.digest, taken.get(name))
+            for one, name in zip(self.datasets, self._named, strict=True)
+        ]
+        described = self.schedule.described(epoch, batch)
+        named = dict(zip(self.names, sources, strict=True)) if self.names else sources[0]
+        return Fingerprint(named, self.seed, described, self.what)
+
+    @property
+    def _named(self) -> Sequence[str]:
+        return self.names or ("",)
+
+
+def having(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
+    """The numbers of the samples of which `column` is neither null nor one of `without`; `what` names it in the error
+    when there are none."""
+    if not len(dataset):
+        raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
+    only = dataset.only(column)
+    if only is not None and only not in without:
+        return np.arange(len(dataset), dtype=np.int64)
+    import pyarrow as pa  # which loaders of samples that are all alike do without
+
+    from headrace.dataio.shards.index import kernels as pc
+
+    values = dataset.columns([column])[column]
+    chosen = pc.is_valid(values)
+    if without:
+        chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(sorted(without), pa.string()))))
+    ids: I64 = np.flatnonzero(chosen.to_numpy()).astype(np.int64)
+    if not len(ids):
+        hint = "`headrace info` says what it holds" + (
+            "; pictures are clips of one frame: Clip(frames=1)" if without else ""
+        )
+        raise UsageError(f"{dataset.url} holds no {what}", hint=hint)
+    return ids
+
+
+def column(dataset: Dataset, name: str, ids: I64) -> F64:
+    """A column of numbers of these samples, in float64."""
+    values = dataset.columns([name])[name].combine_chunks()
+    return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)[ids]
+
+
+_PACK = 11  # keeps the key apart from those of the other rooms
+Find = Callable[[Dataset], tuple[I64, int | I64]]
+"""The samples of a dataset that a loader can use, and how many parts each has."""
+Sort = Callable[[Stream], I64]
+"""The bucket of each sample of a stream."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """`batch_size` is per rank, and None with buckets. `evaluate` takes every sample once, in order, tail and all."""
+
+    batch_size: int | None
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = True
+    evaluate: bool = False
+
+    @property
+    def batch(self) -> int:
+        """The size of the global batch."""
+        if self.batch_size is None:
+            raise UsageError("batch_size is missing", hint="it may be left out only with buckets")
+        return self.batch_size * self.world_size
+
+
+class Sorting(msgspec.Struct, frozen=True):
+    """How large the global batches of each bucket are, how samples are `sort`ed into them, and `numbers` that stand for
+    both."""
+
+    batches: Sequence[int]
+    sort: Sort
+    numbers: Sequence[int]
+
+
+def plan(
+    source: OpenDatasets, find: Find, what: Any, how: Sampling, sorting: Sorting | None = None, pack: Pack | None = None
+) -> OrderPlan:
+    """The plan of what `find` finds in each of the datasets; `what` describes the parts, for the state."""
+    if sorting is not None and how.batch_size is not None:
+        raise UsageError("with buckets the budget says how large batches are", hint="leave batch_size out")
+    streams: dict[str, Stream] = {
+        name: Stream.of(dataset, *find(dataset), source=number)
+        for number, (name, dataset) in enumerate(source.datasets.items())
+    }
+    if pack is not None and pack.packing.anew and source.mixture is None:
+        return _repacked(streams, what, how, pack)
+    kind = OrderPlan
+    if pack is not None:
+        from headrace.loaders.sampling.packing import PackedPlan
+
+        kind, streams = PackedPlan, _packed(streams, how, pack)
+    schedule, chosen = _scheduled(streams, source.mixture, how, sorting)
+    names = tuple(streams) if source.mixture is not None else ()
+    return kind(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size, names)
+
+
+def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[str, Stream]:
+    """The streams' recordings packed: once, or anew in each of their epochs."""
+    from headrace.loaders.sampling.packing import PackedStream, RepackedStream
+
+    if pack.packing.anew and not how.evaluate:
+        return {name: RepackedStream.anew(stream, pack, _keys(how, name)) for name, stream in streams.items()}
+    return {name: PackedStream.from_(stream, pack) for name, stream in streams.items()}
+
+
+def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
+    """The keys by which a source of a mixture is packed in each of its own epochs."""
+    return lambda epoch: key_of(_PACK, how.seed, epoch, *name.encode())
+
+
+def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
+    """A plan of other sequences in every epoch; those of two epochs are kept. Of a tiny dataset another packing may
+    fill no batch: such an epoch has the first one's, or who looks ahead would have to search for one that does."""
+    from headrace.loaders.sampling.packing import PackedPlan, PackedStream, RepackedPlan
+
+    (stream,) = streams.values()
+
+    @functools.lru_cache(maxsize=2)
+    def of(epoch: int) -> PackedPlan:
+        packed = PackedStream.from_(stream, pack, key_of(_PACK, how.seed, 0 if how.evaluate else epoch))
+        schedule, chosen = _scheduled({"": packed}, None, how, None)
+        if epoch and not schedule.batches:
+            return first
+        return PackedPlan(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size)
+
+    first = of(0)
+    return RepackedPlan(first.streams, first.schedule, what, how.seed, how.rank, how.world_size, epochs=of)
+
+
+def _scheduled(
+    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, sorting: Sorting | None
+) -> tuple[Schedule, Sequence[Stream]]:
+    """The schedule over these sources, and its streams: the sources, or what each of them has in each bucket."""
+    if sorting is not None:
+        return _bucketed(streams, mixture, how, sorting)
+    populations = {name: stream.population for name, stream in streams.items()}
+    every = list(streams.values())
+    if how.evaluate:
+        from headrace.loaders.sampling.schedule import Evaluation
+
+        return Evaluation.of(list(populations.values()), [how.batch] * len(every), seed=how.seed), every
+    if mixture is not None:
+        from headrace.loaders.sampling.mixture import Mixed
+
+        return Mixed.of(populations, how.batch, **_weighed(mixture, how)), every
+    (only,) = populations.values()
+    return Plain(only.order(how.batch, how.seed, how.shuffle), how.drop_last), every
+
+
+def _bucketed(
+    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, sorting: Sorting
+) -> tuple[Schedule, Sequence[Stream]]:
+    cells = {name: _sorted(stream, sorting) for name, stream in streams.items()}
+    populations = {name: [cell.population for cell in row] for name, row in cells.items()}
+    sizes, numbers = sorting.batches, sorting.numbers
+    if how.evaluate:
+        from headrace.loaders.sampling.schedule import Evaluation
+
+        there = [(name, b) for name, row in cells.items() for b, cell in enumerate(row) if len(cell.ids)]
+        evaluation = Evaluation.of(
+            [populations[name][b] for name, b in there],
+            [sizes[b] for _, b in there],
+            seed=how.seed,
+            buckets=[b for _, b in there],
+            numbers=numbers,
+        )
+        return evaluation, [cells[name][b] for name, b in there]
+    if mixture is not None:
+        from headrace.loaders.sampling.mixed_buckets import MixedBuckets
+
+        mixed = MixedBuckets.of(populations, sizes, numbers, **_weighed(mixture, how))
+        return mixed, [cells[name][b] for name, b in mixed.streams]
+    from headrace.loaders.sampling.buckets import Bucketed
+
+    (name,) = streams
+    schedule = Bucketed.of(
+        sizes, populations[name], numbers, seed=how.seed, shuffle=how.shuffle, drop_last=how.drop_last
+    )
+    return schedule, [cells[name][b] for b in schedule.buckets]
+
+
+def _sorted(stream: Stream, sorting: Sorting) -> list[Stream]:
+    """What of a stream is in each bucket."""
+    chosen = sorting.sort(stream)
+    return [stream.choose(np.flatnonzero(chosen == bucket)) for bucket in range(len(sorting.batches))]
+
+
+def _weighed(mixture: Mixture, how: Sampling) -> dict[str, Any]:
+    return {
+        "weights": mixture.weights,
+        "temperature": mixture.temperature,
+        "epoch_batches": mixture.epoch_batches,
+        "seed": how.seed,
+        "shuffle": how.shuffle,
+    }
+
+
+DatasetLike = str | os.PathLike[str] | Dataset
+
+
+class OpenDatasets(msgspec.Struct, frozen=True):
+    """The open datasets of a loader, by name. Without a mixture there is one, named "".
+
+    `owned` are the datasets that were opened here; `close` closes only these.
+    """
+
+    datasets: Mapping[str, Dataset]
+    mixture: Mixture | None = None
+    owned: list[Dataset] = []
+
+    def close(self) -> None:
+        for dataset in self.owned:
+            dataset.close()
+
+
+def open_datasets(
+    source: DatasetLike | Mixture, version: int | str | None, options: Mapping[str, Any] | None, trust_mounts: bool
+) -> OpenDatasets:
+    """Open every dataset that `source` names. If one cannot be opened, those that were opened before it are closed.
+
+    Args:
+        source: URL, folder, open dataset, or mixture of these.
+        version: number or tag; only together with one URL.
+        options: arguments of the stores; only together with URLs.
+        trust_mounts: let datasets name other places for their shards.
+    """
+    mixture: Mixture | None = None
+    sources: Mapping[str, DatasetLike]
+    if isinstance(source, str | os.PathLike | Dataset):
+        sources = {"": source}
+    else:
+        from headrace.loaders.sampling.mixture import Mixture
+
+        if not isinstance(source, Mixture):
+            raise UsageError(f"{source!r} is not a dataset", hint="give its URL or folder, or an open Dataset")
+        mixture, sources = source, source.sources
+        if version is not None:
+            raise UsageError("version goes with one URL, not with a mixture", hint="give it Dataset(url, version=...)")
+    opened = OpenDatasets({}, mixture, [])
+    try:
+        found = {name: _open(one, version, options, trust_mounts, opened.owned) for name, one in sources.items()}
+    except BaseException:
+        opened.close()
+        raise
+    return replace(opened, datasets=found)
+
+
+def _open(
+    source: DatasetLike,
+    version: int | str | None,
+    options: Mapping[str, Any] | None,
+    trust_mounts: bool,
+    owned: list[Dataset],
+) -> Dataset:
+    given: object = source
+    if not isinstance(given, str | os.PathLike | Dataset):
+        raise UsageError(f"{given!r} is not a dataset", hint="give its URL or folder, or an open Dataset")
+    if not isinstance(source, Dataset):
+        owned.append(Dataset.at_once(os.fspath(source), version, trust_mounts=trust_mounts, **(options or {})))
+        return owned[-1]
+    if options or version not in (None, source.version):
+        raise UsageError(
+            "version and storage_options go with a URL, not with a dataset that is open already",
+            hint="give them to Dataset(...)",
+        )
+    return source

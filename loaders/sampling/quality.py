@@ -1,0 +1,217 @@
+"""How good a shuffle is, beside a full one, and what it costs in reads.
+
+Purpose: a windowed shuffle trades randomness for locality; this measures both sides, so that nobody has to believe in
+it.
+
+What is measured, over `batches` evenly spaced batches of an epoch, each figure beside that of a full shuffle of the
+same samples:
+
+- `distance`: how far a sample is from where its number would put it, as a share of the epoch (mean; 1/3 when places are
+  independent).
+- `spread`: how far the samples of one batch lie apart, as a share of the dataset (mean over pairs; 1/3 likewise).
+- `neighbours`: the share of samples in a batch whose next sample by number is in the batch too.
+- `entropy`: of the groups (shards, or sources) that a batch's samples come from, in bits (mean over batches). A batch
+  of one shard has 0.
+- `reads`: chunks read per epoch by all nodes together, by number of nodes, as a multiple of the chunks there are. A
+  full shuffle, in which every node reads some sample of nearly every chunk, has nearly the number of nodes.
+
+Invariant: a pure function of its arguments; the full shuffle is a keyed permutation, so figures repeat.
+Failure behaviour: `UsageError` for groups that do not fit the order. `reads` is left out above `MAX_READS` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.sampling.mixed_buckets import MixedBuckets
+from headrace.loaders.sampling.mixture import RESOLUTION, Mixed
+from headrace.loaders.sampling.order import Order
+from headrace.loaders.sampling.permutation import I64, key_of, permute
+
+MAX_READS = 1 << 22
+_FULL = 9  # keeps the key of the full shuffle apart from those of the other rooms
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One shuffle's."""
+
+    distance: float
+    spread: float
+    neighbours: float
+    entropy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """An order's figures and those of a `full` shuffle; `batches` were looked at. `picture[y][x]` counts samples of the
+    y-th part of the dataset that come in the x-th part of the epoch."""
+
+    samples: int
+    batch: int
+    batches: int
+    groups: int
+    order: Figures
+    full: Figures
+    reads: dict[int, float]
+    full_reads: dict[int, float]
+    picture: tuple[tuple[int, ...], ...]
+
+
+def quality(
+    order: Order,
+    groups: Sequence[int] | I64 | None = None,
+    *,
+    epoch: int = 0,
+    batches: int = 256,
+    nodes: Sequence[int] = (1, 2, 4, 8),
+    clips: int = 1,
+) -> Quality:
+    """Measure `order` in `epoch`. `groups` is the shard, or whatever else, of each sample; by default its chunk."""
+    labels = _labels(order, groups, clips)
+    size = min(order.batch, order.samples)
+    count = max(1, min(batches, order.full_batches))
+    numbers = np.linspace(0, max(0, order.full_batches - 1), count).astype(np.int64)
+    positions = (numbers[:, None] * size + np.arange(size)).ravel()
+    key = key_of(_FULL, order.seed, epoch)
+
+    def full(places: I64) -> I64:
+        return permute(places, order.samples, key)
+
+    def ours(places: I64) -> I64:
+        return order.take(epoch, places)
+
+    taken = ours(positions)
+    few = order.samples <= MAX_READS
+    return Quality(
+        order.samples,
+        size,
+        count,
+        int(labels.max()) + 1,
+        _figures(positions, taken, size, labels, order.samples),
+        _figures(positions, full(positions), size, labels, order.samples),
+        {n: _reads(order, ours, n) for n in nodes if few},
+        {n: _reads(order, full, n) for n in nodes if few},
+        _picture(positions, taken, order.samples),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How evenly the batches of a mixture hold its sources: `entropy` of the sources of a batch in bits (mean), and
+    `away`, by how many samples the worst source of the worst batch is off its share; each beside what drawing every
+    sample by itself would give."""
+
+    batch: int
+    batches: int
+    shares: dict[str, float]
+    entropy: float
+    drawn_entropy: float
+    away: float
+    drawn_away: float
+
+
+def balance(mixed: Mixed, *, batches: int = 256) -> Balance:
+    """Measure evenly spaced batches of the first epoch of a mixture, by the weights of its first segment."""
+    weights = mixed.segments[0]
+    last = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
+    numbers = np.unique(np.linspace(0, last - 1, min(batches, last)).astype(np.int64)).tolist()
+    taken = np.concatenate([mixed.share(0, number).stream for number in numbers])
+    draws = key_of(_FULL, mixed.seed, np.arange(len(taken))) % np.uint64(RESOLUTION)
+    drawn = np.searchsorted(np.cumsum(weights.quotas), draws.astype(np.int64), side="right").astype(np.int64)
+    shares = np.array(weights.quotas) / RESOLUTION
+    return Balance(
+        mixed.batch,
+        len(numbers),
+        dict(zip(mixed.names, shares.tolist(), strict=True)),
+        batch_entropy(taken, mixed.batch),
+        batch_entropy(drawn, mixed.batch),
+        _away(taken, mixed.batch, shares),
+        _away(drawn, mixed.batch, shares),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BucketBalance:
+    """One bucket of a mixture: its `share` of the steps, and how evenly its batches hold the sources that it has."""
+
+    bucket: int
+    share: float
+    balance: Balance
+
+
+def bucket_balances(mixed: MixedBuckets, *, batches: int = 256) -> list[BucketBalance]:
+    """Measure every bucket that has a turn in the first epoch, by the weights of the first segment."""
+    last = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
+    turns = mixed.turns.counts(last).tolist()
+    return [
+        BucketBalance(bucket, count / last, balance(replace(inside, batches=count), batches=batches))
+        for bucket, count, inside in zip(mixed.numbers, turns, mixed.mixtures, strict=True)
+        if count
+    ]
+
+
+def _away(streams: I64, size: int, shares: npt.NDArray[np.float64]) -> float:
+    """The largest difference between a source's number in a batch and its share."""
+    rows = streams.reshape(-1, size)
+    counts = np.stack([(rows == source).sum(axis=1) for source in range(len(shares))], axis=1)
+    return float(np.abs(counts - shares * size).max())
+
+
+def batch_entropy(labels: I64, size: int) -> float:
+    """Mean entropy in bits of the labels of each `size` in a row."""
+    rows = labels.reshape(-1, size)
+    entropies = []
+    for row in rows:
+        _, counts = np.unique(row, return_counts=True)
+        shares = counts / size
+        entropies.append(float(-(shares * np.log2(shares)).sum()))
+    return float(np.mean(entropies))
+
+
+def _labels(order: Order, groups: Sequence[int] | I64 | None, clips: int) -> I64:
+    """The group of every virtual sample."""
+    if groups is None:
+        return np.arange(order.samples, dtype=np.int64) // order.chunk
+    labels = np.repeat(np.asarray(groups, np.int64), clips)
+    if len(labels) != order.samples or labels.min() < 0:
+        raise UsageError(f"{len(labels)} groups were given for {order.samples} places of the order")
+    return labels
+
+
+def _figures(positions: I64, taken: I64, size: int, labels: I64, samples: int) -> Figures:
+    rows = np.sort(taken.reshape(-1, size), axis=1)
+    ranks = 2 * np.arange(size) - size + 1  # the sum over pairs of differences of sorted values
+    pairs = max(1, size * (size - 1) // 2)
+    together = (np.diff(rows, axis=1) == 1).sum(axis=1) / size
+    return Figures(
+        float(np.abs(taken - positions).mean() / samples),
+        float(((rows * ranks).sum(axis=1) / pairs).mean() / samples),
+        float(together.mean()),
+        batch_entropy(labels[taken], size),
+    )
+
+
+def _reads(order: Order, take: Callable[[I64], I64], nodes: int) -> float:
+    """Chunks that all nodes together read in an epoch, over the chunks there are."""
+    positions = np.arange(order.full_batches * order.batch or order.samples, dtype=np.int64)
+    bounds = np.array([order.batch * node // nodes for node in range(1, nodes)], np.int64)
+    node = np.searchsorted(bounds, positions % order.batch, side="right")
+    chunks = -(-order.samples // order.chunk)
+    read = np.zeros(nodes * chunks, np.bool_)
+    read[node * chunks + take(positions) // order.chunk] = True
+    there = len(np.unique(take(positions) // order.chunk))
+    return float(read.sum() / there)
+
+
+def _picture(
+    positions: I64, taken: I64, samples: int, width: int = 64, height: int = 16
+) -> tuple[tuple[int, ...], ...]:
+    grid: npt.NDArray[np.int64] = np.zeros((height, width), np.int64)
+    np.add.at(grid, (taken * height // samples, positions * width // samples), 1)
+    return tuple(tuple(row) for row in grid.tolist())

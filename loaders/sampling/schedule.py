@@ -1,0 +1,272 @@
+"""What every way of ordering samples answers: which rank gets which samples in global batch t.
+
+Purpose: separate the arithmetic of orders from the loader that reads, decodes and delivers. A loader has one or more
+*streams* (a dataset, a source of a mixture, a bucket). Each is a list of samples with an `Order` of its own. A
+`Schedule` says which position of which stream fills each slot of a batch. Two schedules are here: `Plain`, one dataset,
+and `Evaluation`, every sample once.
+
+How evaluation works. Padding the last batch would count samples twice, and dropping it would leave some out, so metrics
+would not be exact. Samples come in the order of their numbers, in global batches of one size. The last batch may be
+short and is shared as evenly as possible. All ranks take equally many steps, so collectives and DDP stay in step. In a
+short step some ranks may get fewer samples, or none: they are *dry*, and every rank is told which. Streams follow each
+other, each with a tail of its own, so every batch is of one stream and figures per source need no sorting.
+
+Invariants of every schedule: `share` is pure. The shares of ranks 0 … W-1 put together are the global batch, the same
+for every W. The ranks' shares differ by one clip at most, and are equal where W divides the batch. In an evaluation,
+only the last step of a stream has dry ranks.
+Failure behaviour: `UsageError` for a rank or a batch out of range.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+import numpy as np
+
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders.sampling.order import Order
+from headrace.loaders.sampling.permutation import I64, key_of, short
+
+AT_ONCE = 1024
+"""Places of a rank that are computed at once."""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """One rank's part of a global batch, slot by slot: the stream, the stream's own epoch, and the virtual sample
+    there.
+
+    Three int64 arrays of one length. `bucket` is the batch's, where batches have one. `sizes` are the lengths of all
+    ranks' shares.
+    """
+
+    stream: I64
+    epoch: I64
+    virtual: I64
+    sizes: tuple[int, ...]
+    bucket: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.virtual)
+
+    @property
+    def dry(self) -> list[int]:
+        """The ranks that get nothing of this batch."""
+        return [rank for rank, size in enumerate(self.sizes) if not size]
+
+
+class Schedule(Protocol):
+    """An epoch of `batches` global batches, for each of the epochs 0, 1, …"""
+
+    @property
+    def batches(self) -> int: ...
+
+    @property
+    def orders(self) -> Sequence[Order]:
+        """The streams' own orders; `substitute` and the seed of clips are theirs."""
+        ...
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Which bucket each stream is; none without buckets."""
+        ...
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether every sample comes once, and some ranks may get none."""
+        ...
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        """How many samples each source of a mixture gave before batch `number` of `epoch`; nothing without one."""
+        ...
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        """The part of `rank` in global batch `number` of `epoch`."""
+        ...
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        """What decides the order up to batch `number` of `epoch`, beside the samples and the seed, in plain JSON types.
+
+        Short, and equal only if the order is.
+        """
+        ...
+
+
+class Population(msgspec.Struct, frozen=True):
+    """What a stream is made of: samples of `sample_bytes` bytes on average, about `clips` clips of each, `total` in
+    all.
+
+    `total` is samples * clips unless it is given.
+    """
+
+    samples: int
+    sample_bytes: float = 0.0
+    clips: int = 1
+    total: int | None = None
+
+    @property
+    def virtual(self) -> int:
+        """The number of clips, which is that of the stream's virtual samples."""
+        return self.samples * self.clips if self.total is None else self.total
+
+    def order(self, batch: int, seed: int, shuffle: bool) -> Order:
+        """The order of this population in batches of `batch`."""
+        made = Order.of(
+            self.samples, batch, sample_bytes=self.sample_bytes, seed=seed, shuffle=shuffle, clips=self.clips
+        )
+        return replace(made, samples=self.virtual)
+
+
+class Plain(msgspec.Struct, frozen=True):
+    """One dataset: its order, with or without the tail of the epoch."""
+
+    buckets: ClassVar[tuple[int, ...]] = ()
+    evaluates: ClassVar[bool] = False
+
+    order: Order
+    drop_last: bool = True
+
+    @property
+    def batches(self) -> int:
+        return self.order.full_batches + (not self.drop_last and self.order.tail > 0)
+
+    @property
+    def orders(self) -> Sequence[Order]:
+        return (self.order,)
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        return ordered_share(self.order, 0, epoch, number, rank, world_size, ahead=True)
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        return {}
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        order = self.order
+        return {
+            "global_batch": order.batch,
+            "order": [
+                *((order.chunk, order.lanes, order.window) if order.shuffle else ()),
+                *(("drop_last",) if self.drop_last else ()),
+            ],
+        }
+
+
+def _ahead(order: Order, epoch: int, number: int, rank: int, world_size: int) -> I64:
+    """`order.batch_of`, computed for some neighbours at once: the arithmetic costs as much for one place as for a
+    hundred."""
+    each = max(1, AT_ONCE * world_size // order.batch)
+    found = _few(order, epoch, number // each * each, each, rank, world_size)
+    at = number % each
+    return found[at] if at < len(found) else order.batch_of(epoch, number, rank, world_size)
+
+
+@lru_cache(maxsize=8)
+def _few(order: Order, epoch: int, first: int, count: int, rank: int, world_size: int) -> tuple[I64, ...]:
+    """The batches from `first` on, as far as there are any."""
+    last = min(first + count, order.full_batches + bool(order.tail))
+    slots = [order.slots(number, rank, world_size) for number in range(first, last)]
+    if not slots:
+        return ()
+    virtual = order.take(epoch, np.concatenate(slots))
+    virtual.flags.writeable = False
+    return tuple(np.split(virtual, np.cumsum([len(one) for one in slots])[:-1]))
+
+
+def ordered_share(
+    order: Order,
+    stream: int,
+    epoch: int,
+    number: int,
+    rank: int,
+    world_size: int,
+    bucket: int | None = None,
+    *,
+    ahead: bool = False,
+) -> Share:
+    """A share of a batch all of which comes from one stream. `ahead`: the next ones will be asked for as well."""
+    where = (epoch, number, rank, world_size)
+    virtual = _ahead(order, *where) if ahead else order.batch_of(*where)
+    size = order.batch if number < order.full_batches else order.tail
+    return Share(
+        np.full(len(virtual), stream, np.int64),
+        np.full(len(virtual), epoch, np.int64),
+        virtual,
+        sizes(size, world_size),
+        bucket,
+    )
+
+
+def orders_digest(orders: Sequence[Order], *more: int) -> str:
+    """Stands for what the orders of several streams are, beside their samples and the seed."""
+    return short(key_of(*(n for o in orders for n in (o.chunk, o.lanes, o.window, o.shuffle)), *more))
+
+
+def part(size: int, rank: int, world_size: int) -> range:
+    """The slots of `rank` in a batch of `size`: contiguous, and as even as it goes."""
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is outside a world of {world_size}")
+    return range(size * rank // world_size, size * (rank + 1) // world_size)
+
+
+def sizes(size: int, world_size: int) -> tuple[int, ...]:
+    """How many of a batch of `size` each rank gets."""
+    return tuple(len(part(size, rank, world_size)) for rank in range(world_size))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A `Schedule`; its epochs are all the same. Make one with `Evaluation.of`. `buckets` says which each stream is,
+    and `name` stands for all buckets there are."""
+
+    evaluates: ClassVar[bool] = True
+
+    orders: tuple[Order, ...]
+    buckets: tuple[int, ...] = ()
+    name: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        populations: Sequence[Population],
+        batches: Sequence[int],
+        *,
+        seed: int = 0,
+        buckets: Sequence[int] = (),
+        numbers: Sequence[int] = (),
+    ) -> Evaluation:
+        """Streams, and the sizes of their global batches. The seed is for clips that begin at random; `numbers` stand
+        for the buckets."""
+        pairs = zip(populations, batches, strict=True)
+        orders = tuple(one.order(batch, seed, shuffle=False) for one, batch in pairs)
+        return cls(orders, tuple(buckets), short(key_of(*numbers)) if numbers else "")
+
+    @property
+    def batches(self) -> int:
+        return self._ends[-1]
+
+    def share(self, epoch: int, number: int, rank: int = 0, world_size: int = 1) -> Share:
+        """The part of `rank` in batch `number`, the same in every epoch."""
+        if not 0 <= number < self.batches:
+            raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
+        stream = bisect_right(self._ends, number)
+        first = self._ends[stream - 1] if stream else 0
+        bucket = self.buckets[stream] if self.buckets else None
+        return ordered_share(self.orders[stream], stream, 0, number - first, rank, world_size, bucket)
+
+    def taken(self, epoch: int, number: int) -> dict[str, int]:
+        return {}
+
+    def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
+        if not self.buckets:
+            return {"global_batch": self.orders[0].batch, "order": ["evaluation"]}
+        return {"buckets": self.name, "order": ["evaluation"]}
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """The batch after the last one of each stream."""
+        return list(accumulate(order.full_batches + (order.tail > 0) for order in self.orders))

@@ -1,0 +1,241 @@
+"""Batches made ahead by threads: in order, bounded, and stoppable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageError
+from headrace.dataio.shards.contract import Files, Member, Sample
+from headrace.loaders.batch import executor
+from headrace.loaders.batch.batch import Batch, JoinedBatch, Output, write_pixels
+from headrace.loaders.batch.executor import Prefetcher
+from headrace.loaders.batch.memory import Buffers
+from headrace.loaders.interfaces import Finished, Layout, Place
+
+CPU = Output(torch.device("cpu"), pinned=False)
+VIDEO = Layout(("video",))
+
+
+def places(*numbers: int) -> list[Place]:
+    return [Place(0, n, Sample(n, f"key{n}", "shards/0.tar", (), 1.0)) for n in numbers]
+
+
+def finished(place: Place, shape: tuple[int, ...] = (1, 3, 2, 2)) -> Finished:
+    return Finished(place.sample, {"video": torch.full(shape, place.virtual, dtype=torch.uint8)})
+
+
+@pytest.fixture
+def prefetcher() -> Iterator[Callable[..., Prefetcher]]:
+    made: list[Prefetcher] = []
+
+    def make(work: Callable[[Place], Finished], threads: int = 2, group: int = 1) -> Prefetcher:
+        def many(some: Sequence[Place], _: object) -> list[Finished]:
+            return [work(place) for place in some]
+
+        made.append(Prefetcher(many, VIDEO, CPU, threads, group))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("group", [1, 2, 16])
+def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher: Any, group: int) -> None:
+    late_is_done = threading.Event()
+
+    def work(place: Place) -> Finished:
+        if place.virtual == 0 and group == 1:
+            assert late_is_done.wait(60)
+        if place.virtual == 5:
+            late_is_done.set()
+        return finished(place)
+
+    ahead = prefetcher(work, 2, group)
+    ahead.start(places(0, 1, 2))
+    ahead.start(places(3, 4, 5))
+    first, second = ahead.next().tensors(), ahead.next().tensors()
+    assert first["id"].tolist() == [0, 1, 2]
+    assert first["video"][:, 0, 0, 0, 0].tolist() == [0, 1, 2]
+    assert second["key"] == ["key3", "key4", "key5"]
+
+
+def test_an_error_is_raised_at_its_batch_and_not_before(prefetcher: Any) -> None:
+    def work(place: Place) -> Finished:
+        if place.virtual == 3:
+            raise CorruptionError("three is bad")
+        return finished(place)
+
+    ahead = prefetcher(work)
+    for numbers in ((0, 1), (2, 3)):
+        ahead.start(places(*numbers))
+    assert ahead.next().tensors()["id"].tolist() == [0, 1]
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match="three"):
+            ahead.next()
+
+
+def test_a_batch_of_which_nothing_is_ever_finished_is_a_deadline_error(
+    prefetcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "STALL_SECONDS", 0.05)
+    forever = threading.Event()
+
+    def work(place: Place) -> Finished:
+        forever.wait(60)
+        return finished(place)
+
+    ahead = prefetcher(work)
+    ahead.start(places(0))
+    with pytest.raises(DeadlineError, match="no clip was finished"):
+        ahead.next()
+    forever.set()
+
+
+def test_closing_drops_what_was_not_begun(prefetcher: Any) -> None:
+    begun: list[int] = []
+    go = threading.Event()
+
+    def work(place: Place) -> Finished:
+        begun.append(place.virtual)
+        go.wait(60)
+        return finished(place)
+
+    ahead = prefetcher(work, threads=1)
+    ahead.start(places(*range(50)))
+    threading.Timer(0.05, go.set).start()
+    ahead.close()
+    assert len(begun) <= 1
+    assert len(ahead) == 0
+
+
+def test_clips_of_unequal_shape_name_the_sample(prefetcher: Any) -> None:
+    ahead = prefetcher(lambda place: finished(place, (1, 3, 2, 2 + place.virtual)), threads=1)
+    ahead.start(places(0, 1))
+    with pytest.raises(UsageError, match="'key1'"):
+        ahead.next()
+
+
+def test_a_batch_of_no_clips_has_no_video(prefetcher: Any) -> None:
+    ahead = prefetcher(finished)
+    ahead.start([])
+    batch = ahead.next().tensors()
+    assert batch["video"] is None
+    assert len(batch["id"]) == 0
+
+
+def test_what_was_drawn_in_a_batchs_room_is_in_the_batch_without_a_copy() -> None:
+    batch = Batch(2, VIDEO, CPU, Buffers(CPU.device))
+    room = batch.room(1)
+    assert room is not None
+    drawn = room((1, 3, 2, 2))
+    assert drawn is not None
+    drawn[:] = 7
+    second, first = places(1, 0)
+    batch.put(1, Finished(second.sample, {"video": torch.from_numpy(drawn)}))
+    batch.put(0, finished(first))
+    video = batch.tensors()["video"]
+    assert video.flatten(1).tolist() == [[0] * 12, [7] * 12]
+    drawn[:] = 8
+    assert video[1].unique().tolist() == [8]
+
+
+def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_shape() -> None:
+    floats = Output(CPU.device, pinned=False, dtype=torch.float16)
+    turned = Output(CPU.device, pinned=False, axes="THWC")
+    for output in (floats, turned):
+        assert Batch(1, VIDEO, output, Buffers(CPU.device)).room(0) is None
+    batch = Batch(2, VIDEO, CPU, Buffers(CPU.device))
+    batch.put(0, finished(*places(0)))
+    room = batch.room(1)
+    assert room is not None
+    assert room((2, 3, 2, 2)) is None
+
+
+def test_a_batch_whose_samples_were_all_left_out_after_they_were_drawn_has_no_video() -> None:
+    batch = Batch(1, VIDEO, CPU, Buffers(CPU.device))
+    room = batch.room(0)
+    assert room is not None
+    assert room((1, 3, 2, 2)) is not None
+    batch.put(0, Finished(places(0)[0].sample, {}))
+    assert batch.tensors()["video"] is None
+
+
+class Watched(Buffers):
+    """Knows what it lent: with `device="pinned"`, what is pinned."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU.device)
+        self.addresses = set[int]()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = super().empty(shape, dtype)
+        self.addresses.add(made.data_ptr())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dtype: torch.dtype) -> None:
+    ring = Watched()
+    batch = Batch(3, VIDEO, Output(CPU.device, pinned=False, dtype=dtype), ring)
+    for slot, place in enumerate(places(0, 1, 2)):
+        batch.put(slot, Finished(place.sample, {}) if slot == 1 else finished(place))
+    video = batch.tensors()["video"]
+    assert (video * 255).round().flatten(1).tolist() == [[0] * 12, [2] * 12]
+    assert video.data_ptr() in ring.addresses
+
+
+@pytest.mark.parametrize("other", [None, 5])
+def test_files_of_which_something_was_left_out_or_replaced_are_in_memory_of_the_ring_too(other: int | None) -> None:
+    ring, layout = Watched(), Layout(("bytes",))
+    files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(3)]
+    batch = JoinedBatch(files, layout, CPU, ring)
+    for slot, place in enumerate(places(0, 1, 2)):
+        long = 3 if slot != 1 else other
+        tensors = {} if long is None else {"bytes": torch.full((long,), slot, dtype=torch.uint8)}
+        batch.put(slot, Finished(place.sample, tensors))
+    joined = batch.tensors()["bytes"]
+    assert joined.tolist() == [0] * 3 + [1] * (other or 0) + [2] * 3
+    assert joined.data_ptr() in ring.addresses
+
+
+class Crossing(TorchDispatchMode):
+    """Notes what goes from main memory to another device: how many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
+        if isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor) and made.device != given.device:
+            self.nbytes += given.nbytes
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("axes", ["TCHW", "THWC"])
+def test_pixels_that_a_processor_decoded_go_to_the_device_as_bytes_and_become_floats_there(
+    dtype: torch.dtype, axes: str
+) -> None:
+    there, video = torch.device("meta"), torch.zeros(4, 3, 8, 6, dtype=torch.uint8)
+    shape = (4, 3, 8, 6) if axes == "TCHW" else (4, 8, 6, 3)
+    output = Output(there, False, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), dtype, axes)
+    with Crossing() as crossing:
+        write_pixels(torch.empty(shape, dtype=dtype, device=there), video, output)
+    assert crossing.nbytes == video.nbytes + 2 * 3 * 4, "the pixels, and three numbers twice"
+
+
+def test_all_that_goes_into_a_batch_is_held_until_the_trainers_stream_has_read_it() -> None:
+    files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(2)]
+    batch = JoinedBatch(files, Layout(("bytes",)), CPU, Buffers(CPU.device))
+    for slot, (place, length) in enumerate(zip(places(0, 1), (3, 5), strict=True)):
+        batch.put(slot, Finished(place.sample, {"bytes": torch.zeros(length, dtype=torch.uint8)}))
+    assert sorted(len(tensor) for tensor in batch._held()) == [5, 6]

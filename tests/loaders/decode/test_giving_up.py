@@ -1,0 +1,70 @@
+"""What a closing loader does not wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.dataio.shards.contract import VideoInfo
+from headrace.loaders.batch.batch import Output
+from headrace.loaders.batch.executor import Prefetcher
+from headrace.loaders.clip import Wanted
+from headrace.loaders.decode.canvas import Whole
+from headrace.loaders.decode.contract import Request
+from headrace.loaders.decode.giving_up import GivenUp, check, giving_up
+from headrace.loaders.decode.pyav import PyAVDecoder
+from headrace.loaders.interfaces import Finished, Layout, Place
+
+
+def test_outside_of_a_block_nothing_is_given_up() -> None:
+    event = threading.Event()
+    event.set()
+    check()
+    with pytest.raises(GivenUp), giving_up(event):
+        check()
+    check()
+
+
+def test_a_decoder_stops_between_two_pictures(
+    media: Path, info_of: Callable[[bytes, str], VideoInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = (media / "nasa_h264_aac.mp4").read_bytes()
+    info, closing, drawn = info_of(data, "mp4"), threading.Event(), []
+    draw = Whole.draw
+
+    def last(canvas: Whole, number: int, frame: Any) -> None:
+        draw(canvas, number, frame)
+        drawn.append(number)
+        closing.set()
+
+    monkeypatch.setattr(Whole, "draw", last)
+    request = Request(memoryview(data), info, Wanted("index", tuple(range(40)), info.key_frames[0]))
+    with pytest.raises(GivenUp), giving_up(closing):
+        PyAVDecoder().decode([request])
+    assert 1 <= len(drawn) < 5
+
+
+def test_closing_ends_long_samples_and_begins_no_others() -> None:
+    begun, go, steps = threading.Event(), threading.Event(), []
+
+    def make(places: Sequence[Place], _: object) -> list[Finished]:
+        for step in range(1000):
+            check()
+            steps.append(step)
+            begun.set()
+            assert go.wait(60)
+        raise AssertionError("nobody gave it up")
+
+    prefetcher = Prefetcher(make, Layout(("video",)), Output(torch.device("cpu"), pinned=False), threads=1)
+    place: Any = None
+    prefetcher.start([place] * 4)
+    assert begun.wait(60)
+    prefetcher.stop()
+    go.set()
+    prefetcher.close()
+    assert steps == [0]
