@@ -44,7 +44,7 @@ from headrace.dataio.core.options import count
 from headrace.dataio.shards.contract import Files
 from headrace.dataio.sidecar.client import open_reader
 from headrace.loaders.fetch import sample_reader
-from headrace.loaders.sampling import Order
+from headrace.loaders.sampling.order import Order
 
 BATCH, EPOCHS, AT_ONCE = 16, 6, 32
 HELD = 4

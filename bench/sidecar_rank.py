@@ -22,7 +22,7 @@ import headrace.dataio.sidecar.reader  # noqa: F401  # what is imported is the p
 from headrace.dataio.core.trace import span
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.store.open import open_store
-from headrace.loaders.sampling import Order
+from headrace.loaders.sampling.order import Order
 
 AHEAD = 8
 Read = tuple[str, list[tuple[int, int]]]

@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING
 from headrace.dataio.core.lazy import exports
 
 if TYPE_CHECKING:
-    from headrace.loaders.audio import AudioLoader
+    from headrace.loaders.audio_loader import AudioLoader
     from headrace.loaders.clip import Clip
-    from headrace.loaders.files import FileLoader
+    from headrace.loaders.file_loader import FileLoader
     from headrace.loaders.quarantine.shared_list import QuarantineList
-    from headrace.loaders.sampling import Bucket, Buckets, Durations, Order, Packing
+    from headrace.loaders.sampling.buckets import Bucket, Buckets, Durations
     from headrace.loaders.sampling.mixture import Mixture
+    from headrace.loaders.sampling.order import Order
+    from headrace.loaders.sampling.packing import Packing
     from headrace.loaders.sound.features import LogMel
     from headrace.loaders.sound.spec import AudioSpec
     from headrace.loaders.sound.window import Window
-    from headrace.loaders.video import VideoLoader
+    from headrace.loaders.video_loader import VideoLoader
 
 __all__ = [
     "AudioLoader",
@@ -45,19 +47,19 @@ __all__ = [
 ]
 
 _HOME = {
-    "AudioLoader": "headrace.loaders.audio",
+    "AudioLoader": "headrace.loaders.audio_loader",
     "AudioSpec": "headrace.loaders.sound.spec",
-    "Bucket": "headrace.loaders.sampling",
-    "Buckets": "headrace.loaders.sampling",
+    "Bucket": "headrace.loaders.sampling.buckets",
+    "Buckets": "headrace.loaders.sampling.buckets",
     "Clip": "headrace.loaders.clip",
-    "Durations": "headrace.loaders.sampling",
-    "FileLoader": "headrace.loaders.files",
+    "Durations": "headrace.loaders.sampling.buckets",
+    "FileLoader": "headrace.loaders.file_loader",
     "LogMel": "headrace.loaders.sound.features",
     "Mixture": "headrace.loaders.sampling.mixture",
-    "Order": "headrace.loaders.sampling",
-    "Packing": "headrace.loaders.sampling",
+    "Order": "headrace.loaders.sampling.order",
+    "Packing": "headrace.loaders.sampling.packing",
     "QuarantineList": "headrace.loaders.quarantine.shared_list",
-    "VideoLoader": "headrace.loaders.video",
+    "VideoLoader": "headrace.loaders.video_loader",
     "Window": "headrace.loaders.sound.window",
 }
 

@@ -86,7 +86,7 @@ def _clear(folder: Path, url: str | None, *, as_json: bool) -> int:
 def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
     listed, unreadable = records.distinct(folder, url)
     if url is not None and not listed and _is_missing(url):
-        raise NotFoundError(f"there is no dataset at {url}, and nothing is known of one", hint="check the address")
+        raise NotFoundError(f"there is not a dataset at {url}, and nothing is known of one", hint="check the address")
     for record in listed:
         if as_json:
             print(json.dumps({**msgspec.structs.asdict(record.refusal), "version": record.version}, ensure_ascii=False))

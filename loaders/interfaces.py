@@ -14,20 +14,26 @@ when it fails as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import Files, Sample
-from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders.partial.file import Media
-from headrace.loaders.partial.needed import Runs
-from headrace.loaders.quarantine.records import Refusal
 from headrace.loaders.sampling.permutation import U64, key_of
+
+if TYPE_CHECKING:  # so that the order of samples needs no torch
+    import torch
+
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.loaders.partial.file import Media
+    from headrace.loaders.partial.needed import Runs
+    from headrace.loaders.quarantine.records import Refusal
+
+DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
+"""Errors of a sample. All other errors are not the sample's fault, and are raised to the trainer."""
 
 
 class Fit(msgspec.Struct, frozen=True, gc=False):
@@ -119,18 +125,17 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
     joined: Files | None = None
 
 
-IN_PLACE = torch.empty(0)
-"""In place of a tensor whose bytes are in the batch already."""
-
-
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """`tensors` are stacked in the batch, `values` are listed there; `refusals` are the samples that this one stands in
-    for."""
+    """`tensors` are stacked in the batch, `values` are listed there; `refusals` are the samples that this one stands in for.
+
+    `in_place`: the bytes of its tensors are in the batch already.
+    """
 
     sample: Sample
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[str, Any] = {}
     refusals: tuple[Refusal, ...] = ()
+    in_place: bool = False
 
 
 class Rows(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ CANDIDATES = ("headrace", f"torch DataLoader on files, {WORKERS} workers")
 _IMPORTS = {
     CANDIDATES[0]: ("headrace.dataio.shards.dataset", "pyarrow.parquet"),
     CANDIDATES[1]: ("torch.utils.data",),
-    "video": ("headrace.loaders.video", "pyarrow.parquet"),
+    "video": ("headrace.loaders.video_loader", "pyarrow.parquet"),
 }
 """Imports are the process's start, not the epoch's."""
 

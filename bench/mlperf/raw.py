@@ -17,7 +17,7 @@ from headrace.dataio import Dataset
 from headrace.dataio.shards.contract import Sample
 from headrace.dataio.sidecar.client import open_reader
 from headrace.loaders.fetch.sample_reader import Source, ranges
-from headrace.loaders.sampling import Order
+from headrace.loaders.sampling.order import Order
 
 DEPTH = 4
 _END = None

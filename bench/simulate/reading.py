@@ -133,7 +133,7 @@ def amplification(
     Whole blocks are fetched; a block that several samples of one reader lie in is fetched once. `shared`: the reader is the node
     (with the daemon), else each rank. Two nodes stand for all. `batch` is a rank's.
     """
-    from headrace.loaders.sampling import Order
+    from headrace.loaders.sampling.order import Order
 
     everywhere = batch * gpus
     order = Order.of(max(_SAMPLES, 2 * everywhere), everywhere, sample_bytes=sample_bytes)

@@ -31,8 +31,10 @@ import torch
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.contract import Files
 from headrace.loaders.batch.memory import Buffers
-from headrace.loaders.interfaces import IN_PLACE, Finished, Layout, Place, Room, Stretch
+from headrace.loaders.interfaces import Finished, Layout, Place, Room, Stretch
 
+_GONE = torch.empty(0)
+"""Replaces a sample's tensor once it is in the batch."""
 _IN_NUMPY = {torch.int64: np.int64, torch.float64: np.float64}
 AXES: dict[str, tuple[int, int, int, int]] = {"TCHW": (0, 1, 2, 3), "CTHW": (1, 0, 2, 3), "THWC": (0, 2, 3, 1)}
 
@@ -101,8 +103,7 @@ class Batch:
                 write_pixels(target, tensor, self._output)
             else:
                 target.copy_(tensor, non_blocking=True)
-        none = torch.empty(0)
-        left = dict.fromkeys(sample.tensors, none)
+        left = dict.fromkeys(sample.tensors, _GONE)
         self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
 
     def tensors(self) -> dict[str, Any]:
@@ -203,7 +204,7 @@ class RowBatch(Batch):
             assert fit is not None
             row = self._target(name, tensor.shape, tensor.dtype)[fit.row]
             row[..., fit.at : fit.at + fit.length].copy_(tensor[..., : fit.length], non_blocking=True)
-        left = dict.fromkeys(sample.tensors, torch.empty(0))
+        left = dict.fromkeys(sample.tensors, _GONE)
         self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
 
     def tensors(self) -> dict[str, Any]:
@@ -263,14 +264,14 @@ class JoinedBatch(Batch):
 
     def put(self, slot: int, sample: Finished) -> None:
         """Write `sample` into its stretch, or beside it where it is of another length, and let its tensor go."""
-        tensor = sample.tensors.get(self._name, IN_PLACE)
-        if tensor is not IN_PLACE:
+        tensor = sample.tensors.get(self._name)
+        if tensor is not None and not sample.in_place:
             start, end = self._ends[slot], self._ends[slot + 1]
             if len(tensor) == end - start:
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
             else:
                 self._other[slot] = tensor.to(self._output.device, copy=True)
-            sample = Finished(sample.sample, {self._name: IN_PLACE}, sample.values, sample.refusals)
+            sample = Finished(sample.sample, {self._name: _GONE}, sample.values, sample.refusals)
         self.samples[slot] = sample
 
     def _held(self) -> list[torch.Tensor]:

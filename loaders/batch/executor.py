@@ -24,7 +24,7 @@ from headrace.dataio.core.errors import DeadlineError
 from headrace.dataio.shards.contract import Files
 from headrace.loaders.batch.batch import Batch, JoinedBatch, Output, RowBatch
 from headrace.loaders.batch.memory import Buffers, Closed
-from headrace.loaders.decode.giving_up import GivenUp, giving_up
+from headrace.loaders.cancellation import GivenUp, giving_up
 from headrace.loaders.interfaces import Finished, Layout, Place, Room, Stretch
 
 STALL_SECONDS = 600.0

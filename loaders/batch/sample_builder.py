@@ -16,19 +16,18 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.core.trace import span
 from headrace.dataio.shards.contract import Sample
 from headrace.loaders.batch.memory import Memory
-from headrace.loaders.decode.giving_up import check
+from headrace.loaders.cancellation import check
 from headrace.loaders.fetch.sample_reader import Source, ranges
-from headrace.loaders.interfaces import Finished, Loaded, Place, Plan, Room, Stretch, Work
+from headrace.loaders.interfaces import DAMAGE, Finished, Loaded, Place, Plan, Room, Stretch, Work
 from headrace.loaders.partial.needed import Runs, together
 from headrace.loaders.quarantine.quarantine import Quarantine
 from headrace.loaders.quarantine.records import Refusal
 
 MAX_SUBSTITUTES = 16
-DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
 OnBad = Literal["replace", "shorter"]
 Rooms = Sequence[Room | Stretch | None]
 Needs = Mapping[str, Runs]

@@ -22,11 +22,11 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.shards.media import bitstream, images
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.loaders.cancellation import check
 from headrace.loaders.decode import jpeg
 from headrace.loaders.decode.canvas import Canvas, Paintable, Quick, Whole
 from headrace.loaders.decode.contract import Decoded, Request
 from headrace.loaders.decode.convert import U8, Converter
-from headrace.loaders.decode.giving_up import check
 from headrace.loaders.decode.together import Several, grouped, union
 from headrace.loaders.decode.trim import NoStartError, Window, open_window, tells_all
 

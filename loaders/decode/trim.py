@@ -37,10 +37,10 @@ from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.dataio.shards.media import bitstream
 from headrace.dataio.shards.media.bitstream import is_shown
 from headrace.dataio.shards.media.container import check_complete
+from headrace.loaders.cancellation import check
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.contract import MAX_CLIP_BYTES, Request
 from headrace.loaders.decode.excerpt import Excerpt, excerpt, pays
-from headrace.loaders.decode.giving_up import check
 from headrace.loaders.partial.file import Media
 
 _EXPANDED = 4

@@ -25,7 +25,7 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFound
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.dataio.store.contract import Store
-from headrace.loaders.decode.giving_up import check
+from headrace.loaders.cancellation import check
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.file import Media, PartialFile
 from headrace.loaders.partial.heads import HELD_BYTES, Heads

@@ -19,9 +19,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError
-from headrace.loaders.sampling import Order
 from headrace.loaders.sampling.mixed_buckets import MixedBuckets
 from headrace.loaders.sampling.mixture import Mixed
+from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import OrderPlan
 from headrace.loaders.sampling.schedule import Plain

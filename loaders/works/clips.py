@@ -20,13 +20,12 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, Unsuppor
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.contract import Sample, VideoInfo
 from headrace.dataio.shards.media.container import other_videos
-from headrace.loaders.batch.sample_builder import DAMAGE
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import resize
 from headrace.loaders.decode.contract import Color, Decoded, Decoder, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.together import beginning
-from headrace.loaders.interfaces import Finished, Layout, Loaded, Place
+from headrace.loaders.interfaces import DAMAGE, Finished, Layout, Loaded, Place
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.works.cut import Cut

@@ -16,11 +16,11 @@ import torch
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import Files, Sample
 from headrace.loaders.fetch.sample_reader import files
-from headrace.loaders.interfaces import IN_PLACE, Finished, Layout, Loaded, Place
+from headrace.loaders.interfaces import Finished, Layout, Loaded, Place
 from headrace.loaders.partial.needed import Runs
 
 BYTES, SIZES = "bytes", "sizes"
-_IN_PLACE = {BYTES: IN_PLACE}
+_IN_PLACE = {BYTES: torch.empty(0, dtype=torch.uint8)}
 
 
 class FileWork:
@@ -51,7 +51,7 @@ class FileWork:
     def _one(self, loaded: Loaded) -> Finished:
         if loaded.joined is not None:
             sizes = [member.length for member in loaded.joined.each]
-            return Finished(loaded.place.sample, _IN_PLACE, {SIZES: sizes})
+            return Finished(loaded.place.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
         views = [np.frombuffer(loaded.members[ext][:], np.uint8) for ext in self._files]
         tensor = torch.from_numpy(np.concatenate(views))
         return Finished(loaded.place.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})

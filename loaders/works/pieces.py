@@ -17,9 +17,8 @@ import numpy as np
 
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import AudioInfo
-from headrace.loaders.batch.sample_builder import DAMAGE
 from headrace.loaders.decode.isolated import IsolatedDecoder
-from headrace.loaders.interfaces import Finished, Layout, Loaded, Place, Rows
+from headrace.loaders.interfaces import DAMAGE, Finished, Layout, Loaded, Place, Rows
 from headrace.loaders.sampling.packing import Packing
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Stream, column

@@ -15,9 +15,8 @@ import torch
 
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import AudioInfo, Sample
-from headrace.loaders.batch.sample_builder import DAMAGE
 from headrace.loaders.decode.isolated import IsolatedDecoder
-from headrace.loaders.interfaces import Finished, Layout, Loaded, Place
+from headrace.loaders.interfaces import DAMAGE, Finished, Layout, Loaded, Place
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.sound.decode import Hear, decode_audio

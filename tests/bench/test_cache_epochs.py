@@ -12,7 +12,7 @@ import pytest
 from headrace.dataio.cache.events import Bypass, Fetch, Instruction, ObjectId, Ready, Want
 from headrace.dataio.cache.plan import CachePlan
 from headrace.dataio.cache.plan.ring import Ring
-from headrace.loaders.sampling import Order
+from headrace.loaders.sampling.order import Order
 
 KIB = 1024
 SAMPLE, PER_SHARD, SHARDS, BLOCK = 450 * KIB, 64, 16, 512 * KIB

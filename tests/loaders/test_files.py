@@ -23,7 +23,7 @@ from headrace.loaders.batch.batch import JoinedBatch, Output
 from headrace.loaders.batch.memory import Buffers, Memory
 from headrace.loaders.batch.prefetcher import batches_from
 from headrace.loaders.batch.sample_builder import Maker
-from headrace.loaders.decode.giving_up import GivenUp, giving_up
+from headrace.loaders.cancellation import GivenUp, giving_up
 from headrace.loaders.fetch.sample_reader import Source, StoreReader
 from headrace.loaders.interfaces import Loaded, Place
 from headrace.loaders.quarantine.quarantine import Quarantine

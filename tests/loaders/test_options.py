@@ -371,5 +371,5 @@ def test_a_dataset_that_lacks_what_is_asked_for_is_named(clips: Dataset) -> None
 def test_impossible_clips_and_what_is_no_dataset_are_refused() -> None:
     with pytest.raises(UsageError, match="is not a clip"):
         Clip(frames=1 << 20)
-    with pytest.raises(UsageError, match="None is no dataset"):
+    with pytest.raises(UsageError, match="None is not a dataset"):
         VideoLoader(None, 2)  # type: ignore[arg-type]

@@ -249,7 +249,7 @@ def test_what_cannot_be_is_said_with_the_next_step(
         (("pack", clips, tmp_path / "x", "--workers", "100000000"), 2, b"is not a whole number from 1 to 1024"),
         (("info", dataset, "--where", "duration >"), 2, b"next: write one SQL expression, such as"),
         (("preview", dataset, "-o", tmp_path / "none" / "p.html"), 2, b"next: make the folder first"),
-        (("quarantine", tmp_path / "none"), 2, b"there is no dataset at"),
+        (("quarantine", tmp_path / "none"), 2, b"there is not a dataset at"),
     ):
         done = headrace(*args)
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr

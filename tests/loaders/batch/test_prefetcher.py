@@ -17,7 +17,7 @@ from headrace.loaders.batch.executor import Make, Prefetcher
 from headrace.loaders.batch.memory import Memory
 from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, AT_ONCE, Ahead
 from headrace.loaders.fetch.sample_reader import Range
-from headrace.loaders.interfaces import IN_PLACE, Finished, Layout, Place, Stretch
+from headrace.loaders.interfaces import Finished, Layout, Place, Stretch
 from headrace.loaders.works.files import FileWork
 from headrace.loaders.works.foreseen import Foreseen
 
@@ -49,7 +49,7 @@ def made(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
     for one, room in zip(places, rooms, strict=True):
         assert isinstance(room, Stretch)
         room.memory[:] = bytes([one.sample.id] * len(room.memory))
-    return [Finished(one.sample, {"bytes": IN_PLACE}, {"sizes": [3]}) for one in places]
+    return [Finished(one.sample, {"bytes": torch.empty(0)}, {"sizes": [3]}, in_place=True) for one in places]
 
 
 def deliver(ahead: Ahead) -> Any:

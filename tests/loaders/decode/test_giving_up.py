@@ -13,10 +13,10 @@ import torch
 from headrace.dataio.shards.contract import VideoInfo
 from headrace.loaders.batch.batch import Output
 from headrace.loaders.batch.executor import Prefetcher
+from headrace.loaders.cancellation import GivenUp, check, giving_up
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.canvas import Whole
 from headrace.loaders.decode.contract import Request
-from headrace.loaders.decode.giving_up import GivenUp, check, giving_up
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.interfaces import Finished, Layout, Place
 

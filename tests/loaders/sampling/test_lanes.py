@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.sampling import MAX_LANES, Order, lanes_for
+from headrace.loaders.sampling.order import MAX_LANES, Order, lanes_for
 
 
 @st.composite
