@@ -28,7 +28,7 @@ from headrace.bench.simulate.training import best_interval, simulate
 from headrace.dataio.cache.headstart import MOST_BYTES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import CACHE_BLOCK_BYTES
-from headrace.loaders.order import Order
+from headrace.loaders.sampling.order import Order
 
 RATE = 10e6
 SHAPE = Shape(shards=2, per_shard=16)
