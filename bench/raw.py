@@ -172,7 +172,7 @@ def _headrace(
 ) -> Epochs:
     dataset = stack.enter_context(Dataset(str(folder / "dataset"), trust_mounts=True))
     reader = stack.enter_context(contextlib.closing(open_reader(dataset.store, sidecar)))
-    samples = sample_reader.Source(reader, dataset.store)
+    samples = sample_reader.SampleReader(reader, dataset.store)
 
     def fill(batch: Sequence[Files], memory: memoryview) -> int:
         at = 0

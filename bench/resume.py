@@ -222,9 +222,9 @@ class _Bytes:
     """A work of ours that delivers bytes."""
 
     def __init__(self) -> None:
-        from headrace.loaders.interfaces import Layout
+        from headrace.loaders.interfaces import SampleLayout
 
-        self.layout = Layout(("there",), {"data": None})
+        self.layout = SampleLayout(("there",), {"data": None})
 
     def members(self, sample: Any) -> list[str]:
         return ["avi"]
@@ -235,13 +235,14 @@ class _Bytes:
     def cost(self, sample: Any) -> int:
         return 0
 
-    def do(self, loaded: Sequence[Any]) -> list[Any]:
+    def process(self, loaded: Sequence[Any]) -> list[Any]:
         import torch
 
-        from headrace.loaders.interfaces import Finished
+        from headrace.loaders.interfaces import ProcessedSample
 
         return [
-            Finished(one.place.sample, {"there": torch.ones(1)}, {"data": bytes(one.members["avi"])}) for one in loaded
+            ProcessedSample(one.place.sample, {"there": torch.ones(1)}, {"data": bytes(one.members["avi"])})
+            for one in loaded
         ]
 
     def close(self) -> None:

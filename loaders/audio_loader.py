@@ -18,12 +18,12 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import arguments, shapes
 from headrace.loaders.common import Asked, Common, explicit
 from headrace.loaders.decode.dali import GPU_BATCH
-from headrace.loaders.interfaces import Work
+from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
 from headrace.loaders.sampling.buckets import Durations
 from headrace.loaders.sampling.packing import Pack, Packed, PackedStream, Packing
 from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.sampling.plan import column, having
+from headrace.loaders.sampling.plan import column, samples_with
 from headrace.loaders.sound.spec import AudioSpec, Features
 from headrace.loaders.sound.window import Window, counts
 from headrace.loaders.works.pieces import PieceWork, lengths
@@ -82,17 +82,17 @@ class AudioLoader(Loader):
         delivery = asked.delivery(output, group=1 if features == "waveform" else GPU_BATCH)
 
         def find(dataset: Dataset) -> tuple[I64, Any]:
-            ids = having(dataset, "audio_codec", "sound")
+            ids = samples_with(dataset, "audio_codec", "sound")
             parts: Any = chosen.per_sample
             if chosen.start == "every":
                 seconds = column(dataset, "samples", ids) / column(dataset, "sample_rate", ids)
                 parts = counts(chosen, seconds)
             return ids, parts
 
-        def work() -> Work:
+        def work() -> Processor:
             apart = asked.isolated(delivery)
             if packing is not None:
-                inner: Work = PieceWork(spec, packing, apart)
+                inner: Processor = PieceWork(spec, packing, apart)
             else:
                 windows = shapes.windows(chosen, buckets, made.buckets)
                 inner = by_stream([WindowWork(one, replace(spec, seconds=one.seconds), apart) for one in windows])

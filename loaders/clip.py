@@ -25,7 +25,7 @@ import numpy.typing as npt
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.loaders.sampling.permutation import key_of
-from headrace.loaders.validation import settle
+from headrace.loaders.validation import validate_fields
 
 _START, _JITTER = 5, 21  # keep the keys of clip starts apart from those of the order
 Values = npt.NDArray[np.float64]
@@ -55,7 +55,7 @@ class Clip:
     jitter: int = 0
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate_fields(self)
         if self.frames > MAX_FRAMES:
             raise UsageError(f"{self} is not a clip", hint=f"at most {MAX_FRAMES} frames")
         if min(self.frames, self.stride, self.per_video) < 1 or (self.fps is not None and not 0 < self.fps < 10_000):

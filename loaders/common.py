@@ -20,8 +20,8 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import arguments
 from headrace.loaders.batch.batch import Output
-from headrace.loaders.batch.sample_builder import OnBad
-from headrace.loaders.interfaces import Work
+from headrace.loaders.batch.sample_builder import OnError
+from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import DEFAULT_MEMORY, Delivery, Refusing
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import DatasetLike, Find, OrderPlan, Sampling, Sorting, open_datasets, plan
@@ -88,7 +88,7 @@ class Common(TypedDict, total=False):
     memory: int
     copy: bool
     quarantine_limit: float
-    on_bad: OnBad | None
+    on_bad: OnError | None
     quarantine_list: str | os.PathLike[str] | QuarantineList | None
     isolate: bool | float
     version: int | str | None
@@ -115,7 +115,7 @@ class Asked:
     memory: int = DEFAULT_MEMORY
     copy: bool = False
     quarantine_limit: float = 0.01
-    on_bad: OnBad | None = None
+    on_bad: OnError | None = None
     quarantine_list: str | os.PathLike[str] | QuarantineList | None = None
     isolate: bool | float = False
     version: int | str | None = None
@@ -134,7 +134,7 @@ class Asked:
         arguments.of_kind("sidecar", self.sidecar, (str, os.PathLike), '"auto", the path of a socket, or None')
         arguments.of_kind("storage_options", self.storage_options, Mapping, "a dict of options")
         if self.on_bad is not None:
-            arguments.one_of("on_bad", self.on_bad, get_args(OnBad))
+            arguments.one_of("on_bad", self.on_bad, get_args(OnError))
         transform: object = self.transform
         if transform is not None and not callable(transform):
             raise UsageError(f"transform={transform!r} cannot be called", hint="give f(tensors, generator)")
@@ -203,7 +203,9 @@ class Asked:
             source.close()
             raise
 
-    def finished(self, work: Work, spec: AudioSpec | None, device: torch.device, names: Sequence[str]) -> Work:
+    def finished(
+        self, work: Processor, spec: AudioSpec | None, device: torch.device, names: Sequence[str]
+    ) -> Processor:
         """`work` with the features, columns, transform and names of sources that are wanted around it."""
         if spec is not None:
             from headrace.loaders.works.mels import mels

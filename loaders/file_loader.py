@@ -20,7 +20,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import arguments
 from headrace.loaders.common import Asked, Common, explicit
-from headrace.loaders.interfaces import Work
+from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.works.files import BYTES, SIZES, FileWork
@@ -71,7 +71,7 @@ class FileLoader(Loader):
         parts = -(-delivery.threads // (1 + delivery.prefetch))  # so many threads for each batch that is in the making
         each = -(-(batch_size or 1) // parts)
 
-        def work() -> Work:
+        def work() -> Processor:
             return asked.finished(FileWork(names), None, output.device, made.names)
 
         made, owned = asked.planned(

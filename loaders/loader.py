@@ -33,16 +33,16 @@ from headrace.dataio.core.trace import span
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar.client import LoaderMeter, open_reader
 from headrace.loaders.batch.batch import Batch, Output
-from headrace.loaders.batch.executor import Grouped, Prefetcher
-from headrace.loaders.batch.memory import Buffers, Memory
-from headrace.loaders.batch.prefetcher import Ahead, batches_from
-from headrace.loaders.batch.sample_builder import Maker, OnBad
-from headrace.loaders.fetch.sample_reader import Source
-from headrace.loaders.interfaces import Work
+from headrace.loaders.batch.executor import BatchExecutor, Grouped
+from headrace.loaders.batch.memory import BufferPool, MemoryBudget
+from headrace.loaders.batch.prefetcher import Prefetcher, batches_from
+from headrace.loaders.batch.sample_builder import OnError, SampleBuilder
+from headrace.loaders.fetch.sample_reader import SampleReader
+from headrace.loaders.interfaces import Processor
 from headrace.loaders.partial.heads import HELD_BYTES
 from headrace.loaders.quarantine import records
-from headrace.loaders.quarantine.quarantine import Quarantine, refusals_allowed
-from headrace.loaders.quarantine.records import Refusal
+from headrace.loaders.quarantine.quarantine import Quarantine, skips_allowed
+from headrace.loaders.quarantine.records import SkippedSample
 from headrace.loaders.sampling import state as states
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.plan import OrderPlan
@@ -50,7 +50,7 @@ from headrace.loaders.validation import plain
 from headrace.loaders.works.foreseen import Foreseen
 
 if TYPE_CHECKING:  # what few loaders need, and the first batch does without, is imported where it is used
-    from headrace.loaders.quarantine.shared_list import Listed, QuarantineList
+    from headrace.loaders.quarantine.shared_list import FollowedList, QuarantineList
     from headrace.loaders.sampling.force import Loss
 
 DEFAULT_MEMORY = 4 * GIB
@@ -80,7 +80,7 @@ class Refusing(msgspec.Struct, frozen=True):
     """What becomes of damaged samples: replaced or left out, up to `limit` of them; and the list that is gone by, if any."""
 
     limit: float = 0.01
-    on_bad: OnBad = "replace"
+    on_bad: OnError = "replace"
     shared: str | os.PathLike[str] | QuarantineList | None = None
 
 
@@ -108,7 +108,7 @@ class Loader(IterableDataset[dict[str, Any]]):
     def __init__(
         self,
         plan: OrderPlan,
-        start_work: Callable[[], Work],
+        start_work: Callable[[], Processor],
         delivery: Delivery,
         refusing: Refusing,
         owned: Sequence[Dataset] = (),
@@ -116,13 +116,13 @@ class Loader(IterableDataset[dict[str, Any]]):
         self._plan, self._start_work, self._delivery = plan, start_work, delivery
         folder = records.directory()
         self._on_bad, self._owned = refusing.on_bad, owned
-        self._listed: Listed | None = None
+        self._listed: FollowedList | None = None
         try:
-            allowed = refusals_allowed(refusing.limit, plan.samples)
+            allowed = skips_allowed(refusing.limit, plan.samples)
             if refusing.shared is not None:
-                from headrace.loaders.quarantine.shared_list import Listed
+                from headrace.loaders.quarantine.shared_list import FollowedList
 
-                self._listed = Listed.of(refusing.shared, plan)
+                self._listed = FollowedList.of(refusing.shared, plan)
         except BaseException:
             self._let_go()
             raise
@@ -132,7 +132,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             None if self._listed is None else self._listed.add,
         )
         self._epoch = self._batch = 0
-        self._ahead: Ahead | None = None
+        self._ahead: Prefetcher | None = None
         self._ending: Ending | None = None
         self._meter = LoaderMeter()
         self._closed = self._delivered = False
@@ -181,13 +181,13 @@ class Loader(IterableDataset[dict[str, Any]]):
         return self._epoch
 
     @property
-    def quarantine(self) -> tuple[Refusal, ...]:
+    def quarantine(self) -> tuple[SkippedSample, ...]:
         """The samples that this loader refused, in the order in which their batches were delivered."""
         return self._quarantine.refusals
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes in flight now: `Ahead.in_flight`; zeros before the first batch."""
+        """Bytes in flight now: `Prefetcher.in_flight`; zeros before the first batch."""
         if self._ahead is None:
             return {
                 "limit": self._delivery.memory,
@@ -223,9 +223,9 @@ class Loader(IterableDataset[dict[str, Any]]):
             raise UsageError(f"the loader's state is at batch {position.batch} of {batches}")
         other = None
         if self._listed is not None or position.listed is not None:
-            from headrace.loaders.quarantine.shared_list import go_by_state
+            from headrace.loaders.quarantine.shared_list import follow_state
 
-            other = go_by_state(self._listed, position)
+            other = follow_state(self._listed, position)
         if other is not None:
             if loss is None:
                 raise states.mismatch(other)
@@ -316,30 +316,30 @@ class Loader(IterableDataset[dict[str, Any]]):
         metrics.loader_wait_seconds.observe(self._meter.got(len(batch.samples)))
         return batch
 
-    def _start(self) -> Ahead:
+    def _start(self) -> Prefetcher:
         with contextlib.ExitStack() as undo:  # what was begun ends, also if something further on cannot begin
             ahead = self._begin(undo)
             undo.pop_all()
         self._ending = Ending(self, ahead.close)
         return ahead
 
-    def _begin(self, undo: contextlib.ExitStack) -> Ahead:
+    def _begin(self, undo: contextlib.ExitStack) -> Prefetcher:
         how, plan = self._delivery, self._plan
-        sources = list[Source]()
+        sources = list[SampleReader]()
         for dataset in plan.datasets:
             sized = Sized(dataset.store, dataset.document.shard_sizes)
             reader = open_reader(sized, how.sidecar, self._meter)
-            sources.append(Source(reader, dataset.store, HELD_BYTES // len(plan.datasets)))
+            sources.append(SampleReader(reader, dataset.store, HELD_BYTES // len(plan.datasets)))
             undo.callback(sources[-1].close)
         work = Foreseen(self._start_work())
         undo.callback(work.close)
-        memory = Memory(how.memory)
-        maker = Maker(plan, work, sources, self._quarantine, memory, self._on_bad)
+        memory = MemoryBudget(how.memory)
+        maker = SampleBuilder(plan, work, sources, self._quarantine, memory, self._on_bad)
         output = how.output
-        buffers = Buffers(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch + 3)
-        prefetcher = Prefetcher(maker.make, work.layout, output, how.threads, how.group, buffers, how.grouped)
+        buffers = BufferPool(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch + 3)
+        prefetcher = BatchExecutor(maker.make, work.layout, output, how.threads, how.group, buffers, how.grouped)
         batches = batches_from(self._listed or plan, self._epoch, self._batch)
-        return Ahead(batches, work, sources, prefetcher, how.prefetch, memory)
+        return Prefetcher(batches, work, sources, prefetcher, how.prefetch, memory)
 
     def _let_go(self) -> None:
         for dataset in self._owned:

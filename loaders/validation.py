@@ -32,7 +32,7 @@ def plain(name: str, value: object, kind: Any, wanted: str = "") -> Any:
     return converted if isinstance(found, list) else found
 
 
-def settle(description: Any) -> None:
+def validate_fields(description: Any) -> None:
     """Bring the fields of a frozen dataclass to the kinds of its annotations; for its `__post_init__`."""
     cls: Any = type(description)
     for name, kind in _kinds(cls).items():

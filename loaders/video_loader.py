@@ -24,11 +24,11 @@ from headrace.loaders.common import Asked, Common, explicit
 from headrace.loaders.decode.choose import AutoDecoder, Backend, explain
 from headrace.loaders.decode.contract import Color
 from headrace.loaders.decode.dali import GPU_BATCH
-from headrace.loaders.interfaces import Work
+from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
 from headrace.loaders.partial import needed
 from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.sampling.plan import column, having
+from headrace.loaders.sampling.plan import column, samples_with
 from headrace.loaders.validation import plain
 from headrace.loaders.works.clips import ClipWork, Look, together
 from headrace.loaders.works.cut import Cut
@@ -125,13 +125,13 @@ class VideoLoader(Loader):
 
         def find(dataset: Dataset) -> tuple[I64, Any]:
             left_out = IMAGE_EXTENSIONS if clip.frames > 1 else ()
-            ids = having(dataset, "video_ext", "video", without=left_out)
+            ids = samples_with(dataset, "video_ext", "video", without=left_out)
             parts: Any = clip.per_video
             if clip.start == "every":
                 parts = counts(clip, column(dataset, "frames", ids), column(dataset, "duration", ids))
             return ids, parts
 
-        def work() -> Work:
+        def work() -> Processor:
             apart = asked.isolated(delivery)
             decodes = apart or AutoDecoder(output.device.type, output.device.index or 0, decoder)
             hear = apart.hear if apart else None

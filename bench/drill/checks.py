@@ -132,20 +132,20 @@ def batches(device: str, count: int) -> None:
     import torch
 
     from headrace.loaders.batch.batch import Output
-    from headrace.loaders.batch.executor import Prefetcher
-    from headrace.loaders.interfaces import Finished, Layout, Place
+    from headrace.loaders.batch.executor import BatchExecutor
+    from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 
-    def made(places: Any, _rooms: object) -> list[Finished]:
+    def made(places: Any, _rooms: object) -> list[ProcessedSample]:
         return [
-            Finished(place.sample, {"video": torch.full((4, 3, 64, 64), place.virtual % 251, dtype=torch.uint8)})
+            ProcessedSample(place.sample, {"video": torch.full((4, 3, 64, 64), place.virtual % 251, dtype=torch.uint8)})
             for place in places
         ]
 
     output = Output(torch.device(device), False, (0.0,) * 3, (1.0,) * 3)
-    ahead, wrong = Prefetcher(made, Layout(("video",)), output, 8), torch.zeros((), device=device)
+    ahead, wrong = BatchExecutor(made, SampleLayout(("video",)), output, 8), torch.zeros((), device=device)
     try:
         for number in range(count):
-            ahead.start([Place(0, 8 * number + n, _sample(n)) for n in range(8)])
+            ahead.start([SampleRef(0, 8 * number + n, _sample(n)) for n in range(8)])
             if number < 3:
                 continue
             video, first = ahead.next().tensors()["video"], 8 * (number - 3)

@@ -48,7 +48,7 @@ class _Marked:
 def _bare(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     """The decoder alone."""
     from headrace.dataio.shards.contract import Sample
-    from headrace.loaders.interfaces import Place as Where
+    from headrace.loaders.interfaces import SampleRef
     from headrace.loaders.sound.decode import decode_audio
     from headrace.loaders.sound.features import LogMel
     from headrace.loaders.sound.mel import log_mel
@@ -62,7 +62,7 @@ def _bare(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
         assert info is not None
         data = _Marked(bytes_, pieces.marks) if pieces is not None and pieces.marks else bytes_
         for number in range(kind.per_file):
-            start = begin(info, window, Where(0, sample.id, sample, number))
+            start = begin(info, window, SampleRef(0, sample.id, sample, number))
             sound, _ = decode_audio(data, info, start, spec, spec.samples(), True)
             found.append(torch.from_numpy(sound))
         return torch.stack([log_mel(sound, RATE, LogMel(kind.bands)) for sound in found] if kind.bands else found)

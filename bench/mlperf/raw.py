@@ -16,7 +16,7 @@ from contextlib import closing
 from headrace.dataio import Dataset
 from headrace.dataio.shards.contract import Sample
 from headrace.dataio.sidecar.client import open_reader
-from headrace.loaders.fetch.sample_reader import Source, ranges
+from headrace.loaders.fetch.sample_reader import SampleReader, ranges
 from headrace.loaders.sampling.order import Order
 
 DEPTH = 4
@@ -66,7 +66,7 @@ def _read(
 ) -> None:
     try:
         with Dataset(url, trust_mounts=True) as dataset, closing(open_reader(dataset.store, sidecar)) as reader:
-            source = Source(reader, dataset.store)
+            source = SampleReader(reader, dataset.store)
             order = Order.of(
                 len(dataset), batch * ranks, sample_bytes=dataset.total_bytes / max(1, len(dataset)), seed=seed
             )
@@ -84,7 +84,7 @@ def _read(
         waiting.put(error)
 
 
-def _members(source: Source, sample: Sample) -> list[memoryview]:
+def _members(source: SampleReader, sample: Sample) -> list[memoryview]:
     return [data[:] for data in source.fetch(sample, _exts(sample)).values()]
 
 

@@ -30,8 +30,8 @@ import torch
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.contract import Files
-from headrace.loaders.batch.memory import Buffers
-from headrace.loaders.interfaces import Finished, Layout, Place, Room, Stretch
+from headrace.loaders.batch.memory import BufferPool
+from headrace.loaders.interfaces import FileTarget, PixelTarget, ProcessedSample, SampleLayout, SampleRef
 
 _GONE = torch.empty(0)
 """Replaces a sample's tensor once it is in the batch."""
@@ -66,22 +66,22 @@ class Output(msgspec.Struct, frozen=True):
 class Batch:
     """`size` samples of `layout`."""
 
-    def __init__(self, size: int, layout: Layout, output: Output, buffers: Buffers) -> None:
+    def __init__(self, size: int, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         self._layout, self._output, self._buffers = layout, output, buffers
         self._lock = threading.Lock()
         self._tensors: dict[str, torch.Tensor] = {}
-        self.samples: list[Finished | None] = [None] * size
+        self.samples: list[ProcessedSample | None] = [None] * size
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, as far as they are known."""
         return sum(tensor.nbytes for tensor in list(self._tensors.values()))
 
-    def rooms(self, slots: Sequence[int]) -> Sequence[Room | Stretch | None]:
+    def rooms(self, slots: Sequence[int]) -> Sequence[PixelTarget | FileTarget | None]:
         """Where each of these samples may be made; None where it has to be put."""
         return [self.room(slot) for slot in slots]
 
-    def room(self, slot: int) -> Room | None:
+    def room(self, slot: int) -> PixelTarget | None:
         """Where uint8 pixels may be drawn that are put into this slot next; None where they become something else."""
 
         def drawn(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
@@ -91,7 +91,7 @@ class Batch:
 
         return drawn if self._output.is_plain and "video" in self._layout.tensors else None
 
-    def put(self, slot: int, sample: Finished) -> None:
+    def put(self, slot: int, sample: ProcessedSample) -> None:
         """Write `sample` into its place, unless it was drawn there; its tensors are let go."""
         for name, tensor in sample.tensors.items():
             target = self._target(name, tensor.shape, tensor.dtype)[slot]
@@ -104,7 +104,7 @@ class Batch:
             else:
                 target.copy_(tensor, non_blocking=True)
         left = dict.fromkeys(sample.tensors, _GONE)
-        self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
+        self.samples[slot] = ProcessedSample(sample.sample, left, sample.values, sample.refusals)
 
     def tensors(self) -> dict[str, Any]:
         """The batch as the trainer sees it, on the current CUDA stream if it is on a GPU."""
@@ -160,7 +160,7 @@ def _shape(name: str, shape: Sequence[int], output: Output) -> torch.Size:
     return torch.Size(shape[axis] for axis in AXES[output.axes])
 
 
-def _other_shape(sample: Finished, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
+def _other_shape(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
     return UsageError(
         f"sample {sample.sample.key!r} has {name} of {tuple(tensor.shape)}, others in its batch of {tuple(target.shape)}",
         hint="give the loader a size=(height, width); what a transform returns is of one shape too",
@@ -192,12 +192,12 @@ def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> N
 class RowBatch(Batch):
     """The pieces at `places`, which name their rows."""
 
-    def __init__(self, places: Sequence[Place], layout: Layout, output: Output, buffers: Buffers) -> None:
+    def __init__(self, places: Sequence[SampleRef], layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         super().__init__(len(places), layout, output, buffers)
         self._fits = [place.fit for place in places]
         self._rows = 1 + max((fit.row for fit in self._fits if fit), default=-1)
 
-    def put(self, slot: int, sample: Finished) -> None:
+    def put(self, slot: int, sample: ProcessedSample) -> None:
         """Write a piece into its stretch of its row; its tensor is let go."""
         fit = self._fits[slot]
         for name, tensor in sample.tensors.items():
@@ -205,12 +205,12 @@ class RowBatch(Batch):
             row = self._target(name, tensor.shape, tensor.dtype)[fit.row]
             row[..., fit.at : fit.at + fit.length].copy_(tensor[..., : fit.length], non_blocking=True)
         left = dict.fromkeys(sample.tensors, _GONE)
-        self.samples[slot] = Finished(sample.sample, left, sample.values, sample.refusals)
+        self.samples[slot] = ProcessedSample(sample.sample, left, sample.values, sample.refusals)
 
     def tensors(self) -> dict[str, Any]:
         """The batch as the trainer sees it."""
         self._hold()
-        rows: list[list[tuple[Any, Finished]]] = [[] for _ in range(self._rows)]
+        rows: list[list[tuple[Any, ProcessedSample]]] = [[] for _ in range(self._rows)]
         for fit, sample in zip(self._fits, self.samples, strict=True):
             if fit and sample and sample.tensors:
                 rows[fit.row].append((fit, sample))
@@ -248,21 +248,21 @@ def _int64(values: Sequence[Any], columns: int = 0) -> torch.Tensor:
 class JoinedBatch(Batch):
     """Samples that are these `files`; each gives one tensor of their bytes."""
 
-    def __init__(self, files: Sequence[Files], layout: Layout, output: Output, buffers: Buffers) -> None:
+    def __init__(self, files: Sequence[Files], layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         super().__init__(len(files), layout, output, buffers)
         self._files = files
         self._ends = list(itertools.accumulate([one.size for one in files], initial=0))
         self._name = layout.tensors[0]
         self._other: dict[int, torch.Tensor] = {}
 
-    def rooms(self, slots: Sequence[int]) -> Sequence[Stretch | None]:
+    def rooms(self, slots: Sequence[int]) -> Sequence[FileTarget | None]:
         """Where the samples of these slots belong; None where the processor cannot write them there."""
         if self._output.device.type != "cpu":
             return [None] * len(slots)
         memory, ends = self._joined().numpy().data, self._ends
-        return [Stretch(self._files[slot], memory[ends[slot] : ends[slot + 1]]) for slot in slots]
+        return [FileTarget(self._files[slot], memory[ends[slot] : ends[slot + 1]]) for slot in slots]
 
-    def put(self, slot: int, sample: Finished) -> None:
+    def put(self, slot: int, sample: ProcessedSample) -> None:
         """Write `sample` into its stretch, or beside it where it is of another length, and let its tensor go."""
         tensor = sample.tensors.get(self._name)
         if tensor is not None and not sample.in_place:
@@ -271,7 +271,7 @@ class JoinedBatch(Batch):
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
             else:
                 self._other[slot] = tensor.to(self._output.device, copy=True)
-            sample = Finished(sample.sample, {self._name: _GONE}, sample.values, sample.refusals)
+            sample = ProcessedSample(sample.sample, {self._name: _GONE}, sample.values, sample.refusals)
         self.samples[slot] = sample
 
     def _held(self) -> list[torch.Tensor]:

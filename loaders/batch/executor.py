@@ -23,14 +23,14 @@ import torch
 from headrace.dataio.core.errors import DeadlineError
 from headrace.dataio.shards.contract import Files
 from headrace.loaders.batch.batch import Batch, JoinedBatch, Output, RowBatch
-from headrace.loaders.batch.memory import Buffers, Closed
-from headrace.loaders.cancellation import GivenUp, giving_up
-from headrace.loaders.interfaces import Finished, Layout, Place, Room, Stretch
+from headrace.loaders.batch.memory import BufferPool, Closed
+from headrace.loaders.cancellation import Cancelled, cancelled_by
+from headrace.loaders.interfaces import FileTarget, PixelTarget, ProcessedSample, SampleLayout, SampleRef
 
 STALL_SECONDS = 600.0
-Make = Callable[[Sequence[Place], Sequence[Room | Stretch | None]], list[Finished]]
+Make = Callable[[Sequence[SampleRef], Sequence[PixelTarget | FileTarget | None]], list[ProcessedSample]]
 """Samples of these places, each maybe already in the room that its batch has for it."""
-Grouped = Callable[[Sequence[Place]], Sequence[Sequence[int]]]
+Grouped = Callable[[Sequence[SampleRef]], Sequence[Sequence[int]]]
 """Which slots of a batch of these places are made together, each slot once."""
 
 
@@ -55,7 +55,7 @@ class _Threads:
             helper.join()
 
 
-class Prefetcher:
+class BatchExecutor:
     """Makes batches ahead of the trainer; used by one thread at a time. `group` samples are made together, or the slots
     that `grouped` puts together.
 
@@ -65,16 +65,16 @@ class Prefetcher:
     def __init__(
         self,
         make: Make,
-        layout: Layout,
+        layout: SampleLayout,
         output: Output,
         threads: int,
         group: int = 1,
-        buffers: Buffers | None = None,
+        buffers: BufferPool | None = None,
         grouped: Grouped | None = None,
     ) -> None:
         self._make, self._layout, self._output, self._group = make, layout, output, group
         self._grouped = grouped
-        self._buffers = buffers or Buffers(output.device, pinned=output.pinned, reuse=False)
+        self._buffers = buffers or BufferPool(output.device, pinned=output.pinned, reuse=False)
         self._pool = _Threads(threads).pool
         self._stopped = threading.Event()
         self._batches: list[tuple[Batch, list[Future[None]]]] = []
@@ -84,7 +84,7 @@ class Prefetcher:
         """Batches that were started and not delivered."""
         return len(self._batches)
 
-    def start(self, places: Sequence[Place], files: Sequence[Files] | None = None) -> None:
+    def start(self, places: Sequence[SampleRef], files: Sequence[Files] | None = None) -> None:
         """Begin the next batch; `files` are what its samples are where they are delivered as they are."""
         batch = self._begun(places, files)
         groups = self._groups(places)
@@ -92,14 +92,14 @@ class Prefetcher:
             (batch, [self._pool.submit(self._fill, batch, group, [places[n] for n in group]) for group in groups])
         )
 
-    def _begun(self, places: Sequence[Place], files: Sequence[Files] | None) -> Batch:
+    def _begun(self, places: Sequence[SampleRef], files: Sequence[Files] | None) -> Batch:
         if files is not None:
             return JoinedBatch(files, self._layout, self._output, self._buffers)
         if self._layout.rows is not None:
             return RowBatch(places, self._layout, self._output, self._buffers)
         return Batch(len(places), self._layout, self._output, self._buffers)
 
-    def _groups(self, places: Sequence[Place]) -> Sequence[Sequence[int]]:
+    def _groups(self, places: Sequence[SampleRef]) -> Sequence[Sequence[int]]:
         """Which slots are made together."""
         if self._grouped is not None and self._group == 1:
             return self._grouped(places)
@@ -144,13 +144,13 @@ class Prefetcher:
         self._batches.clear()
         self._buffers.clear()
 
-    def _fill(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
+    def _fill(self, batch: Batch, slots: Sequence[int], places: Sequence[SampleRef]) -> None:
         if self._stopped.is_set():
             return
-        with giving_up(self._stopped):
+        with cancelled_by(self._stopped):
             self._fill_now(batch, slots, places)
 
-    def _fill_now(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
+    def _fill_now(self, batch: Batch, slots: Sequence[int], places: Sequence[SampleRef]) -> None:
         if self._output.device.type != "cuda":
             self._put(batch, slots, places)
             return
@@ -158,10 +158,10 @@ class Prefetcher:
             self._put(batch, slots, places)
             self._stream.synchronize()  # what this stream wrote, every other may read from here on
 
-    def _put(self, batch: Batch, slots: Sequence[int], places: Sequence[Place]) -> None:
+    def _put(self, batch: Batch, slots: Sequence[int], places: Sequence[SampleRef]) -> None:
         try:
             made = self._make(places, batch.rooms(slots))
             for slot, sample in zip(slots, made, strict=True):
                 batch.put(slot, sample)
-        except (Closed, GivenUp):
+        except (Closed, Cancelled):
             return  # nobody asks for this batch any more

@@ -43,7 +43,7 @@ class _Loan(weakref.ref[Any]):
     block: Block
 
 
-class Buffers:
+class BufferPool:
     """Lends tensors on `device`; `reuse=False` gives every tensor memory of its own. Safe to share between threads."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False, reuse: bool = True, spare: int = 4) -> None:
@@ -96,7 +96,7 @@ class Closed(Exception):
     """The loader was closed while this thread waited."""
 
 
-class Memory:
+class MemoryBudget:
     """Admits work by the bytes that it declares."""
 
     def __init__(self, limit: int) -> None:

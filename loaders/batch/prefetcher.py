@@ -26,19 +26,19 @@ import msgspec
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import Files
 from headrace.loaders.batch.batch import Batch
-from headrace.loaders.batch.executor import Prefetcher
-from headrace.loaders.batch.memory import Closed, Memory
-from headrace.loaders.fetch.sample_reader import Range, Source, spans
-from headrace.loaders.interfaces import Coming, Place
+from headrace.loaders.batch.executor import BatchExecutor
+from headrace.loaders.batch.memory import Closed, MemoryBudget
+from headrace.loaders.fetch.sample_reader import Range, SampleReader, spans
+from headrace.loaders.interfaces import BatchSource, SampleRef
 from headrace.loaders.works.foreseen import Foreseen
 
 ANNOUNCED_BATCHES = 8
 AT_ONCE, AT_ONCE_PLACES = 8, 128
 MOMENT_SECONDS = 0.001
-Places = Sequence[Place]
+Places = Sequence[SampleRef]
 
 
-def batches_from(plan: Coming, epoch: int, batch: int) -> Iterator[Sequence[Place]]:
+def batches_from(plan: BatchSource, epoch: int, batch: int) -> Iterator[Sequence[SampleRef]]:
     """A rank's batches from a position on, without end. One is looked up first, then more and more at once, up to
     `AT_ONCE` or `AT_ONCE_PLACES`; where something is wrong with one of them, one by one, so that those before it can be
     delivered."""
@@ -68,17 +68,17 @@ class _Planned(msgspec.Struct, frozen=True):
     reads: Mapping[int, Sequence[Range]]
 
 
-class Ahead:
+class Prefetcher:
     """Delivers a rank's batches from a position on. Used by one thread at a time."""
 
     def __init__(
         self,
-        batches: Iterator[Sequence[Place]],
+        batches: Iterator[Sequence[SampleRef]],
         work: Foreseen,
-        sources: Sequence[Source],
-        prefetcher: Prefetcher,
+        sources: Sequence[SampleReader],
+        prefetcher: BatchExecutor,
         prefetch: int,
-        memory: Memory,
+        memory: MemoryBudget,
     ) -> None:
         self._batches, self._work, self._sources = batches, work, sources
         self._prefetcher, self._prefetch, self._memory = prefetcher, prefetch, memory

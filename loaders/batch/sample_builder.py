@@ -1,4 +1,4 @@
-"""One place of the order to one finished sample: read, check, work, and stand in for what is damaged.
+"""One place of the order to one finished sample: read, check, process, and stand in for what is damaged.
 
 Purpose: everything that happens to a single sample, as one function that any thread may run.
 
@@ -19,23 +19,32 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.core.trace import span
 from headrace.dataio.shards.contract import Sample
-from headrace.loaders.batch.memory import Memory
-from headrace.loaders.cancellation import check
-from headrace.loaders.fetch.sample_reader import Source, ranges
-from headrace.loaders.interfaces import DAMAGE, Finished, Loaded, Place, Plan, Room, Stretch, Work
+from headrace.loaders.batch.memory import MemoryBudget
+from headrace.loaders.cancellation import check_cancelled
+from headrace.loaders.fetch.sample_reader import SampleReader, ranges
+from headrace.loaders.interfaces import (
+    DAMAGE,
+    FetchedSample,
+    FileTarget,
+    PixelTarget,
+    Plan,
+    ProcessedSample,
+    Processor,
+    SampleRef,
+)
 from headrace.loaders.partial.needed import Runs, together
 from headrace.loaders.quarantine.quarantine import Quarantine
-from headrace.loaders.quarantine.records import Refusal
+from headrace.loaders.quarantine.records import SkippedSample
 
 MAX_SUBSTITUTES = 16
-OnBad = Literal["replace", "shorter"]
-Rooms = Sequence[Room | Stretch | None]
+OnError = Literal["replace", "shorter"]
+Rooms = Sequence[PixelTarget | FileTarget | None]
 Needs = Mapping[str, Runs]
 """Of a sample's files of which no more than pieces are needed."""
 _WHOLE: Needs = {}
 
 
-class Maker:
+class SampleBuilder:
     """Makes samples. `sources` read the plan's datasets. Safe to share between threads.
 
     `on_bad="replace"` lets neighbours stand in for what is damaged; "shorter" leaves it out, and delivers its refusals
@@ -45,17 +54,17 @@ class Maker:
     def __init__(
         self,
         plan: Plan,
-        work: Work,
-        sources: Sequence[Source],
+        work: Processor,
+        sources: Sequence[SampleReader],
         quarantine: Quarantine,
-        memory: Memory,
-        on_bad: OnBad = "replace",
+        memory: MemoryBudget,
+        on_bad: OnError = "replace",
     ) -> None:
         self._plan, self._work, self._sources = plan, work, sources
         self._quarantine, self._memory, self._on_bad = quarantine, memory, on_bad
         self._joined = work.layout.joined
 
-    def make(self, places: Sequence[Place], rooms: Rooms) -> list[Finished]:
+    def make(self, places: Sequence[SampleRef], rooms: Rooms) -> list[ProcessedSample]:
         """The samples of `places`, worked on together where the work can, maybe each in its room. Left out is what has
         no tensors."""
         outcomes = self._try(places, rooms)
@@ -64,33 +73,35 @@ class Maker:
             for place, room, outcome in zip(places, rooms, outcomes, strict=True)
         ]
 
-    def _try(self, places: Sequence[Place], rooms: Rooms) -> list[Finished | HeadraceError]:
+    def _try(self, places: Sequence[SampleRef], rooms: Rooms) -> list[ProcessedSample | HeadraceError]:
         needs = [
-            _WHOLE if isinstance(r, Stretch) else self._work.partial(p) for p, r in zip(places, rooms, strict=True)
+            _WHOLE if isinstance(r, FileTarget) else self._work.partial(p) for p, r in zip(places, rooms, strict=True)
         ]
         with self._memory.admitted(sum(map(self._cost, places, rooms, needs))):
             loaded = self._load_all(places, rooms, needs) if self._joined is None else self._load_joined(places, rooms)
             with span("decode", clips=len(places)):
-                whole = [one for one in loaded if isinstance(one, Loaded)]
-                made = self._work.do(whole)
+                whole = [one for one in loaded if isinstance(one, FetchedSample)]
+                made = self._work.process(whole)
             if len(whole) == len(places):
                 return made
             done = iter(made)
-            return [next(done) if isinstance(one, Loaded) else one for one in loaded]
+            return [next(done) if isinstance(one, FetchedSample) else one for one in loaded]
 
-    def _cost(self, place: Place, room: Room | Stretch | None, partial: Needs) -> int:
-        if isinstance(room, Stretch):
+    def _cost(self, place: SampleRef, room: PixelTarget | FileTarget | None, partial: Needs) -> int:
+        if isinstance(room, FileTarget):
             return len(room.memory)
         sample = place.sample
         read = ranges(sample, self._work.members(sample), partial)
         return sum([length for _, _, length in read]) + self._work.cost(sample)
 
-    def _load_all(self, places: Sequence[Place], rooms: Rooms, needs: Sequence[Needs]) -> list[Loaded | HeadraceError]:
+    def _load_all(
+        self, places: Sequence[SampleRef], rooms: Rooms, needs: Sequence[Needs]
+    ) -> list[FetchedSample | HeadraceError]:
         """Parts of one sample share its bytes."""
         shared = dict[tuple[int, int], list[Needs]]()
         for place, need in zip(places, needs, strict=True):
             shared.setdefault(_which(place), []).append(need)
-        there = dict[tuple[int, int], Loaded | HeadraceError]()
+        there = dict[tuple[int, int], FetchedSample | HeadraceError]()
         for place, room in zip(places, rooms, strict=True):
             which = _which(place)
             if which not in there:
@@ -103,42 +114,48 @@ class Maker:
             for place, room, one in zip(places, rooms, found, strict=True)
         ]
 
-    def _load_joined(self, places: Sequence[Place], rooms: Rooms) -> list[Loaded | HeadraceError]:
+    def _load_joined(self, places: Sequence[SampleRef], rooms: Rooms) -> list[FetchedSample | HeadraceError]:
         """What is delivered as it is, read to where it belongs: all in one go, and one by one from the first on with
         which something is wrong."""
         wanted = dict[int, list[int]]()
         for slot, (place, room) in enumerate(zip(places, rooms, strict=True)):
-            if isinstance(room, Stretch) and not self._quarantine.condemned(place):
+            if isinstance(room, FileTarget) and not self._quarantine.condemned(place):
                 wanted.setdefault(place.source, []).append(slot)
-        found: list[Loaded | HeadraceError | None] = [None] * len(places)
+        found: list[FetchedSample | HeadraceError | None] = [None] * len(places)
         for source, slots in wanted.items():
-            stretches = [room for slot in slots if isinstance(room := rooms[slot], Stretch)]
+            stretches = [room for slot in slots if isinstance(room := rooms[slot], FileTarget)]
             whole = self._sources[source].fetch_first(stretches)
             for slot, stretch in zip(slots[:whole], stretches, strict=False):
-                found[slot] = Loaded(places[slot], {}, None, stretch.files)
+                found[slot] = FetchedSample(places[slot], {}, None, stretch.files)
         return [one or self._load(places[slot], None, _WHOLE) for slot, one in enumerate(found)]
 
-    def _load(self, place: Place, room: Room | Stretch | None, partial: Needs) -> Loaded | HeadraceError:
+    def _load(
+        self, place: SampleRef, room: PixelTarget | FileTarget | None, partial: Needs
+    ) -> FetchedSample | HeadraceError:
         """Read the bytes and check them; of files that are read in part, that is done when they are looked at."""
-        check()  # a store may take seconds for each
+        check_cancelled()  # a store may take seconds for each
         known = self._quarantine.condemned(place)
         if known:
             return known
         try:
             source, exts = self._sources[place.source], self._work.members(place.sample)
-            return Loaded(place, source.fetch(place.sample, exts, partial), _drawn(room))
+            return FetchedSample(place, source.fetch(place.sample, exts, partial), _drawn(room))
         except CorruptionError as error:
             self._quarantine.condemn(place, error)
             return error
 
-    def _instead(self, place: Place, room: Room | Stretch | None, error: HeadraceError) -> Finished:
+    def _instead(
+        self, place: SampleRef, room: PixelTarget | FileTarget | None, error: HeadraceError
+    ) -> ProcessedSample:
         if self._on_bad == "replace" or not isinstance(error, DAMAGE):
             return self._substitute(place, room, error)
-        return Finished(place.sample, {}, refusals=(self._refusal(place, error),))
+        return ProcessedSample(place.sample, {}, refusals=(self._refusal(place, error),))
 
-    def _substitute(self, place: Place, room: Room | Stretch | None, error: HeadraceError) -> Finished:
+    def _substitute(
+        self, place: SampleRef, room: PixelTarget | FileTarget | None, error: HeadraceError
+    ) -> ProcessedSample:
         """The first neighbour that is whole."""
-        refusals: list[Refusal] = []
+        refusals: list[SkippedSample] = []
         refused, first = place, error
         for attempt in range(MAX_SUBSTITUTES):
             if not isinstance(error, DAMAGE):
@@ -157,22 +174,24 @@ class Maker:
             hint="check the dataset with `headrace verify`",
         ) from first
 
-    def _room_for(self, sample: Sample, room: Room | Stretch | None) -> Room | Stretch | None:
+    def _room_for(self, sample: Sample, room: PixelTarget | FileTarget | None) -> PixelTarget | FileTarget | None:
         """The room of one sample for another one; None where its files do not fill it."""
-        if self._joined is None or not isinstance(room, Stretch):
+        if self._joined is None or not isinstance(room, FileTarget):
             return room
         files = self._joined(sample)
-        return Stretch(files, room.memory) if files.size == len(room.memory) else None
+        return FileTarget(files, room.memory) if files.size == len(room.memory) else None
 
-    def _refusal(self, place: Place, error: HeadraceError) -> Refusal:
+    def _refusal(self, place: SampleRef, error: HeadraceError) -> SkippedSample:
         sample = place.sample
         for_good = self._quarantine.condemned(place) is not None
         url = self._plan.datasets[place.source].url
         offset = _offset(sample, self._work.members(sample))
-        return Refusal(sample.id, sample.key, sample.shard, offset, error.code, str(error), for_good, url, place.source)
+        return SkippedSample(
+            sample.id, sample.key, sample.shard, offset, error.code, str(error), for_good, url, place.source
+        )
 
 
-def _which(place: Place) -> tuple[int, int]:
+def _which(place: SampleRef) -> tuple[int, int]:
     """Its sample."""
     return place.source, place.sample.id
 
@@ -183,9 +202,9 @@ def _together(needs: Sequence[Needs]) -> Needs:
     return {ext: together([runs, *(one.get(ext, ()) for one in others)]) for ext, runs in first.items()}
 
 
-def _drawn(room: Room | Stretch | None) -> Room | None:
-    """Room that a work can draw in."""
-    return None if isinstance(room, Stretch) else room
+def _drawn(room: PixelTarget | FileTarget | None) -> PixelTarget | None:
+    """The target that a processor can draw in."""
+    return None if isinstance(room, FileTarget) else room
 
 
 def _offset(sample: Sample, exts: Sequence[str]) -> int:

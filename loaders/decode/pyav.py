@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.shards.media import bitstream, images
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
-from headrace.loaders.cancellation import check
+from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.decode import jpeg
 from headrace.loaders.decode.canvas import Canvas, Paintable, Quick, Whole
 from headrace.loaders.decode.contract import Decoded, Request
@@ -236,7 +236,7 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
     if skipping:
         needed = _in_lower_layers(window, packets)
     for number, packet in enumerate(packets):
-        check()
+        check_cancelled()
         if skipping:
             context.skip_frame = "DEFAULT" if packet.pts in wanted or number in needed else "NONREF"
         if window.bare:

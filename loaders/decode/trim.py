@@ -37,7 +37,7 @@ from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.dataio.shards.media import bitstream
 from headrace.dataio.shards.media.bitstream import is_shown
 from headrace.dataio.shards.media.container import check_complete
-from headrace.loaders.cancellation import check
+from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.contract import MAX_CLIP_BYTES, Request
 from headrace.loaders.decode.excerpt import Excerpt, excerpt, pays
@@ -318,7 +318,7 @@ def _decoded_times(request: Request) -> list[int]:
         stream = _video(container, request.info, request.info.stream)
         stream.codec_context.thread_count = 1
         for packet in _bounded(container.demux(stream), request):
-            check()
+            check_cancelled()
             times += [_NEVER if frame.pts is None else frame.pts for frame in packet.decode()]
         times += [_NEVER if frame.pts is None else frame.pts for frame in stream.codec_context.decode(None)]
     if len(times) != request.info.frames:

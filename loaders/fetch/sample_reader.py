@@ -1,13 +1,13 @@
 """From samples to their compressed bytes, checked.
 
-Purpose: read the members of a sample through a `ShardReader` and compare them with the index's digests before any decoder
-sees them.
-Invariant: `fetch` returns bytes whose XXH3-64 is the index's, or raises; of long files that are needed in part it returns
-something that compares each piece when it is looked at. A first mismatch may be the cache's fault (its disk may rot), so the
-bytes are read once more, straight from the store. A second one may be the network's, so they are read again `LATER` seconds
-later, by another connection: only a third mismatch is a verdict.
-Failure behaviour: `CorruptionError` naming shard, offset and length when the store's own bytes are wrong or missing; other
-errors of the store pass through.
+Purpose: read the members of a sample through a `ShardReader` and compare them with the index's digests before any
+decoder sees them.
+Invariant: `fetch` returns bytes whose XXH3-64 is the index's, or raises; of long files that are needed in part it
+returns something that compares each piece when it is looked at. A first mismatch may be the cache's fault (its disk may
+rot), so the bytes are read once more, straight from the store. A second one may be the network's, so they are read
+again `LATER` seconds later, by another connection: only a third mismatch is a verdict.
+Failure behaviour: `CorruptionError` naming shard, offset and length when the store's own bytes are wrong or missing;
+other errors of the store pass through.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFound
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.dataio.store.contract import Store
-from headrace.loaders.cancellation import check
+from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.file import Media, PartialFile
 from headrace.loaders.partial.heads import HELD_BYTES, Heads
@@ -66,7 +66,8 @@ def files(sample: Sample, exts: Sequence[str]) -> Files:
 
 
 def spans(files: Files) -> list[Range]:
-    """What `Source.fetch_into` reads of one or more files: those that lie side by side, with the headers between them, as one."""
+    """What `SampleReader.fetch_into` reads of one or more files: those that lie side by side, with the headers between
+    them, as one."""
     shard, each = files.shard, files.each
     first, end, gaps = each[0].offset, 0, GAP_BYTES * (len(each) - 1)
     for member in each:  # plainly, in half the time: thousands a second pass here
@@ -90,7 +91,7 @@ class StoreReader:
     def read_later(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The same after a while, by another connection."""
         time.sleep(LATER)
-        check()  # whether anybody still wants it
+        check_cancelled()  # whether anybody still wants it
         self._store.reconnect()
         return self.read(key, ranges)
 
@@ -112,16 +113,16 @@ class StoreReader:
         pass
 
 
-class Source:
-    """Reads samples of one dataset, and holds so many bytes of the heads of long files. Safe to share between threads, as its
-    reader is."""
+class SampleReader:
+    """Reads samples of one dataset, and holds so many bytes of the heads of long files. Safe to share between threads,
+    as its reader is."""
 
     def __init__(self, reader: ShardReader, store: Store, held: int = HELD_BYTES) -> None:
         self._reader, self._direct, self._heads = reader, StoreReader(store), Heads(held)
 
     def fetch(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> dict[str, Media]:
-        """The members of these extensions, read-only; each extension once. Of those that are `partial`, the pieces that are
-        foreseen are there, and others are read when they are looked at."""
+        """The members of these extensions, read-only; each extension once. Of those that are `partial`, the pieces that
+        are foreseen are there, and others are read when they are looked at."""
         members = [_member(sample, ext) for ext in dict.fromkeys(exts)]
         whole = [member for member in members if member.ext not in partial] if partial else members
         found = dict[str, Media]()
@@ -141,7 +142,8 @@ class Source:
         return found
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:
-        """Some files of a sample, one after the other into writable `memory`, which is long enough; how many bytes they are."""
+        """Some files of a sample, one after the other into writable `memory`, which is long enough; how many bytes they
+        are."""
         pieces = _pieces(files, memory)
         try:
             self._reader.read_into(files.shard, pieces)
@@ -153,8 +155,8 @@ class Source:
         return sum([len(view) for _, view in pieces])
 
     def fetch_first(self, wanted: Sequence[tuple[Files, memoryview]]) -> int:
-        """`fetch_into` for one after the other, as far as nothing is wrong: how many of the first are there. What is the matter
-        with the next one, `fetch_into` or `fetch` says."""
+        """`fetch_into` for one after the other, as far as nothing is wrong: how many of the first are there. What is
+        the matter with the next one, `fetch_into` or `fetch` says."""
         done = 0
         with contextlib.suppress(HeadraceError):
             for first in range(0, len(wanted), AT_ONCE):
@@ -165,7 +167,7 @@ class Source:
                         if not _is_right(view, member.xxh3):
                             return done
                     done += 1
-                    check()  # whether anybody still wants the rest
+                    check_cancelled()  # whether anybody still wants the rest
         return done
 
     def ranges(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> list[Range]:

@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterable, Sequence
 from headrace.dataio.core import metrics
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
 from headrace.dataio.core.log import get_logger
-from headrace.loaders.interfaces import Place
-from headrace.loaders.quarantine.records import Refusal
+from headrace.loaders.interfaces import SampleRef
+from headrace.loaders.quarantine.records import SkippedSample
 from headrace.loaders.validation import plain
 
 _log = get_logger(__name__)
 
 
-def refusals_allowed(limit: float, samples: int) -> int:
+def skips_allowed(limit: float, samples: int) -> int:
     """How many samples may be refused: `limit` itself, or, below 1, that share of the `samples` of an epoch, at least
     one."""
     limit = plain("quarantine_limit", limit, float)
@@ -51,17 +51,17 @@ class Quarantine:
     def __init__(
         self,
         limit: int,
-        newly: Callable[[Refusal], None] = lambda _: None,
-        keep: Callable[[Refusal, int], bool] | None = None,
+        newly: Callable[[SkippedSample], None] = lambda _: None,
+        keep: Callable[[SkippedSample, int], bool] | None = None,
     ) -> None:
         self._limit, self._newly, self._keep = limit, newly, keep
         self._lock = threading.Lock()
         self._condemned: dict[tuple[int, int], HeadraceError] = {}
-        self._delivered: dict[tuple[int, int], Refusal] = {}
+        self._delivered: dict[tuple[int, int], SkippedSample] = {}
         self._loaded: frozenset[tuple[int, int]] = frozenset()
         self._kept = set[tuple[int, int]]()
 
-    def condemn(self, place: Place, error: HeadraceError) -> None:
+    def condemn(self, place: SampleRef, error: HeadraceError) -> None:
         """Never read this place's sample again. Known at once, listed when the batch is delivered.
 
         What is kept is the error without its frames, which would keep the bytes that were read.
@@ -69,12 +69,12 @@ class Quarantine:
         with self._lock:
             self._condemned.setdefault((place.source, place.sample.id), type(error)(error.message, hint=error.hint))
 
-    def condemned(self, place: Place) -> HeadraceError | None:
+    def condemned(self, place: SampleRef) -> HeadraceError | None:
         """Why this place's sample is not read any more, or None."""
         known = place.asof.refuses(place) if place.asof is not None else None
         return known or self._condemned.get((place.source, place.sample.id))
 
-    def deliver(self, refusals: Iterable[Refusal], epoch: int = 0) -> None:
+    def deliver(self, refusals: Iterable[SkippedSample], epoch: int = 0) -> None:
         """Take in what was refused for a batch that the trainer now gets; `newly` is told of each sample once."""
         for refusal in refusals:
             metrics.quarantined_samples.labels(refusal.code).inc()
@@ -96,7 +96,7 @@ class Quarantine:
             )
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
+    def refusals(self) -> tuple[SkippedSample, ...]:
         """Every sample refused since the loader was made or its state loaded, once, in the order of the batches."""
         return tuple(self._delivered.values())
 

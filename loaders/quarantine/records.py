@@ -29,7 +29,7 @@ _SUFFIX = ".refusals.jsonl"
 _log = get_logger(__name__)
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class SkippedSample(msgspec.Struct, frozen=True):
     """One refused sample: its number, its key, where its bytes lie, why. `code` is that of the error.
 
     `for_good` tells wrong bytes from a clip that does not decode. `dataset` is the URL of the sample's dataset,
@@ -69,7 +69,7 @@ def file_of(folder: Path, dataset: str) -> Path:
     return folder / f"{blake3.blake3(dataset.rstrip('/').encode()).hexdigest(8)}{_SUFFIX}"
 
 
-def write(refusal: Refusal, version: int, folder: Path | None) -> None:
+def write(refusal: SkippedSample, version: int, folder: Path | None) -> None:
     """Append a record."""
     if folder is None:
         return
@@ -93,7 +93,7 @@ def write(refusal: Refusal, version: int, folder: Path | None) -> None:
 class Record(msgspec.Struct, frozen=True):
     """A refusal as it was written, and the dataset's version then."""
 
-    refusal: Refusal
+    refusal: SkippedSample
     version: int
 
 
@@ -134,7 +134,7 @@ def _record(line: bytes) -> Record | None:
     try:
         values = json.loads(line)
         version = int(values.pop("version"))
-        refusal = Refusal(**values)
+        refusal = SkippedSample(**values)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     kinds = {"id": int, "key": str, "shard": str, "offset": int, "code": str, "reason": str, "dataset": str}

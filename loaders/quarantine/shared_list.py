@@ -45,8 +45,8 @@ from headrace.dataio.store.open import open_store
 from headrace.loaders.sampling.state import Difference, Position
 
 if TYPE_CHECKING:
-    from headrace.loaders.interfaces import Place, Plan
-    from headrace.loaders.quarantine.records import Refusal
+    from headrace.loaders.interfaces import Plan, SampleRef
+    from headrace.loaders.quarantine.records import SkippedSample
     from headrace.loaders.sampling.plan import OrderPlan
 
 _log = get_logger(__name__)
@@ -55,7 +55,7 @@ FORMAT = 1
 MAX_VERSIONS = 100_000
 MAX_ENTRIES = 10_000
 _TRIES = 64
-Spot = tuple[str, str, int]
+Location = tuple[str, str, int]
 """Where a sample's bytes lie: the dataset's URL, the shard, the offset of its first member."""
 
 
@@ -79,7 +79,7 @@ class Entry(msgspec.Struct, frozen=True):
     process: str = ""
 
     @property
-    def spot(self) -> Spot:
+    def spot(self) -> Location:
         return self.dataset, self.shard, self.offset
 
     def confirms(self, other: Entry) -> bool:
@@ -119,7 +119,7 @@ class QuarantineList:
         self.pinned = version
         self._lock = threading.RLock()
         self._digests: list[str] = [""]  # of versions 0, 1, …
-        self._entries: dict[Spot, list[tuple[int, Entry]]] = {}
+        self._entries: dict[Location, list[tuple[int, Entry]]] = {}
 
     @property
     def url(self) -> str:
@@ -176,16 +176,16 @@ class QuarantineList:
             self._store.put_if_absent(key, msgspec.json.encode(mine))
             return self._decided(key)
 
-    def refused(self, spot: Spot, version: int, run: str, epoch: int) -> Entry | None:
+    def refused(self, spot: Location, version: int, run: str, epoch: int) -> Entry | None:
         """The entry of a sample that `epoch` of `run` leaves out when it goes by `version`."""
         own = (e for _, e in self._entries.get(spot, ()) if e.run == run and run and e.epoch <= epoch)
         return self._lasting(spot, version) or next(own, None)
 
-    def is_lasting(self, spot: Spot, version: int) -> bool:
+    def is_lasting(self, spot: Location, version: int) -> bool:
         """Whether every run that goes by `version` leaves the sample out."""
         return self._lasting(spot, version) is not None
 
-    def _lasting(self, spot: Spot, version: int) -> Entry | None:
+    def _lasting(self, spot: Location, version: int) -> Entry | None:
         """The entry by which every run goes: one that was not only suspected, or the second run's, of another
         process."""
         before = list[Entry]()
@@ -265,7 +265,7 @@ def _entries(version: int) -> str:
     return f"entries/{version:08}.json"
 
 
-def spot_of(sample: Sample, url: str) -> Spot:
+def location_of(sample: Sample, url: str) -> Location:
     """Where a sample lies."""
     return url, sample.shard, sample.members[0].offset if sample.members else 0
 
@@ -277,8 +277,8 @@ PROCESS = secrets.token_hex(8)
 child."""
 
 
-class AsOf(msgspec.Struct, frozen=True):
-    """What an epoch of a run leaves out: `Place.asof`. `urls` are those of the plan's datasets."""
+class ListAtVersion(msgspec.Struct, frozen=True):
+    """What an epoch of a run leaves out: `SampleRef.asof`. `urls` are those of the plan's datasets."""
 
     list: QuarantineList
     version: int
@@ -286,13 +286,15 @@ class AsOf(msgspec.Struct, frozen=True):
     epoch: int
     urls: tuple[str, ...]
 
-    def refuses(self, place: Place) -> HeadraceError | None:
+    def refuses(self, place: SampleRef) -> HeadraceError | None:
         """Why the sample of this place is not read, or None."""
-        entry = self.list.refused(spot_of(place.sample, self.urls[place.source]), self.version, self.run, self.epoch)
+        entry = self.list.refused(
+            location_of(place.sample, self.urls[place.source]), self.version, self.run, self.epoch
+        )
         return None if entry is None else CorruptionError(f"it is on the list at {self.list.url}: {entry.reason}")
 
 
-class Listed:
+class FollowedList:
     """A list as one loader goes by it: which version in which epoch, and the plan's places marked with that.
 
     `run` stands for everything that decides the order. Safe to share between threads.
@@ -307,7 +309,7 @@ class Listed:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, place: str | os.PathLike[str] | QuarantineList, plan: OrderPlan) -> Listed:
+    def of(cls, place: str | os.PathLike[str] | QuarantineList, plan: OrderPlan) -> FollowedList:
         """The list at a URL, or one that is open and stays so."""
         described = json.dumps(plan.fingerprint(0, 0).values(), sort_keys=True)
         owns = not isinstance(place, QuarantineList)
@@ -344,18 +346,18 @@ class Listed:
         found = self.list.adopted(self._run, epoch)
         return max(found, version) if epoch > told and self.list.pinned is None else found
 
-    def places(self, epoch: int, batches: range) -> Sequence[Sequence[Place]]:
-        asof = AsOf(self.list, self.version_of(epoch), self._run, epoch, self._urls)
+    def places(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
+        asof = ListAtVersion(self.list, self.version_of(epoch), self._run, epoch, self._urls)
         found = self._plan.places(epoch, batches)
         return [[replace(place, asof=asof) for place in places] for places in found]
 
     def batches_in(self, epoch: int) -> int:
         return self._plan.batches_in(epoch)
 
-    def add(self, refusal: Refusal, epoch: int) -> bool:
+    def add(self, refusal: SkippedSample, epoch: int) -> bool:
         """See to it that a sample that a batch of `epoch` was found to hold is on the list; False where it is not."""
         sample = self._plan.datasets[refusal.source].sample(refusal.id)
-        spot = spot_of(sample, self._urls[refusal.source])
+        spot = location_of(sample, self._urls[refusal.source])
         if self.list.refused(spot, self.version_of(epoch), self._run, epoch) is not None:
             return True
         if self.list.pinned is not None or self._sealed:
@@ -372,7 +374,7 @@ class Listed:
         )  # not if found in a later epoch
 
 
-def go_by_state(listed: Listed | None, position: Position) -> Difference | None:
+def follow_state(listed: FollowedList | None, position: Position) -> Difference | None:
     """Have the position's epoch go by the version that the state names: none of the list, where it names none. What
     does not fit is left as it is, and said."""
     version, digest = position.listed or (0, "")

@@ -40,12 +40,12 @@ import msgspec
 import numpy as np
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.interfaces import Fit, Place
+from headrace.loaders.interfaces import RowSpan, SampleRef
 from headrace.loaders.sampling.permutation import I64, U64, key_of, permute
 from headrace.loaders.sampling.plan import OrderPlan, Stream
 from headrace.loaders.sampling.schedule import Population
 from headrace.loaders.sampling.state import Fingerprint
-from headrace.loaders.validation import settle
+from headrace.loaders.validation import validate_fields
 
 MAX_LOOKAHEAD = 65_536
 GROUP = 4
@@ -69,7 +69,7 @@ class Packing:
     anew: bool = False
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate_fields(self)
         if not 1 <= self.capacity <= MAX_CAPACITY or not 1 <= self.lookahead <= MAX_LOOKAHEAD:
             raise UsageError(
                 f"{self} is not possible", hint=f"capacity is at least 1, lookahead from 1 to {MAX_LOOKAHEAD}"
@@ -259,32 +259,32 @@ class RepackedStream(PackedStream, frozen=True, eq=False):
 class PackedPlan(OrderPlan, frozen=True, eq=False):
     """An `OrderPlan` over packed streams: `places` are the pieces of its rows, row after row."""
 
-    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+    def places(self, epoch: int, batches: range) -> list[list[SampleRef]]:
         return [self._batch(epoch, batch) for batch in batches]
 
-    def _batch(self, epoch: int, batch: int) -> list[Place]:
+    def _batch(self, epoch: int, batch: int) -> list[SampleRef]:
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
         rows = list(zip(share.stream.tolist(), share.epoch.tolist(), share.virtual.tolist(), strict=True))
-        places = dict[int, list[Place]]()
+        places = dict[int, list[SampleRef]]()
         for number in np.unique(share.stream).tolist():
             mine = [(row, own_epoch, v) for row, (stream, own_epoch, v) in enumerate(rows) if stream == number]
             places.update(self._pieces(number, mine))
         return [place for row in range(len(rows)) for place in places[row]]
 
-    def substitute(self, place: Place, attempt: int) -> Place | None:
+    def substitute(self, place: SampleRef, attempt: int) -> SampleRef | None:
         return None
 
-    def _pieces(self, number: int, rows: list[tuple[int, int, int]]) -> dict[int, list[Place]]:
+    def _pieces(self, number: int, rows: list[tuple[int, int, int]]) -> dict[int, list[SampleRef]]:
         """The pieces of these (row, epoch, sequence)s of a stream, whose samples are looked up together."""
         stream, seed = self.streams[number], self.schedule.orders[number].seed
         assert isinstance(stream, PackedStream)
         sequences = [stream.at(epoch).sequence(virtual) for _, epoch, virtual in rows]
         wanted = sorted({int(stream.ids[piece.sample]) for sequence in sequences for piece in sequence})
         samples = dict(zip(wanted, stream.dataset.samples(wanted), strict=True))
-        found = dict[int, list[Place]]()
+        found = dict[int, list[SampleRef]]()
         for (row, epoch, virtual), sequence in zip(rows, sequences, strict=True):
             found[row] = [
-                Place(
+                SampleRef(
                     epoch,
                     virtual,
                     samples[int(stream.ids[piece.sample])],
@@ -309,7 +309,7 @@ class RepackedPlan(PackedPlan, frozen=True, eq=False):
         assert self.epochs is not None
         return self.epochs(epoch)
 
-    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+    def places(self, epoch: int, batches: range) -> list[list[SampleRef]]:
         return self.of(epoch).places(epoch, batches)
 
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
@@ -319,10 +319,10 @@ class RepackedPlan(PackedPlan, frozen=True, eq=False):
         return self.of(epoch).fingerprint(epoch, batch)
 
 
-def _fits(row: int, sequence: tuple[Piece, ...]) -> list[tuple[Piece, Fit]]:
+def _fits(row: int, sequence: tuple[Piece, ...]) -> list[tuple[Piece, RowSpan]]:
     """Where each piece lies in its row."""
     ends = np.cumsum([piece.length for piece in sequence]).tolist()
     return [
-        (piece, Fit(row, end - piece.length, piece.start, piece.length))
+        (piece, RowSpan(row, end - piece.length, piece.start, piece.length))
         for piece, end in zip(sequence, ends, strict=True)
     ]

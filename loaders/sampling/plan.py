@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders.interfaces import Place
+from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, U64, key_of
 from headrace.loaders.sampling.schedule import Plain, Population, Schedule
@@ -87,7 +87,7 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
         parts = self.parts.each if isinstance(self.parts.each, int) else self.parts.each[rows]
         return Stream.of(self.dataset, self.ids[rows], parts, self.source)
 
-    def substitute(self, order: Order, place: Place, attempt: int) -> Place | None:
+    def substitute(self, order: Order, place: SampleRef, attempt: int) -> SampleRef | None:
         """The same part of a neighbour, as the chunks of `order` group the samples."""
         (number,), (part,) = self.parts.split(np.array([place.virtual]))
         each = max(1, self.parts.total // len(self.ids))
@@ -150,13 +150,13 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         """Samples of all streams, each counted once."""
         return sum(len(stream.ids) for stream in self.streams)
 
-    def places(self, epoch: int, batches: range) -> list[list[Place]]:
+    def places(self, epoch: int, batches: range) -> list[list[SampleRef]]:
         """Looked up for all batches at once: for each by itself it takes twice as long."""
         shares = [self.schedule.share(epoch, batch, self.rank, self.world_size) for batch in batches]
         streams, epochs, everything = (
             np.concatenate([getattr(share, name) for share in shares]) for name in ("stream", "epoch", "virtual")
         )
-        places = dict[int, Place]()
+        places = dict[int, SampleRef]()
         for number in np.flatnonzero(np.bincount(streams)).tolist():  # np.unique would import masked arrays
             slots = np.flatnonzero(streams == number)
             stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, everything[slots]
@@ -164,13 +164,13 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
             samples = stream.dataset.samples(stream.ids[rows].tolist())
             columns = (slots.tolist(), epochs[slots].tolist(), virtual.tolist(), samples, parts.tolist())
             for slot, own_epoch, v, sample, part in zip(*columns, strict=True):
-                places[slot] = Place(
+                places[slot] = SampleRef(
                     own_epoch, v, sample, part, source=stream.source, seed=seed, stream=number
                 )  # fmt: skip
         in_order = iter([places[slot] for slot in range(len(places))])
         return [list(islice(in_order, len(share))) for share in shares]
 
-    def substitute(self, place: Place, attempt: int) -> Place | None:
+    def substitute(self, place: SampleRef, attempt: int) -> SampleRef | None:
         return self.streams[place.stream].substitute(self.schedule.orders[place.stream], place, attempt)
 
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return self.names or ("",)
 
 
-def having(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
+def samples_with(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> I64:
     """The numbers of the samples of which `column` is neither null nor one of `without`; `what` names it in the error
     when there are none."""
     if not len(dataset):

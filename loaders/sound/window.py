@@ -16,8 +16,8 @@ import numpy as np
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.contract import AudioInfo
 from headrace.loaders.clip import Counts, Start, Values, check_start, first_of
-from headrace.loaders.interfaces import Place
-from headrace.loaders.validation import settle
+from headrace.loaders.interfaces import SampleRef
+from headrace.loaders.validation import validate_fields
 
 MAX_SECONDS = 86_400.0
 
@@ -38,7 +38,7 @@ class Window:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate_fields(self)
         if not 0 < self.seconds <= MAX_SECONDS or self.per_sample < 1 or self.jitter > MAX_SECONDS:
             raise UsageError(f"{self} is not a window", hint="seconds and per_sample are positive, at most a day")
         check_start(self.start, self.per_sample, self.jitter)
@@ -51,7 +51,7 @@ def counts(window: Window, seconds: Values) -> int | Counts:
     return np.maximum(1, np.floor(seconds / window.seconds + 1e-9)).astype(np.int64)
 
 
-def begin(info: AudioInfo, window: Window, place: Place) -> Fraction:
+def begin(info: AudioInfo, window: Window, place: SampleRef) -> Fraction:
     """Seconds from the sound's first sample to the window's, a whole number of the source's samples."""
     span = Fraction(window.seconds) * info.sample_rate
     room = max(0, int(info.samples - span))

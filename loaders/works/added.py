@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError, UsageError
 from headrace.dataio.shards.contract import Sample
-from headrace.loaders.interfaces import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.interfaces import FetchedSample, ProcessedSample, Processor, SampleLayout, SampleRef
 from headrace.loaders.partial.needed import Runs
 
 _TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn
@@ -29,24 +29,24 @@ Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
 class Around:
     """A work that does what another does, and more."""
 
-    def __init__(self, inner: Work) -> None:
+    def __init__(self, inner: Processor) -> None:
         self._inner = inner
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SampleLayout:
         return self._inner.layout
 
     def members(self, sample: Sample) -> list[str]:
         return self._inner.members(sample)
 
-    def partial(self, place: Place) -> Mapping[str, Runs]:
+    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
         return self._inner.partial(place)
 
     def cost(self, sample: Sample) -> int:
         return self._inner.cost(sample)
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
-        done = self._inner.do(self._given(loaded))
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        done = self._inner.process(self._given(loaded))
         return [
             result if isinstance(result, HeadraceError) else self._more(one.place, result)
             for one, result in zip(loaded, done, strict=True)
@@ -55,11 +55,11 @@ class Around:
     def close(self) -> None:
         self._inner.close()
 
-    def _given(self, loaded: Sequence[Loaded]) -> Sequence[Loaded]:
+    def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
         """What the inner work gets."""
         return loaded
 
-    def _more(self, place: Place, finished: Finished) -> Finished:
+    def _more(self, place: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         raise NotImplementedError
 
 
@@ -67,18 +67,18 @@ class WithColumns(Around):
     """Lists these columns of the index, or promoted fields of the samples' JSON, in every batch; None where a sample
     has none."""
 
-    def __init__(self, inner: Work, columns: Sequence[str]) -> None:
+    def __init__(self, inner: Processor, columns: Sequence[str]) -> None:
         from headrace.dataio.shards.index.rows import to_row  # with Arrow, which loaders without columns do without
 
         super().__init__(inner)
         self._columns, self._row = tuple(columns), to_row
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SampleLayout:
         inner = self._inner.layout
         return replace(inner, numbers={**inner.numbers, **dict.fromkeys(self._columns)})
 
-    def _more(self, place: Place, finished: Finished) -> Finished:
+    def _more(self, place: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         row = self._row(finished.sample)
         fields = finished.sample.fields
         more = {name: row[name] if name in row else fields.get(name) for name in self._columns}
@@ -100,15 +100,15 @@ def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tup
 class Transformed(Around):
     """Calls `transform(tensors, generator)` for every sample, in the thread that decoded it; what it returns is batched."""
 
-    def __init__(self, inner: Work, transform: Transform) -> None:
+    def __init__(self, inner: Processor, transform: Transform) -> None:
         super().__init__(inner)
         self._transform = transform
 
-    def _given(self, loaded: Sequence[Loaded]) -> Sequence[Loaded]:
+    def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
         """Without room in the batch: what the transform keeps, or returns turned, is memory of its own."""
         return [replace(one, room=None) for one in loaded]
 
-    def _more(self, place: Place, finished: Finished) -> Finished:
+    def _more(self, place: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         generator = torch.Generator().manual_seed(int(place.key(_TRANSFORM)[0]) >> 1)
         try:
             made: object = self._transform(dict(finished.tensors), generator)
@@ -136,7 +136,7 @@ def known_columns(fields: Mapping[str, object]) -> list[str]:
     return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
 
 
-def wrapped(work: Work, columns: Sequence[str], transform: Transform | None) -> Work:
+def wrapped(work: Processor, columns: Sequence[str], transform: Transform | None) -> Processor:
     """`work` with what was asked for around it."""
     if transform is not None:
         work = Transformed(work, transform)

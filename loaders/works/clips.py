@@ -25,7 +25,7 @@ from headrace.loaders.decode import resize
 from headrace.loaders.decode.contract import Color, Decoded, Decoder, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.together import beginning
-from headrace.loaders.interfaces import DAMAGE, Finished, Layout, Loaded, Place
+from headrace.loaders.interfaces import DAMAGE, FetchedSample, ProcessedSample, SampleLayout, SampleRef
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.works.cut import Cut
@@ -57,12 +57,12 @@ class Look(msgspec.Struct, frozen=True):
     color: Color = "bt601"
 
 
-def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[Place]], list[list[int]]]:
+def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
     """What tells which places of a batch are made together, in one thread: clips that may share their decoding, else those that
     are `LIGHT`, unless a transform or sound, which may take longer, comes after them. Looks by stream. Pure."""
     several = any(look.clip.per_video > 1 or look.clip.start == "every" for look in looks)
 
-    def groups(places: Sequence[Place]) -> list[list[int]]:
+    def groups(places: Sequence[SampleRef]) -> list[list[int]]:
         found, light, number = dict[Hashable, list[int]](), 0, 0
         for slot, place in enumerate(places):
             look, which = looks[place.stream if len(looks) > 1 else 0], None
@@ -79,7 +79,7 @@ def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[
     return groups
 
 
-def _beginning(place: Place, look: Look) -> Hashable:
+def _beginning(place: SampleRef, look: Look) -> Hashable:
     """Equal for clips that may share their decoding."""
     video = place.sample.video
     try:
@@ -89,13 +89,13 @@ def _beginning(place: Place, look: Look) -> Hashable:
     return None if begins is None else (place.source, place.sample.id, begins)
 
 
-def _pixels(place: Place, look: Look) -> int:
+def _pixels(place: SampleRef, look: Look) -> int:
     """About how many are decoded, but for what lies between the key frame and the clip."""
     video = place.sample.video
     return 0 if video is None else video.width * video.height * min(video.frames, look.clip.frames * look.clip.stride)
 
 
-def wanted_by(place: Place, video: VideoInfo, clip: Clip) -> Wanted:
+def wanted_by(place: SampleRef, video: VideoInfo, clip: Clip) -> Wanted:
     """The frames of a place."""
     return choose(video, clip, place.seed, place.epoch, place.sample.id, place.number, place.attempt)
 
@@ -121,16 +121,16 @@ class ClipWork:
         self._seen = set[tuple[str, ...]]()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SampleLayout:
         if self._look.audio is None:
-            return Layout(("video",), {"clip": torch.float64})
-        return Layout(("video", "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
+            return SampleLayout(("video",), {"clip": torch.float64})
+        return SampleLayout(("video", "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
 
     def members(self, sample: Sample) -> list[str]:
         infos = (sample.video, sample.audio if self._look.audio else None)
         return list(dict.fromkeys(info.ext for info in infos if info is not None))
 
-    def partial(self, place: Place) -> Mapping[str, Runs]:
+    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
         sample, look = place.sample, self._look
         video, audio = sample.video, sample.audio if look.audio else None
         apart = audio is not None and video is not None and audio.ext != video.ext
@@ -166,7 +166,7 @@ class ClipWork:
         height, width = look.size
         return picture * _DECODING + height * width * 3 * look.clip.frames
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
         requests = [self._request(one) for one in loaded]
         decoded = iter(self._decoder.decode([r for r in requests if isinstance(r, Request)]))
         return [
@@ -177,7 +177,7 @@ class ClipWork:
     def close(self) -> None:
         self._decoder.close()
 
-    def _request(self, loaded: Loaded) -> Request | HeadraceError:
+    def _request(self, loaded: FetchedSample) -> Request | HeadraceError:
         place = loaded.place
         video = place.sample.video
         if video is None:
@@ -207,7 +207,7 @@ class ClipWork:
                 "to train on the others too, pack each as a sample of its own",
             )
 
-    def _cut(self, place: Place, video: VideoInfo) -> Fit | None:
+    def _cut(self, place: SampleRef, video: VideoInfo) -> Fit | None:
         """What the decoder is to make of the frames; nothing where they are turned before."""
         look = self._look
         if look.size is None or self._turned(video):
@@ -217,7 +217,9 @@ class ClipWork:
     def _turned(self, video: VideoInfo) -> bool:
         return self._look.rotate and video.rotation % 360 != 0
 
-    def _finish(self, loaded: Loaded, request: Request, decoded: Decoded | HeadraceError) -> Finished | HeadraceError:
+    def _finish(
+        self, loaded: FetchedSample, request: Request, decoded: Decoded | HeadraceError
+    ) -> ProcessedSample | HeadraceError:
         if isinstance(decoded, HeadraceError):
             return decoded
         if len(decoded.pts) != len(request.wanted.values) or len(decoded.frames) != len(decoded.pts):
@@ -231,16 +233,18 @@ class ClipWork:
             except DAMAGE as error:
                 return error
             tensors["audio"] = sound
-        return Finished(loaded.place.sample, tensors, values)
+        return ProcessedSample(loaded.place.sample, tensors, values)
 
-    def _fit(self, loaded: Loaded, request: Request, frames: torch.Tensor) -> torch.Tensor:
+    def _fit(self, loaded: FetchedSample, request: Request, frames: torch.Tensor) -> torch.Tensor:
         look = self._look
         if look.rotate:
             frames = resize.rotate(frames, request.info.rotation)
         at, mirror = look.cut.at(loaded.place), look.cut.mirrored(loaded.place)
         return resize.fit(frames, look.size, antialias=look.antialias, at=at, mirror=mirror)
 
-    def _sound(self, loaded: Loaded, request: Request, start: Fraction, spec: AudioSpec) -> tuple[torch.Tensor, int]:
+    def _sound(
+        self, loaded: FetchedSample, request: Request, start: Fraction, spec: AudioSpec
+    ) -> tuple[torch.Tensor, int]:
         info, video = loaded.place.sample.audio, request.info
         samples = spec.samples(self._look.clip)
         if info is None or self._hear is None:

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.interfaces import Place
+from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.validation import plain
 
 _TOP, _LEFT, _FLIP = 22, 23, 24  # keep the keys apart from those of clip starts and of the order
@@ -31,17 +31,17 @@ class Cut(msgspec.Struct, frozen=True):
         if not 0 <= plain("flip", self.flip, float) <= 1:
             raise UsageError(f"flip={self.flip!r} is not a probability", hint="from 0 to 1")
 
-    def at(self, place: Place) -> tuple[float, float]:
+    def at(self, place: SampleRef) -> tuple[float, float]:
         """Where the crop lies between top and bottom, and between left and right: each in [0, 1]."""
         if self.crop == "center":
             return 0.5, 0.5
         return _uniform(place, _TOP), _uniform(place, _LEFT)
 
-    def mirrored(self, place: Place) -> bool:
+    def mirrored(self, place: SampleRef) -> bool:
         """Whether this clip is."""
         return bool(self.flip) and _uniform(place, _FLIP) < self.flip
 
 
-def _uniform(place: Place, purpose: int) -> float:
+def _uniform(place: SampleRef, purpose: int) -> float:
     """A number in [0, 1), of 53 drawn bits."""
     return float(int(place.key(purpose)[0]) >> 11) / float(1 << 53)

@@ -16,7 +16,7 @@ import torch
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import Files, Sample
 from headrace.loaders.fetch.sample_reader import files
-from headrace.loaders.interfaces import Finished, Layout, Loaded, Place
+from headrace.loaders.interfaces import FetchedSample, ProcessedSample, SampleLayout, SampleRef
 from headrace.loaders.partial.needed import Runs
 
 BYTES, SIZES = "bytes", "sizes"
@@ -30,31 +30,31 @@ class FileWork:
         self._files = tuple(files)
 
     @property
-    def layout(self) -> Layout:
-        return Layout((BYTES,), {SIZES: torch.int64}, joined=self._located)
+    def layout(self) -> SampleLayout:
+        return SampleLayout((BYTES,), {SIZES: torch.int64}, joined=self._located)
 
     def members(self, sample: Sample) -> list[str]:
         return list(self._files)
 
-    def partial(self, place: Place) -> Mapping[str, Runs]:
+    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
         return {}
 
     def cost(self, sample: Sample) -> int:
         return 0
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
         return [self._one(one) for one in loaded]
 
     def close(self) -> None:
         pass
 
-    def _one(self, loaded: Loaded) -> Finished:
+    def _one(self, loaded: FetchedSample) -> ProcessedSample:
         if loaded.joined is not None:
             sizes = [member.length for member in loaded.joined.each]
-            return Finished(loaded.place.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
+            return ProcessedSample(loaded.place.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
         views = [np.frombuffer(loaded.members[ext][:], np.uint8) for ext in self._files]
         tensor = torch.from_numpy(np.concatenate(views))
-        return Finished(loaded.place.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
+        return ProcessedSample(loaded.place.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
 
     def _located(self, sample: Sample) -> Files:
         return files(sample, self._files)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from headrace.dataio.core.errors import HeadraceError
-from headrace.loaders.interfaces import Finished, Loaded, Place, Work
+from headrace.loaders.interfaces import FetchedSample, ProcessedSample, Processor, SampleRef
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.works.added import Around
 
@@ -19,22 +19,22 @@ from headrace.loaders.works.added import Around
 class Foreseen(Around):
     """A work whose `partial` is asked for once for what `foresee` was asked for; twice is right too, and takes as long again."""
 
-    def __init__(self, inner: Work) -> None:
+    def __init__(self, inner: Processor) -> None:
         super().__init__(inner)
         self._held = dict[
-            int, tuple[Place, Mapping[str, Runs]]
+            int, tuple[SampleRef, Mapping[str, Runs]]
         ]()  # by the very object: as long as it is held, none has its id
 
-    def foresee(self, place: Place) -> Mapping[str, Runs]:
+    def foresee(self, place: SampleRef) -> Mapping[str, Runs]:
         """`partial`, some time before."""
         found = self._inner.partial(place)
         if found:  # most files are short
             self._held[id(place)] = place, found
         return found
 
-    def partial(self, place: Place) -> Mapping[str, Runs]:
+    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
         held = self._held.pop(id(place), None)
         return self._inner.partial(place) if held is None else held[1]
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
-        return self._inner.do(loaded)
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        return self._inner.process(loaded)

@@ -18,7 +18,7 @@ import numpy as np
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import AudioInfo
 from headrace.loaders.decode.isolated import IsolatedDecoder
-from headrace.loaders.interfaces import DAMAGE, Finished, Layout, Loaded, Place, Rows
+from headrace.loaders.interfaces import DAMAGE, FetchedSample, ProcessedSample, RowLayout, SampleLayout, SampleRef
 from headrace.loaders.sampling.packing import Packing
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Stream, column
@@ -40,19 +40,19 @@ class PieceWork(WindowWork):
             self._hop, self._least, silence = spec.features.hop, spec.features.n_fft // 2 + 1, spec.features.silence
             spec.features.check(spec.sample_rate, self._least)
         super().__init__(Window(packing.capacity * self._hop / spec.sample_rate), spec, apart)
-        self._rows = Rows(packing.capacity, shape, silence)
+        self._rows = RowLayout(packing.capacity, shape, silence)
 
     @property
-    def layout(self) -> Layout:
-        return Layout(("audio",), {"start": None, "audio_samples": None}, self._rows)
+    def layout(self) -> SampleLayout:
+        return SampleLayout(("audio",), {"start": None, "audio_samples": None}, self._rows)
 
-    def _stretch(self, place: Place, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+    def _stretch(self, place: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
         if place.fit is None:
             return None
         rate = self._spec.sample_rate
         return Fraction(place.fit.start * self._hop, rate), Fraction(place.fit.length * self._hop, rate)
 
-    def _one(self, loaded: Loaded) -> Finished | HeadraceError:
+    def _one(self, loaded: FetchedSample) -> ProcessedSample | HeadraceError:
         info, fit = loaded.place.sample.audio, loaded.place.fit
         if info is None or fit is None:
             return UnsupportedError("the sample holds no sound")
@@ -66,7 +66,7 @@ class PieceWork(WindowWork):
         except DAMAGE as error:
             return error
         values = {"start": float(start), "audio_samples": real, "fit": fit}
-        return Finished(loaded.place.sample, {"audio": sound}, values)
+        return ProcessedSample(loaded.place.sample, {"audio": sound}, values)
 
 
 def lengths(stream: Stream, spec: AudioSpec) -> I64:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import Sample
-from headrace.loaders.interfaces import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.interfaces import FetchedSample, ProcessedSample, Processor, SampleLayout, SampleRef
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.works.added import Around
 
@@ -21,54 +21,54 @@ from headrace.loaders.works.added import Around
 class Named(Around):
     """Lists the name of each sample's source as "source"."""
 
-    def __init__(self, inner: Work, names: Sequence[str]) -> None:
+    def __init__(self, inner: Processor, names: Sequence[str]) -> None:
         super().__init__(inner)
         self._names = tuple(names)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SampleLayout:
         inner = self._inner.layout
         return replace(inner, numbers={**inner.numbers, "source": None})
 
-    def _more(self, place: Place, finished: Finished) -> Finished:
+    def _more(self, place: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         return replace(finished, values={**finished.values, "source": self._names[place.source]})
 
 
 class ByStream:
     """One work for each of the plan's streams. They share what `close` closes: the first one's is called."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[Processor]) -> None:
         self._works = tuple(works)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SampleLayout:
         return self._works[0].layout
 
     def members(self, sample: Sample) -> list[str]:
         return self._works[0].members(sample)
 
-    def partial(self, place: Place) -> Mapping[str, Runs]:
+    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
         return self._works[place.stream].partial(place)
 
     def cost(self, sample: Sample) -> int:
         return max(work.cost(sample) for work in self._works)
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
-        done = dict[int, Finished | HeadraceError]()
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        done = dict[int, ProcessedSample | HeadraceError]()
         for stream in sorted({one.place.stream for one in loaded}):
             slots = [slot for slot, one in enumerate(loaded) if one.place.stream == stream]
-            done.update(zip(slots, self._works[stream].do([loaded[slot] for slot in slots]), strict=True))
+            done.update(zip(slots, self._works[stream].process([loaded[slot] for slot in slots]), strict=True))
         return [done[slot] for slot in range(len(loaded))]
 
     def close(self) -> None:
         self._works[0].close()
 
 
-def by_stream(works: Sequence[Work]) -> Work:
+def by_stream(works: Sequence[Processor]) -> Processor:
     """One work, or one for each stream."""
     return works[0] if len(works) == 1 else ByStream(works)
 
 
-def sourced(work: Work, names: Sequence[str]) -> Work:
+def sourced(work: Processor, names: Sequence[str]) -> Processor:
     """`work` with the names of a mixture's sources, if there are any."""
     return Named(work, names) if names else work

@@ -16,7 +16,7 @@ import torch
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import AudioInfo, Sample
 from headrace.loaders.decode.isolated import IsolatedDecoder
-from headrace.loaders.interfaces import DAMAGE, Finished, Layout, Loaded, Place
+from headrace.loaders.interfaces import DAMAGE, FetchedSample, ProcessedSample, SampleLayout, SampleRef
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.sound.decode import Hear, decode_audio
@@ -33,13 +33,13 @@ class WindowWork:
         self._hear: Hear = decode_audio if apart is None else apart.hear
 
     @property
-    def layout(self) -> Layout:
-        return Layout(("audio",), {"start": torch.float64, "audio_samples": torch.int64})
+    def layout(self) -> SampleLayout:
+        return SampleLayout(("audio",), {"start": torch.float64, "audio_samples": torch.int64})
 
     def members(self, sample: Sample) -> list[str]:
         return [] if sample.audio is None else [sample.audio.ext]
 
-    def partial(self, place: Place) -> Mapping[str, Runs]:
+    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
         audio = place.sample.audio
         member = None if audio is None else needed.member_of(place.sample, audio.ext)
         if audio is None or member is None:  # most files are short
@@ -50,7 +50,7 @@ class WindowWork:
         span = needed.of_window(place.sample, audio, *stretch, member.length)
         return {audio.ext: needed.runs(member, [span])}
 
-    def _stretch(self, place: Place, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+    def _stretch(self, place: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
         """From which second after the sound's beginning on a place is, and how long."""
         return begin(audio, self._window, place), Fraction(self._window.seconds)
 
@@ -58,14 +58,14 @@ class WindowWork:
         audio = sample.audio
         return 0 if audio is None else round(audio.sample_rate * self._window.seconds) * audio.channels * 4
 
-    def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
+    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
         return [self._one(one) for one in loaded]
 
     def close(self) -> None:
         if self._apart is not None:
             self._apart.close()
 
-    def _one(self, loaded: Loaded) -> Finished | HeadraceError:
+    def _one(self, loaded: FetchedSample) -> ProcessedSample | HeadraceError:
         info = loaded.place.sample.audio
         if info is None:
             return UnsupportedError("the sample holds no sound")
@@ -76,12 +76,12 @@ class WindowWork:
             )
         except DAMAGE as error:
             return error
-        return Finished(loaded.place.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
+        return ProcessedSample(loaded.place.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
 
 
 def finished_sound(
     hear: Hear,
-    loaded: Loaded,
+    loaded: FetchedSample,
     info: AudioInfo,
     start: Fraction,
     spec: AudioSpec,

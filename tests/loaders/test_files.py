@@ -20,12 +20,12 @@ from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import FileLoader, Mixture
 from headrace.loaders.batch.batch import JoinedBatch, Output
-from headrace.loaders.batch.memory import Buffers, Memory
+from headrace.loaders.batch.memory import BufferPool, MemoryBudget
 from headrace.loaders.batch.prefetcher import batches_from
-from headrace.loaders.batch.sample_builder import Maker
-from headrace.loaders.cancellation import GivenUp, giving_up
-from headrace.loaders.fetch.sample_reader import Source, StoreReader
-from headrace.loaders.interfaces import Loaded, Place
+from headrace.loaders.batch.sample_builder import SampleBuilder
+from headrace.loaders.cancellation import Cancelled, cancelled_by
+from headrace.loaders.fetch.sample_reader import SampleReader, StoreReader
+from headrace.loaders.interfaces import FetchedSample, SampleRef
 from headrace.loaders.quarantine.quarantine import Quarantine
 from headrace.loaders.works.files import FileWork
 
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_look_up_is_raised_where_its_batch_is_due(make: Mak
         def batches_in(self, epoch: int) -> int:
             return plan.batches_in(epoch)
 
-        def places(self, epoch: int, batches: range) -> list[list[Place]]:
+        def places(self, epoch: int, batches: range) -> list[list[SampleRef]]:
             if 5 in batches:
                 raise CorruptionError("torn")
             return plan.places(epoch, batches)
@@ -160,7 +160,9 @@ def test_what_is_known_ahead_is_nothing_that_the_garbage_collector_looks_through
     located = FileWork(["json"]).layout.joined
     assert located is not None
     files = [located(place.sample) for place in places]
-    made = FileWork(["json"]).do([Loaded(place, {}, None, one) for place, one in zip(places, files, strict=True)])
+    made = FileWork(["json"]).process(
+        [FetchedSample(place, {}, None, one) for place, one in zip(places, files, strict=True)]
+    )
     for one in (*places, *(place.sample for place in places), *files, *made):
         assert not gc.is_tracked(one)
 
@@ -190,10 +192,10 @@ def test_of_a_slow_store_nothing_more_is_read_once_a_loader_closes(make: Make, i
     joined = work.layout.joined
     assert joined is not None
     (places,) = loader._plan.places(0, range(1))
-    batch = JoinedBatch([joined(one.sample) for one in places], work.layout, output, Buffers(output.device))
+    batch = JoinedBatch([joined(one.sample) for one in places], work.layout, output, BufferPool(output.device))
     rooms = batch.rooms(range(8)) if in_place else [None] * 8
-    maker = Maker(loader._plan, work, [Source(Slow(store), store)], Quarantine(0), Memory(1 << 20))
-    with giving_up(closing), pytest.raises(GivenUp):
+    maker = SampleBuilder(loader._plan, work, [SampleReader(Slow(store), store)], Quarantine(0), MemoryBudget(1 << 20))
+    with cancelled_by(closing), pytest.raises(Cancelled):
         maker.make(places, rooms)
     assert len(read) == 1
 

@@ -24,7 +24,7 @@ from headrace.loaders.decode import excerpt, isolated, trim
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.file import PartialFile
 from headrace.loaders.partial.heads import HELD_BYTES
-from headrace.loaders.quarantine.records import Refusal
+from headrace.loaders.quarantine.records import SkippedSample
 from tests.loaders import long, made, plain
 
 CLIP, PARTS = Clip(4, 2, per_video=5), Clip(4, 2, per_video=12)
@@ -246,7 +246,7 @@ def damaged(films: Path, tmp_path: Path) -> tuple[Path, int]:
 
 
 def test_damage_costs_the_clips_that_need_it_and_no_others(films: Path, damaged: tuple[Path, int]) -> None:
-    def epoch(url: Path) -> tuple[list[tuple[str, float]], tuple[Refusal, ...]]:
+    def epoch(url: Path) -> tuple[list[tuple[str, float]], tuple[SkippedSample, ...]]:
         options: dict[str, Any] = {
             "size": (16, 16),
             "sidecar": None,

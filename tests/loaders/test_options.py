@@ -17,7 +17,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, AudioSpec, Clip, LogMel, Mixture, VideoLoader, Window
 from headrace.loaders.decode.resize import fit
-from headrace.loaders.interfaces import Place
+from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.works.cut import Cut
 from tests.loaders import made
 
@@ -117,7 +117,7 @@ def test_random_cuts_and_mirrors_are_drawn_from_the_place_alone(make: Any, clips
 
 def test_cuts_are_spread_over_the_whole_picture_and_mirrors_as_often_as_asked(clips: Dataset) -> None:
     sample = clips.sample(0)
-    places = [Place(epoch, 0, sample) for epoch in range(400)]
+    places = [SampleRef(epoch, 0, sample) for epoch in range(400)]
     cut = Cut("random", 0.25)
     tops = np.array([cut.at(place)[0] for place in places])
     assert 0 <= tops.min() < 0.05 < 0.95 < tops.max() < 1

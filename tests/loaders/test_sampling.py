@@ -21,7 +21,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
 from headrace.loaders import loader as loader_module
 from headrace.loaders.fetch.sample_reader import StoreReader
-from headrace.loaders.quarantine.quarantine import refusals_allowed
+from headrace.loaders.quarantine.quarantine import skips_allowed
 from headrace.loaders.sampling import state as state_module
 from tests.loaders import made
 from tests.loaders.batches import same, take
@@ -388,13 +388,13 @@ def test_a_dataset_is_opened_by_a_tag_and_what_was_opened_is_closed(
     ("limit", "samples", "allowed"), [(0.01, 1000, 10), (0.01, 8, 1), (0, 8, 0), (5, 8, 5), (1, 9, 1)]
 )
 def test_the_limit_of_refusals_is_a_share_or_a_number(limit: float, samples: int, allowed: int) -> None:
-    assert refusals_allowed(limit, samples) == allowed
+    assert skips_allowed(limit, samples) == allowed
 
 
 @pytest.mark.parametrize("limit", [-1, 1.5, float("nan"), float("inf"), True])
 def test_other_limits_are_refused(limit: float) -> None:
     with pytest.raises(UsageError, match="quarantine_limit"):
-        refusals_allowed(limit, 10)
+        skips_allowed(limit, 10)
 
 
 def test_a_sample_condemned_in_one_source_is_read_in_another(

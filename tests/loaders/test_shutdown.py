@@ -22,7 +22,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, AudioSpec, Clip, VideoLoader, Window
 from headrace.loaders import loader as loader_module
-from headrace.loaders.batch.prefetcher import Ahead
+from headrace.loaders.batch.prefetcher import Prefetcher
 from headrace.loaders.fetch.sample_reader import StoreReader
 from tests.loaders import made
 from tests.loaders.long import SOUNDS, recorded
@@ -316,8 +316,8 @@ def test_memory_descriptors_and_threads_stay_flat_over_fifty_thousand_batches(ke
 def test_a_forgotten_loader_ends_and_not_in_the_thread_that_collects_it(
     clips: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed, close = list[int](), Ahead.close
-    monkeypatch.setattr(Ahead, "close", lambda it: (close(it), closed.append(threading.get_ident())))
+    closed, close = list[int](), Prefetcher.close
+    monkeypatch.setattr(Prefetcher, "close", lambda it: (close(it), closed.append(threading.get_ident())))
     loader = AudioLoader(clips, 1, window=0.2, threads=2, sidecar=None)
     begun(loader)
     del loader

@@ -13,7 +13,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders import loader as loader_module
 from headrace.loaders.batch.batch import Batch
-from headrace.loaders.batch.prefetcher import Ahead
+from headrace.loaders.batch.prefetcher import Prefetcher
 from headrace.loaders.fetch.sample_reader import StoreReader
 from headrace.loaders.sampling.plan import OrderPlan
 from tests.support.waiting import wait_for
@@ -40,7 +40,7 @@ def some(loader: VideoLoader, count: int) -> list[tuple[list[int], list[float]]]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize(("where", "name"), [(Batch, "tensors"), (OrderPlan, "about"), (Ahead, "plan")])
+@pytest.mark.parametrize(("where", "name"), [(Batch, "tensors"), (OrderPlan, "about"), (Prefetcher, "plan")])
 def test_a_batch_that_does_not_reach_the_trainer_comes_again(
     make: Make, where: Any, name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:

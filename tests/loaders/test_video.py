@@ -566,17 +566,17 @@ def test_decode_threads_leave_torchs_threads_alone(make: Callable[..., VideoLoad
 
 
 def test_memory_ahead_is_bounded_by_prefetch(make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.loaders.batch.executor import Prefetcher
+    from headrace.loaders.batch.executor import BatchExecutor
 
     most = 0
-    start = Prefetcher.start
+    start = BatchExecutor.start
 
-    def counted(self: Prefetcher, *what: Any) -> None:
+    def counted(self: BatchExecutor, *what: Any) -> None:
         nonlocal most
         start(self, *what)
         most = max(most, len(self))
 
-    monkeypatch.setattr(Prefetcher, "start", counted)
+    monkeypatch.setattr(BatchExecutor, "start", counted)
     take(make(prefetch=3), 9)
     assert most == 4  # the one being delivered and three more
 

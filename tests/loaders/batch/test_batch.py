@@ -14,31 +14,31 @@ from headrace.dataio.core.errors import CorruptionError, DeadlineError, UsageErr
 from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.loaders.batch import executor
 from headrace.loaders.batch.batch import Batch, JoinedBatch, Output, write_pixels
-from headrace.loaders.batch.executor import Prefetcher
-from headrace.loaders.batch.memory import Buffers
-from headrace.loaders.interfaces import Finished, Layout, Place
+from headrace.loaders.batch.executor import BatchExecutor
+from headrace.loaders.batch.memory import BufferPool
+from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 
 CPU = Output(torch.device("cpu"), pinned=False)
-VIDEO = Layout(("video",))
+VIDEO = SampleLayout(("video",))
 
 
-def places(*numbers: int) -> list[Place]:
-    return [Place(0, n, Sample(n, f"key{n}", "shards/0.tar", (), 1.0)) for n in numbers]
+def places(*numbers: int) -> list[SampleRef]:
+    return [SampleRef(0, n, Sample(n, f"key{n}", "shards/0.tar", (), 1.0)) for n in numbers]
 
 
-def finished(place: Place, shape: tuple[int, ...] = (1, 3, 2, 2)) -> Finished:
-    return Finished(place.sample, {"video": torch.full(shape, place.virtual, dtype=torch.uint8)})
+def finished(place: SampleRef, shape: tuple[int, ...] = (1, 3, 2, 2)) -> ProcessedSample:
+    return ProcessedSample(place.sample, {"video": torch.full(shape, place.virtual, dtype=torch.uint8)})
 
 
 @pytest.fixture
-def prefetcher() -> Iterator[Callable[..., Prefetcher]]:
-    made: list[Prefetcher] = []
+def prefetcher() -> Iterator[Callable[..., BatchExecutor]]:
+    made: list[BatchExecutor] = []
 
-    def make(work: Callable[[Place], Finished], threads: int = 2, group: int = 1) -> Prefetcher:
-        def many(some: Sequence[Place], _: object) -> list[Finished]:
+    def make(work: Callable[[SampleRef], ProcessedSample], threads: int = 2, group: int = 1) -> BatchExecutor:
+        def many(some: Sequence[SampleRef], _: object) -> list[ProcessedSample]:
             return [work(place) for place in some]
 
-        made.append(Prefetcher(many, VIDEO, CPU, threads, group))
+        made.append(BatchExecutor(many, VIDEO, CPU, threads, group))
         return made[-1]
 
     yield make
@@ -50,7 +50,7 @@ def prefetcher() -> Iterator[Callable[..., Prefetcher]]:
 def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher: Any, group: int) -> None:
     late_is_done = threading.Event()
 
-    def work(place: Place) -> Finished:
+    def work(place: SampleRef) -> ProcessedSample:
         if place.virtual == 0 and group == 1:
             assert late_is_done.wait(60)
         if place.virtual == 5:
@@ -67,7 +67,7 @@ def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher:
 
 
 def test_an_error_is_raised_at_its_batch_and_not_before(prefetcher: Any) -> None:
-    def work(place: Place) -> Finished:
+    def work(place: SampleRef) -> ProcessedSample:
         if place.virtual == 3:
             raise CorruptionError("three is bad")
         return finished(place)
@@ -87,7 +87,7 @@ def test_a_batch_of_which_nothing_is_ever_finished_is_a_deadline_error(
     monkeypatch.setattr(executor, "STALL_SECONDS", 0.05)
     forever = threading.Event()
 
-    def work(place: Place) -> Finished:
+    def work(place: SampleRef) -> ProcessedSample:
         forever.wait(60)
         return finished(place)
 
@@ -102,7 +102,7 @@ def test_closing_drops_what_was_not_begun(prefetcher: Any) -> None:
     begun: list[int] = []
     go = threading.Event()
 
-    def work(place: Place) -> Finished:
+    def work(place: SampleRef) -> ProcessedSample:
         begun.append(place.virtual)
         go.wait(60)
         return finished(place)
@@ -131,14 +131,14 @@ def test_a_batch_of_no_clips_has_no_video(prefetcher: Any) -> None:
 
 
 def test_what_was_drawn_in_a_batchs_room_is_in_the_batch_without_a_copy() -> None:
-    batch = Batch(2, VIDEO, CPU, Buffers(CPU.device))
+    batch = Batch(2, VIDEO, CPU, BufferPool(CPU.device))
     room = batch.room(1)
     assert room is not None
     drawn = room((1, 3, 2, 2))
     assert drawn is not None
     drawn[:] = 7
     second, first = places(1, 0)
-    batch.put(1, Finished(second.sample, {"video": torch.from_numpy(drawn)}))
+    batch.put(1, ProcessedSample(second.sample, {"video": torch.from_numpy(drawn)}))
     batch.put(0, finished(first))
     video = batch.tensors()["video"]
     assert video.flatten(1).tolist() == [[0] * 12, [7] * 12]
@@ -150,8 +150,8 @@ def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_
     floats = Output(CPU.device, pinned=False, dtype=torch.float16)
     turned = Output(CPU.device, pinned=False, axes="THWC")
     for output in (floats, turned):
-        assert Batch(1, VIDEO, output, Buffers(CPU.device)).room(0) is None
-    batch = Batch(2, VIDEO, CPU, Buffers(CPU.device))
+        assert Batch(1, VIDEO, output, BufferPool(CPU.device)).room(0) is None
+    batch = Batch(2, VIDEO, CPU, BufferPool(CPU.device))
     batch.put(0, finished(*places(0)))
     room = batch.room(1)
     assert room is not None
@@ -159,15 +159,15 @@ def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_
 
 
 def test_a_batch_whose_samples_were_all_left_out_after_they_were_drawn_has_no_video() -> None:
-    batch = Batch(1, VIDEO, CPU, Buffers(CPU.device))
+    batch = Batch(1, VIDEO, CPU, BufferPool(CPU.device))
     room = batch.room(0)
     assert room is not None
     assert room((1, 3, 2, 2)) is not None
-    batch.put(0, Finished(places(0)[0].sample, {}))
+    batch.put(0, ProcessedSample(places(0)[0].sample, {}))
     assert batch.tensors()["video"] is None
 
 
-class Watched(Buffers):
+class Watched(BufferPool):
     """Knows what it lent: with `device="pinned"`, what is pinned."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dt
     ring = Watched()
     batch = Batch(3, VIDEO, Output(CPU.device, pinned=False, dtype=dtype), ring)
     for slot, place in enumerate(places(0, 1, 2)):
-        batch.put(slot, Finished(place.sample, {}) if slot == 1 else finished(place))
+        batch.put(slot, ProcessedSample(place.sample, {}) if slot == 1 else finished(place))
     video = batch.tensors()["video"]
     assert (video * 255).round().flatten(1).tolist() == [[0] * 12, [2] * 12]
     assert video.data_ptr() in ring.addresses
@@ -193,13 +193,13 @@ def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dt
 
 @pytest.mark.parametrize("other", [None, 5])
 def test_files_of_which_something_was_left_out_or_replaced_are_in_memory_of_the_ring_too(other: int | None) -> None:
-    ring, layout = Watched(), Layout(("bytes",))
+    ring, layout = Watched(), SampleLayout(("bytes",))
     files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(3)]
     batch = JoinedBatch(files, layout, CPU, ring)
     for slot, place in enumerate(places(0, 1, 2)):
         long = 3 if slot != 1 else other
         tensors = {} if long is None else {"bytes": torch.full((long,), slot, dtype=torch.uint8)}
-        batch.put(slot, Finished(place.sample, tensors))
+        batch.put(slot, ProcessedSample(place.sample, tensors))
     joined = batch.tensors()["bytes"]
     assert joined.tolist() == [0] * 3 + [1] * (other or 0) + [2] * 3
     assert joined.data_ptr() in ring.addresses
@@ -235,7 +235,7 @@ def test_pixels_that_a_processor_decoded_go_to_the_device_as_bytes_and_become_fl
 
 def test_all_that_goes_into_a_batch_is_held_until_the_trainers_stream_has_read_it() -> None:
     files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(2)]
-    batch = JoinedBatch(files, Layout(("bytes",)), CPU, Buffers(CPU.device))
+    batch = JoinedBatch(files, SampleLayout(("bytes",)), CPU, BufferPool(CPU.device))
     for slot, (place, length) in enumerate(zip(places(0, 1), (3, 5), strict=True)):
-        batch.put(slot, Finished(place.sample, {"bytes": torch.zeros(length, dtype=torch.uint8)}))
+        batch.put(slot, ProcessedSample(place.sample, {"bytes": torch.zeros(length, dtype=torch.uint8)}))
     assert sorted(len(tensor) for tensor in batch._held()) == [5, 6]

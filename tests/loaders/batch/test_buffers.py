@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace.loaders.batch.memory import Buffers
+from headrace.loaders.batch.memory import BufferPool
 
 CPU = torch.device("cpu")
 
 
 def test_memory_that_nobody_holds_is_used_again() -> None:
-    buffers = Buffers(CPU)
+    buffers = BufferPool(CPU)
     address = buffers.empty((100, 1000), torch.float32).data_ptr()  # let go at once
     again = buffers.empty((100, 1000), torch.float32)
     assert again.data_ptr() == address
@@ -33,7 +33,7 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     [lambda t: t, lambda t: t[3, 5:], lambda t: t.numpy(), lambda t: memoryview(t.numpy()), lambda t: t.view(-1)],
 )
 def test_whoever_keeps_any_part_keeps_it(keep: Any) -> None:
-    buffers = Buffers(CPU)
+    buffers = BufferPool(CPU)
     tensor = buffers.empty((10, 4096), torch.uint8)
     tensor.fill_(7)
     address, kept = tensor.data_ptr(), keep(tensor)
@@ -51,7 +51,7 @@ class Holding(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.buffers = Buffers(CPU, spare=3)
+        self.buffers = BufferPool(CPU, spare=3)
         self.held: dict[int, torch.Tensor] = {}
         self.number = 0
 
@@ -78,7 +78,7 @@ TestHolding.settings = settings(max_examples=25, stateful_step_count=30, deadlin
 
 
 def test_threads_may_lend_and_drop_at_once() -> None:
-    buffers = Buffers(CPU)
+    buffers = BufferPool(CPU)
     wrong: list[int] = []
 
     def work(number: int) -> None:
@@ -99,19 +99,19 @@ def test_threads_may_lend_and_drop_at_once() -> None:
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.sampled_from([torch.uint8, torch.float16, torch.int64]))
 def test_every_shape_and_dtype_is_given(shape: list[int], dtype: torch.dtype) -> None:
-    tensor = Buffers(CPU).empty(shape, dtype)
+    tensor = BufferPool(CPU).empty(shape, dtype)
     assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (tuple(shape), dtype, True)
 
 
 def test_without_reuse_every_tensor_has_memory_of_its_own() -> None:
-    buffers = Buffers(CPU, reuse=False)
+    buffers = BufferPool(CPU, reuse=False)
     buffers.empty((1000, 1000), torch.uint8)
     buffers.empty((1000, 1000), torch.uint8)
     assert buffers.reused == 0
 
 
 def test_memory_comes_back_without_python_which_an_interrupt_could_meet() -> None:
-    buffers, met = Buffers(torch.device("cpu")), list[str]()
+    buffers, met = BufferPool(torch.device("cpu")), list[str]()
     for _ in range(2):
         lent = buffers.empty((4, 5), torch.float32)
         sys.setprofile(lambda frame, event, _: met.append(f"{event} {frame.f_code.co_qualname}"))

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.dataio import pack
 from headrace.loaders import AudioLoader, Window
-from headrace.loaders.interfaces import Place
+from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.works.foreseen import Foreseen
 from headrace.loaders.works.windows import WindowWork
 
@@ -37,7 +37,7 @@ def test_each_place_of_a_long_file_is_reckoned_once_and_nothing_is_held_of_what_
     reckoned, found, reckon = Counter[tuple[int, int]](), list[bool](), WindowWork.partial
     made = list[Foreseen]()
 
-    def counted(self: WindowWork, place: Place) -> object:
+    def counted(self: WindowWork, place: SampleRef) -> object:
         runs = reckon(self, place)
         reckoned[place.epoch, place.virtual] += 1
         found.append(bool(runs))

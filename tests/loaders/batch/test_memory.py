@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from headrace.loaders.batch.memory import Closed, Memory
+from headrace.loaders.batch.memory import Closed, MemoryBudget
 
 
 def test_what_is_admitted_together_never_exceeds_the_limit() -> None:
-    memory = Memory(100)
+    memory = MemoryBudget(100)
     most, lock, now = 0, threading.Lock(), 0
 
     def work(size: int) -> None:
@@ -35,7 +35,7 @@ def test_what_is_admitted_together_never_exceeds_the_limit() -> None:
 
 
 def test_a_sample_larger_than_the_limit_runs_alone_and_in_its_turn() -> None:
-    memory = Memory(10)
+    memory = MemoryBudget(10)
     events: list[str] = []
     first_in, go = threading.Event(), threading.Event()
 
@@ -67,7 +67,7 @@ def test_a_sample_larger_than_the_limit_runs_alone_and_in_its_turn() -> None:
 
 
 def test_whoever_waits_when_it_is_closed_is_told() -> None:
-    memory = Memory(10)
+    memory = MemoryBudget(10)
     told = threading.Event()
 
     def wait() -> None:

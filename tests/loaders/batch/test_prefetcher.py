@@ -13,20 +13,20 @@ import torch
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.contract import Member, Sample
 from headrace.loaders.batch.batch import Output
-from headrace.loaders.batch.executor import Make, Prefetcher
-from headrace.loaders.batch.memory import Memory
-from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, AT_ONCE, Ahead
+from headrace.loaders.batch.executor import BatchExecutor, Make
+from headrace.loaders.batch.memory import MemoryBudget
+from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, AT_ONCE, Prefetcher
 from headrace.loaders.fetch.sample_reader import Range
-from headrace.loaders.interfaces import Finished, Layout, Place, Stretch
+from headrace.loaders.interfaces import FileTarget, ProcessedSample, SampleLayout, SampleRef
 from headrace.loaders.works.files import FileWork
 from headrace.loaders.works.foreseen import Foreseen
 
-Batches = Iterator[Sequence[Place]]
+Batches = Iterator[Sequence[SampleRef]]
 AT_MOST = ANNOUNCED_BATCHES + AT_ONCE
 
 
-def place(number: int) -> Place:
-    return Place(0, number, Sample(number, f"key{number}", "shard", (Member("bin", 512 * number, 3, 0),), 0.0))
+def place(number: int) -> SampleRef:
+    return SampleRef(0, number, Sample(number, f"key{number}", "shard", (Member("bin", 512 * number, 3, 0),), 0.0))
 
 
 class Listening:
@@ -44,15 +44,15 @@ class Listening:
         pass
 
 
-def made(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
+def made(places: Sequence[SampleRef], rooms: Sequence[Any]) -> list[ProcessedSample]:
     """Every byte of a sample is its number."""
     for one, room in zip(places, rooms, strict=True):
-        assert isinstance(room, Stretch)
+        assert isinstance(room, FileTarget)
         room.memory[:] = bytes([one.sample.id] * len(room.memory))
-    return [Finished(one.sample, {"bytes": torch.empty(0)}, {"sizes": [3]}, in_place=True) for one in places]
+    return [ProcessedSample(one.sample, {"bytes": torch.empty(0)}, {"sizes": [3]}, in_place=True) for one in places]
 
 
-def deliver(ahead: Ahead) -> Any:
+def deliver(ahead: Prefetcher) -> Any:
     """The next batch, as a loader goes on."""
     batch = ahead.next()
     ahead.plan()
@@ -60,14 +60,14 @@ def deliver(ahead: Ahead) -> Any:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., tuple[Ahead, Listening]]]:
-    begun = list[Ahead]()
+def start() -> Iterator[Callable[..., tuple[Prefetcher, Listening]]]:
+    begun = list[Prefetcher]()
 
-    def start(batches: Batches, make: Make = made) -> tuple[Ahead, Listening]:
+    def start(batches: Batches, make: Make = made) -> tuple[Prefetcher, Listening]:
         work, source = Foreseen(FileWork(["bin"])), Listening()
-        layout: Layout = work.layout
-        prefetcher = Prefetcher(make, layout, Output(torch.device("cpu"), pinned=False), threads=2, group=2)
-        begun.append(Ahead(batches, work, [source], prefetcher, 2, Memory(1 << 30)))  # type: ignore[list-item]
+        layout: SampleLayout = work.layout
+        prefetcher = BatchExecutor(make, layout, Output(torch.device("cpu"), pinned=False), threads=2, group=2)
+        begun.append(Prefetcher(batches, work, [source], prefetcher, 2, MemoryBudget(1 << 30)))  # type: ignore[list-item]
         return begun[-1], source
 
     yield start
@@ -93,7 +93,7 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
             seen.append(n)
             yield [place(n)]
 
-    def make(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
+    def make(places: Sequence[SampleRef], rooms: Sequence[Any]) -> list[ProcessedSample]:
         if places[0].sample.id == 0:
             assert source.heard.acquire(timeout=60)
             ahead._prefetcher.run(int).result(60)  # whatever else the other thread was asked for is done
@@ -116,7 +116,7 @@ def test_what_is_in_the_making_is_announced_before_what_is_due_later(start: Any)
             assert n < 4 or begun.wait(60)
             yield [place(n)]
 
-    def make(places: Sequence[Place], rooms: Sequence[Any]) -> list[Finished]:
+    def make(places: Sequence[SampleRef], rooms: Sequence[Any]) -> list[ProcessedSample]:
         if places[0].sample.id == 1:
             begun.set()
             assert source.heard.acquire(timeout=60)
@@ -136,7 +136,7 @@ def test_batches_are_looked_up_by_the_threads_that_make_them_one_at_a_time(start
         def __iter__(self) -> Batches:
             return self
 
-        def __next__(self) -> Sequence[Place]:
+        def __next__(self) -> Sequence[SampleRef]:
             nonlocal most
             inside.append(0)
             most = max(most, len(inside))

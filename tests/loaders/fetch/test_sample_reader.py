@@ -18,7 +18,7 @@ from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrapper import Wrapper
 from headrace.loaders.fetch import sample_reader as source_module
-from headrace.loaders.fetch.sample_reader import AT_ONCE, Source, StoreReader, spans
+from headrace.loaders.fetch.sample_reader import AT_ONCE, SampleReader, StoreReader, spans
 from tests.support.denied import denied
 
 FIRST, SECOND = b"first" * 1000, b"second" * 70
@@ -48,13 +48,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def source(store: Store) -> Iterator[Source]:
-    made = Source(own_reader(store), store)
+def source(store: Store) -> Iterator[SampleReader]:
+    made = SampleReader(own_reader(store), store)
     yield made
     made.close()
 
 
-def test_all_files_of_a_sample_come_one_after_the_other(source: Source) -> None:
+def test_all_files_of_a_sample_come_one_after_the_other(source: SampleReader) -> None:
     memory = memoryview(bytearray(len(FIRST) + len(SECOND) + 5))
     assert source.fetch_into(files_of(), memory) == len(FIRST) + len(SECOND)
     assert bytes(memory) == FIRST + SECOND + bytes(5)
@@ -63,7 +63,7 @@ def test_all_files_of_a_sample_come_one_after_the_other(source: Source) -> None:
 
 def test_what_a_cache_got_wrong_is_read_from_the_store(store: Store) -> None:
     memory = memoryview(bytearray(len(FIRST) + len(SECOND)))
-    Source(Rotten(store), store).fetch_into(files_of(), memory)
+    SampleReader(Rotten(store), store).fetch_into(files_of(), memory)
     assert bytes(memory) == FIRST + SECOND
 
 
@@ -103,9 +103,9 @@ def test_bytes_that_were_wrong_twice_are_looked_at_later_by_another_connection(
     partial = {} if size is None else {"bin": ((0, 1),)}
     for times, right in ((1, True), (2, True), (3, False)):
         flipping = Flipping(store, times)
-        made = Source(StoreReader(flipping), flipping)
+        made = SampleReader(StoreReader(flipping), flipping)
 
-        def read(made: Source = made) -> bytes:
+        def read(made: SampleReader = made) -> bytes:
             return bytes(made.fetch(sample, ["bin"], partial)["bin"][0:4096])
 
         if right:
@@ -117,13 +117,13 @@ def test_bytes_that_were_wrong_twice_are_looked_at_later_by_another_connection(
 
 
 @pytest.mark.parametrize("files", [files_of(first=b"other" * 1000), files_of(second=b"sec0nd" * 70)])
-def test_bytes_that_are_not_those_that_were_packed_are_damage(source: Source, files: Files) -> None:
+def test_bytes_that_are_not_those_that_were_packed_are_damage(source: SampleReader, files: Files) -> None:
     with pytest.raises(CorruptionError, match=r"shard: the \d+ bytes at \d+ are not those that were packed"):
         source.fetch_into(files, memoryview(bytearray(len(SHARD))))
 
 
 @pytest.mark.parametrize(("shard", "offset"), [("gone", 0), ("shard", len(SHARD) - 4)])
-def test_a_shard_that_is_gone_or_short_is_damage(source: Source, shard: str, offset: int) -> None:
+def test_a_shard_that_is_gone_or_short_is_damage(source: SampleReader, shard: str, offset: int) -> None:
     with pytest.raises(CorruptionError, match=shard):
         source.fetch_into(Files(shard, [Member("bin", offset, 9, 0)]), memoryview(bytearray(9)))
 
@@ -131,7 +131,7 @@ def test_a_shard_that_is_gone_or_short_is_damage(source: Source, shard: str, off
 def test_a_shard_that_may_not_be_read_is_trouble_and_not_damage(store: Store, tmp_path: Path) -> None:
     """Else credentials that run out would have samples quarantined for good."""
     sample = Sample(0, "a", "shard", (Member("bin", 512, len(FIRST), files_of().each[0].xxh3),), 0.0)
-    source = Source(StoreReader(store), store)
+    source = SampleReader(StoreReader(store), store)
     with denied(tmp_path / "shard"):
         with pytest.raises(AccessDeniedError, match="shard: Permission denied"):
             source.fetch_into(files_of(), memoryview(bytearray(len(SHARD))))
@@ -142,7 +142,9 @@ def test_a_shard_that_may_not_be_read_is_trouble_and_not_damage(store: Store, tm
 
 
 @pytest.mark.parametrize("bad", [files_of(second=b"sec0nd" * 70), Files("gone", [Member("bin", 0, 9, 0)])])
-def test_of_many_reads_the_first_are_made_up_to_one_with_which_something_is_wrong(source: Source, bad: Files) -> None:
+def test_of_many_reads_the_first_are_made_up_to_one_with_which_something_is_wrong(
+    source: SampleReader, bad: Files
+) -> None:
     memories = [memoryview(bytearray(files_of().size)) for _ in range(4)]
     whole = source.fetch_first(list(zip([files_of(), files_of(), bad, files_of()], memories, strict=True)))
     assert whole == 2
@@ -160,12 +162,13 @@ def test_of_many_reads_no_more_are_prepared_than_some_tens_at_once(store: Store)
 
     many = AT_ONCE + 3
     memories = [memoryview(bytearray(files_of().size)) for _ in range(many)]
-    assert Source(Counting(store), store).fetch_first([(files_of(), memory) for memory in memories]) == many
+    assert SampleReader(Counting(store), store).fetch_first([(files_of(), memory) for memory in memories]) == many
     assert asked == [AT_ONCE, 3]
     assert all(bytes(memory) == FIRST + SECOND for memory in memories)
     wanted = [(files_of(), memory) for memory in memories[:-1]]
     assert (
-        Source(Counting(store), store).fetch_first([*wanted, (files_of(second=b"x" * 420), memories[-1])]) == many - 1
+        SampleReader(Counting(store), store).fetch_first([*wanted, (files_of(second=b"x" * 420), memories[-1])])
+        == many - 1
     )
 
 

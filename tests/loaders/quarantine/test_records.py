@@ -17,12 +17,12 @@ from headrace.dataio import pack
 from headrace.dataio.cli import main
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.quarantine import records
-from headrace.loaders.quarantine.records import Refusal
+from headrace.loaders.quarantine.records import SkippedSample
 from tests.loaders import made
 
 
-def refusal(number: int = 1, dataset: str = "s3://bucket/clips", *, for_good: bool = False) -> Refusal:
-    return Refusal(number, f"key{number}", "shards/0.tar", 512, "corruption", "it is bad", for_good, dataset)
+def refusal(number: int = 1, dataset: str = "s3://bucket/clips", *, for_good: bool = False) -> SkippedSample:
+    return SkippedSample(number, f"key{number}", "shards/0.tar", 512, "corruption", "it is bad", for_good, dataset)
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_who_has_no_home_has_no_list_and_can_train(damaged: Path, monkeypatch: p
 def test_records_of_several_processes_are_whole_and_private(tmp_path: Path) -> None:
     folder = tmp_path / "list"
     code = (
-        "import sys; from pathlib import Path; from headrace.loaders.quarantine.records import Refusal, write\n"
+        "import sys; from pathlib import Path; from headrace.loaders.quarantine.records import SkippedSample, write\n"
         "for n in range(int(sys.argv[1]), int(sys.argv[1]) + 200):\n"
-        "    one = Refusal(n, f'key{n}', 'shards/0.tar', 512, 'corruption', 'it is bad', False, 's3://bucket/clips')\n"
+        "    one = SkippedSample(n, f'key{n}', 'shards/0.tar', 512, 'corruption', 'it is bad', False, 's3://bucket/clips')\n"
         "    write(one, 3, Path(sys.argv[2]))"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(n * 1000), str(folder)]) for n in range(3)]

@@ -21,7 +21,7 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrapper import Wrapper
 from headrace.loaders import Clip, QuarantineList, VideoLoader
 from headrace.loaders.quarantine import shared_list
-from headrace.loaders.quarantine.shared_list import Entry, spot_of
+from headrace.loaders.quarantine.shared_list import Entry, location_of
 from tests.support.waiting import wait_for
 
 Make = Callable[..., VideoLoader]
@@ -257,7 +257,7 @@ def take(loader: VideoLoader, count: int) -> list[tuple[list[int], str]]:
 def by_hand(folder: Path, number: int) -> Entry:
     with Dataset(folder) as dataset:
         sample = dataset.sample(number)
-        return Entry(*spot_of(sample, dataset.url), sample.key, "corruption", "looked at by hand")
+        return Entry(*location_of(sample, dataset.url), sample.key, "corruption", "looked at by hand")
 
 
 def ids(batches: list[tuple[list[int], str]]) -> set[int]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.contract import Sample
 from headrace.loaders import AudioSpec, LogMel
-from headrace.loaders.interfaces import Finished, Layout, Loaded, Place, Work
+from headrace.loaders.interfaces import FetchedSample, ProcessedSample, Processor, SampleLayout, SampleRef
 from headrace.loaders.sound.dali_mel import MAX_CHANNELS, DaliMel
 from headrace.loaders.sound.mel import log_mel
 from headrace.loaders.works.mels import mels
@@ -144,22 +144,22 @@ def test_dalis_graph_is_not_there_without_the_gpu_that_is_asked_for() -> None:
 
 def test_spectrograms_stand_in_the_place_of_sound_for_clips_and_windows_alike() -> None:
     sample = Sample(0, "a", "s", (), 1.0)
-    place = Loaded(Place(0, 0, sample), {})
+    place = FetchedSample(SampleRef(0, 0, sample), {})
 
     class Heard:
-        layout = Layout(("video", "audio"), {"clip": torch.float64})
+        layout = SampleLayout(("video", "audio"), {"clip": torch.float64})
 
-        def do(self, loaded: Sequence[Loaded]) -> list[Finished | HeadraceError]:
+        def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
             sound = torch.from_numpy(sweep())[None]
-            whole = Finished(sample, {"video": torch.zeros(1), "audio": sound}, {"clip": 0.5})
+            whole = ProcessedSample(sample, {"video": torch.zeros(1), "audio": sound}, {"clip": 0.5})
             return [whole, CorruptionError("bad"), replace(whole, tensors=whole.tensors | {"audio": sound * 0})]
 
-    work = mels(cast(Work, Heard()), AudioSpec(RATE, seconds=1.0, features=LogMel()), torch.device("cpu"))
+    work = mels(cast(Processor, Heard()), AudioSpec(RATE, seconds=1.0, features=LogMel()), torch.device("cpu"))
     assert work.layout.tensors == ("video", "mel")
-    first, bad, last = work.do([place] * 3)
+    first, bad, last = work.process([place] * 3)
     assert isinstance(bad, CorruptionError)
-    assert isinstance(first, Finished)
-    assert isinstance(last, Finished)
+    assert isinstance(first, ProcessedSample)
+    assert isinstance(last, ProcessedSample)
     assert list(first.tensors) == ["video", "mel"]
     assert first.values == {"clip": 0.5}
     assert torch.equal(first.tensors["mel"], log_mel(torch.from_numpy(sweep())[None], RATE, LogMel()))

@@ -12,22 +12,22 @@ import torch
 
 from headrace.dataio.shards.contract import VideoInfo
 from headrace.loaders.batch.batch import Output
-from headrace.loaders.batch.executor import Prefetcher
-from headrace.loaders.cancellation import GivenUp, check, giving_up
+from headrace.loaders.batch.executor import BatchExecutor
+from headrace.loaders.cancellation import Cancelled, cancelled_by, check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.canvas import Whole
 from headrace.loaders.decode.contract import Request
 from headrace.loaders.decode.pyav import PyAVDecoder
-from headrace.loaders.interfaces import Finished, Layout, Place
+from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 
 
 def test_outside_of_a_block_nothing_is_given_up() -> None:
     event = threading.Event()
     event.set()
-    check()
-    with pytest.raises(GivenUp), giving_up(event):
-        check()
-    check()
+    check_cancelled()
+    with pytest.raises(Cancelled), cancelled_by(event):
+        check_cancelled()
+    check_cancelled()
 
 
 def test_a_decoder_stops_between_two_pictures(
@@ -44,7 +44,7 @@ def test_a_decoder_stops_between_two_pictures(
 
     monkeypatch.setattr(Whole, "draw", last)
     request = Request(memoryview(data), info, Wanted("index", tuple(range(40)), info.key_frames[0]))
-    with pytest.raises(GivenUp), giving_up(closing):
+    with pytest.raises(Cancelled), cancelled_by(closing):
         PyAVDecoder().decode([request])
     assert 1 <= len(drawn) < 5
 
@@ -52,15 +52,15 @@ def test_a_decoder_stops_between_two_pictures(
 def test_closing_ends_long_samples_and_begins_no_others() -> None:
     begun, go, steps = threading.Event(), threading.Event(), []
 
-    def make(places: Sequence[Place], _: object) -> list[Finished]:
+    def make(places: Sequence[SampleRef], _: object) -> list[ProcessedSample]:
         for step in range(1000):
-            check()
+            check_cancelled()
             steps.append(step)
             begun.set()
             assert go.wait(60)
         raise AssertionError("nobody gave it up")
 
-    prefetcher = Prefetcher(make, Layout(("video",)), Output(torch.device("cpu"), pinned=False), threads=1)
+    prefetcher = BatchExecutor(make, SampleLayout(("video",)), Output(torch.device("cpu"), pinned=False), threads=1)
     place: Any = None
     prefetcher.start([place] * 4)
     assert begun.wait(60)
