@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from headrace.dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, HeadraceError, UsageError
+from headrace.dataio.core.extras import naming_extras
 from headrace.dataio.core.redact import printable, redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -109,7 +110,8 @@ def _run(args: list[str]) -> int:
 
         meant = "".join(f", did you mean {close!r}?" for close in get_close_matches(name, COMMANDS, 1))
         raise UsageError(f"no command {name!r}{meant}", hint="see headrace --help")
-    return _load(COMMANDS[name][0])(args[1:])
+    with naming_extras():
+        return _load(COMMANDS[name][0])(args[1:])
 
 
 def usage() -> str:

@@ -77,7 +77,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["s3fs", "obstore"])
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "obstore":
-        pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+        pytest.importorskip("obstore", reason="the extra s3 is not installed")
     monkeypatch.setenv("HEADRACE_S3", request.param)
     return str(request.param)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 
+from headrace.dataio.core.extras import naming_extras
+
 
 def exports(
     package: str, home: Mapping[str, str], load: Callable[[str], ModuleType] = import_module
@@ -21,6 +23,7 @@ def exports(
     def get(name: str) -> object:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(load(home[name]), name)
+        with naming_extras():
+            return getattr(load(home[name]), name)
 
     return get, lambda: sorted(home)

@@ -54,8 +54,8 @@ class _Line:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `headrace.<name>`; `name` is usually `__name__`."""
-    logger = logging.getLogger(f"{_ROOT}.{name}")
+    """The logger `name`, which is usually `__name__`; below `headrace` also where that is `__main__`."""
+    logger = logging.getLogger(name if name.startswith(f"{_ROOT}.") else f"{_ROOT}.{name}")
     if not any(isinstance(f, _Redacting) for f in logger.filters):
         logger.addFilter(_Redacting())
     return logger

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.core.extras import naming_extras
 from headrace.dataio.core.redact import has_secrets
 from headrace.dataio.store.allowed import sendable
 from headrace.dataio.store.contract import Location, Store
@@ -44,9 +45,10 @@ def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
         return _posix(text, storage_options)
     if scheme.lower() == "file":
         return _posix(_path_of(rest, text), storage_options)
-    if scheme.lower() == "s3":
-        return _s3(text, storage_options)
-    return _other(scheme.lower(), rest, storage_options)
+    with naming_extras():
+        if scheme.lower() == "s3":
+            return _s3(text, storage_options)
+        return _other(scheme.lower(), rest, storage_options)
 
 
 def open_location(location: Location) -> Store:

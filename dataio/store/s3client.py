@@ -22,7 +22,7 @@ def connect(config: S3Config) -> S3Session:
     from headrace.dataio.store.s3fast import FastSession, installed, unavailable
 
     if not installed():
-        reason, hint = "obstore is not installed", "pip install 'headrace[fast-s3]'"
+        reason, hint = "obstore is not installed", "pip install 'headrace[s3]'"
     else:
         found = unavailable(config)
         if found is None:

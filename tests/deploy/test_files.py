@@ -246,7 +246,7 @@ def test_the_image_is_built_from_what_is_installed_and_nothing_else() -> None:
 
 def test_the_image_reads_s3_by_the_quick_client_and_runs_the_quick_loop() -> None:
     (extras,) = re.findall(r"'\.\[(.*)\]'", (DEPLOY / "docker" / "Dockerfile").read_text())
-    assert {"fast-s3", "sidecar"} <= set(extras.split(","))
+    assert {"s3", "sidecar"} <= set(extras.split(","))
 
 
 def _promtool(*arguments: str, text: bytes | None = None) -> Any:

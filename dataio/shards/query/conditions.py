@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,7 +21,7 @@ from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.query.kept import Rows
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.parts import join_types
-from headrace.dataio.shards.query.predicate import Predicate, connect, parse, quote
+from headrace.dataio.shards.query.predicate import Predicate, connect, import_duckdb, parse, quote
 from headrace.dataio.shards.versions.documents import VersionDocument
 
 
@@ -74,7 +73,7 @@ def _check_type(connection: Any, predicate: Predicate) -> None:
         found = connection.execute(predicate.sql.replace("SELECT __row", f"SELECT (\n{predicate.text}\n)", 1))
         kind = str(found.description[0][1])
         found.fetchall()
-    except duckdb.Error as error:
+    except import_duckdb().Error as error:
         raise _failed(predicate, error) from error
     if kind not in ("BOOLEAN", "bool"):
         raise UsageError(
@@ -86,7 +85,7 @@ def _run(connection: Any, predicate: Predicate, table: Any) -> Rows:
     connection.register("part", _numbered(table))
     try:
         found: Mapping[str, Any] = connection.execute(predicate.sql).fetchnumpy()
-    except duckdb.Error as error:
+    except import_duckdb().Error as error:
         raise _failed(predicate, error) from error
     return np.sort(np.asarray(found["__row"], np.uint32))
 

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import duckdb
-
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.extras import naming_extras
 
 TEXT_BYTES = 16 << 10
 GROWTH = 64
@@ -71,9 +70,16 @@ class Predicate:
     sql: str
 
 
+def import_duckdb() -> Any:
+    """DuckDB, which belongs to the extra `sql`; only conditions and comparisons need it."""
+    with naming_extras():
+        import duckdb
+    return duckdb
+
+
 def connect() -> Any:
     """A DuckDB in memory that can reach no file, no network, no extension and no Python variable."""
-    connection = duckdb.connect(
+    connection = import_duckdb().connect(
         ":memory:",
         config={
             "enable_external_access": False,
@@ -138,7 +144,7 @@ def _tree(connection: Any, text: str) -> Mapping[str, Any]:
     wrapped = f"SELECT 1 FROM part WHERE (\n{text}\n)"
     try:
         found = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [wrapped]).fetchall()[0][0])
-    except (duckdb.Error, ValueError, RecursionError, UnicodeError) as error:
+    except (import_duckdb().Error, ValueError, RecursionError, UnicodeError) as error:
         raise _unreadable(text, _first_line(error)) from error
     if found.get("error"):
         raise _unreadable(text, str(found.get("error_message")))

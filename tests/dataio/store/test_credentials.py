@@ -38,7 +38,7 @@ def server() -> Iterator[S3Server]:
 def url(request: pytest.FixtureRequest, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty place, for each client in turn; the keys of the variables are in force."""
     if request.param == "obstore":
-        pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+        pytest.importorskip("obstore", reason="the extra s3 is not installed")
     use_s3_server(server, monkeypatch)
     monkeypatch.setenv("HEADRACE_S3", request.param)
     _set(monkeypatch, new := _new_keys())

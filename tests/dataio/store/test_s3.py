@@ -55,7 +55,7 @@ CLIENTS = ["s3fs", "obstore"]
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The library that talks to S3 in this test and its child processes: each of them in turn."""
     if request.param == "obstore":
-        pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+        pytest.importorskip("obstore", reason="the extra s3 is not installed")
     monkeypatch.setenv("HEADRACE_S3", request.param)
     return str(request.param)
 
@@ -77,7 +77,7 @@ class TestS3ThroughObstore(TestS3ThroughS3fs):
 
     @pytest.fixture
     def store_url(self, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-        pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+        pytest.importorskip("obstore", reason="the extra s3 is not installed")
         monkeypatch.setenv("HEADRACE_S3", self.client)
         return s3_url
 
@@ -205,7 +205,7 @@ def test_without_obstore_s3fs_serves(s3_url: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "headrace.dataio.store.s3fast", raising=False)
     monkeypatch.delitem(sys.modules, "headrace.dataio.store.s3fasterrors", raising=False)
     assert type(connect(parse(s3_url, {}))) is S3Session
-    with pytest.raises(UnsupportedError, match=r"not installed.*fast-s3"):
+    with pytest.raises(UnsupportedError, match=r"not installed.*s3"):
         connect(parse(s3_url, {"client": "obstore"}))
 
 
@@ -266,7 +266,7 @@ def test_a_conditional_write_is_one_single_put(client: str, s3_url: str, recorde
 
 
 def test_a_body_too_large_for_obstores_time_out_goes_through_s3fs(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3fast = pytest.importorskip("headrace.dataio.store.s3fast", reason="the extra fast-s3 is not installed")
+    s3fast = pytest.importorskip("headrace.dataio.store.s3fast", reason="the extra s3 is not installed")
     monkeypatch.setattr(s3fast, "_PUT_BYTES", 4)
     with S3Store(parse(s3_url, {"client": "obstore"})) as store:
         store.put("k", b"12345")
@@ -348,7 +348,7 @@ def test_the_interpreter_does_not_end_while_a_thread_of_obstores_is_in_it(
     how: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a thread is made to exit when it wants to go on, through frames that cannot be unwound: the process aborts."""
-    pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+    pytest.importorskip("obstore", reason="the extra s3 is not installed")
     monkeypatch.setenv("HEADRACE_S3", "obstore")
     command = [sys.executable, "-c", ENDS_WHILE_OBSTORE_HANDS_OVER, s3_url, how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)

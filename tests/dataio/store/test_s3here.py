@@ -25,7 +25,7 @@ from headrace.dataio.testing.s3server import S3Server
 from headrace.dataio.testing.system import stopped
 from tests.support.waiting import wait_for
 
-pytest.importorskip("obstore", reason="the extra fast-s3 is not installed")
+pytest.importorskip("obstore", reason="the extra s3 is not installed")
 MIB = 1 << 20
 BODY = some_bytes(3 * MIB)
 
