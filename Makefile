@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 JOBS   ?= 2
 
-.PHONY: setup demo test lint typecheck bench soak clean
+.PHONY: setup demo test lint typecheck bench soak extras clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -42,6 +42,14 @@ bench: $(READY)
 
 soak: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' --hypothesis-profile explore -o faulthandler_timeout=3700
+
+# What each extra weighs, in MB of site-packages: the table of README.md.
+extras: $(READY)
+	@for extra in core s3 data sql torch dali ray otel sidecar; do \
+	  rm -rf build/extra && $(PYTHON) -m venv --without-pip build/extra && \
+	  $(BIN)/python -m pip --python build/extra/bin/python install --quiet --constraint constraints.txt ".$$([ $$extra = core ] || echo [$$extra])" && \
+	  echo "$$extra $$(du -sm build/extra/lib/python3*/site-packages | cut -f1) MB" || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis demo-out test-out bench-out
