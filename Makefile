@@ -1,12 +1,12 @@
 # Two commands matter: `make demo` and `make test`. Each sets up what it needs in .venv first.
 PYTHON ?= python3
-VENV   := .venv
+VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 JOBS   ?= 2
 
-.PHONY: setup demo test lint typecheck bench soak extras clean
+.PHONY: setup demo check test dist lint typecheck bench soak extras clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -29,6 +29,10 @@ demo: $(READY)
 test: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(JOBS) -m 'not soak and not gpu' --durations 15 --durations-min 5
 
+# What a change should pass before it is shown to others: under two minutes.
+check: lint typecheck
+	$(BIN)/python -m pytest -n $(JOBS) -q -m 'unit and not soak and not gpu'
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,6 +54,12 @@ extras: $(READY)
 	  $(BIN)/python -m pip --python build/extra/bin/python install --quiet --constraint constraints.txt ".$$([ $$extra = core ] || echo [$$extra])" && \
 	  echo "$$extra $$(du -sm build/extra/lib/python3*/site-packages | cut -f1) MB" || exit 1; \
 	done
+
+# The files of a release, checked.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis demo-out test-out bench-out

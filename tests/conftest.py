@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import fsspec.asyn
 import pytest
@@ -28,6 +29,9 @@ settings.register_profile(  # pytest --hypothesis-profile
 )
 settings.load_profile("headrace")
 
+_SERVERS = {"s3_server", "s3_url", "rclone_server"}
+_DAEMONS = {"daemon", "sidecar", "node", "nodes"}
+_STARTERS = {"subprocess", "multiprocessing", "tests.support.nursery"}
 _PLACE = pytest.StashKey[Place]()
 _SAID = 6000  # characters of a failure that are printed at once; the end of the run has all of it
 _MEDIA = Path(os.environ.get("HEADRACE_TESTS_MEDIA") or Path(__file__).resolve().parents[2] / "shared" / "media")
@@ -43,6 +47,22 @@ def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if isinstance(terminal, pytest.TerminalReporter) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(terminal))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each test has one of three marks: `s3` (a real S3 server), `process` (starts processes), `unit` (neither)."""
+    starters: dict[object, bool] = {}
+    for item in items:
+        fixtures, module = set(getattr(item, "fixturenames", ())), getattr(item, "module", None)
+        if module not in starters:
+            starters[module] = not _STARTERS.isdisjoint(
+                getattr(value, "__name__", "") for value in vars(module).values() if isinstance(value, ModuleType)
+            ) or hasattr(module, "launch")
+        if fixtures & _SERVERS or item.get_closest_marker("s3"):
+            item.add_marker("s3")
+        else:
+            item.add_marker("process" if starters[module] or fixtures & _DAEMONS else "unit")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
