@@ -27,7 +27,7 @@ from headrace.bench.core.results import Metric, Part, Samples
 from headrace.bench.sidecar_floor import Memory, beside, passing
 from headrace.bench.sidecar_node import DaemonProcess, daemon, run_ranks, server, write_shards
 from headrace.bench.sidecar_rank import Job, Shape
-from headrace.dataio.core.medium import medium
+from headrace.dataio.core.files import storage_kind
 from headrace.dataio.core.options import count
 from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar import wire
@@ -97,7 +97,7 @@ def fill(job: command.Job, part: Part) -> None:
     part.title, part.metrics, part.settings = "Sidecar: one node", FIGURES, {"shards": job.args.shards}
     found = part.candidates.setdefault("headrace", Samples({name: [] for name in FIGURES})).metrics
     if job.args.cache_dir is not None:
-        part.settings["cache on"] = medium(job.args.cache_dir)
+        part.settings["cache on"] = storage_kind(job.args.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mb-", dir=job.args.cache_dir or job.scratch) as caches:
         measure(job.scratch, Path(caches), Shape(shards=job.args.shards), job.rounds, found, job.args.only or PARTS)
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 import headrace.dataio.sidecar.reader  # noqa: F401  # what is imported is the process's start, not the read's
-from headrace.dataio.core.trace import span
+from headrace.dataio.core.tracing import span
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.store.open import open_store
 from headrace.loaders.sampling.order import Order

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.dataio.core.lazy import exports
+from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer

@@ -46,7 +46,7 @@ from headrace.checkpoint.tier.saving import KeptAloneError
 from headrace.dataio.core import metrics
 from headrace.dataio.core.errors import ConflictError, HeadraceError, MismatchError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.core.trace import span
+from headrace.dataio.core.tracing import span
 from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.store.contract import Store
 

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from headrace.dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, HeadraceError, UsageError
-from headrace.dataio.core.extras import naming_extras
+from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.core.redact import printable, redact
 
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from headrace.dataio.core.lazy import exports
+from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
     from headrace.loaders.audio_loader import AudioLoader

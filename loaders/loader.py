@@ -25,11 +25,11 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from headrace.dataio.cache.sized import Sized
 from headrace.dataio.core import metrics
+from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.forgotten import Ending
 from headrace.dataio.core.limits import GIB
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.core.trace import span
+from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar.client import LoaderMeter, open_reader
 from headrace.loaders.batch.batch import Batch, Output
@@ -133,7 +133,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         )
         self._epoch = self._batch = 0
         self._ahead: Prefetcher | None = None
-        self._ending: Ending | None = None
+        self._ending: Finalizer | None = None
         self._meter = LoaderMeter()
         self._closed = self._delivered = False
 
@@ -320,7 +320,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         with contextlib.ExitStack() as undo:  # what was begun ends, also if something further on cannot begin
             ahead = self._begin(undo)
             undo.pop_all()
-        self._ending = Ending(self, ahead.close)
+        self._ending = Finalizer(self, ahead.close)
         return ahead
 
     def _begin(self, undo: contextlib.ExitStack) -> Prefetcher:

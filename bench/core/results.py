@@ -19,8 +19,8 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.files import is_special, write_output
 from headrace.dataio.core.limits import MIB, format_bytes
-from headrace.dataio.core.outputs import is_special, written_whole
 from headrace.dataio.store.oserrors import translated
 
 FORMAT = "headrace-bench"
@@ -133,7 +133,7 @@ def prepare(path: Path) -> None:
 def write(run: Run, path: Path) -> None:
     """Write the document to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as file:
+    with write_output(path) as file:
         file.write(f"{encode(run)}\n".encode())
 
 

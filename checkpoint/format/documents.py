@@ -1,7 +1,7 @@
 """The repository's small JSON documents: repo, timeline, lease, fate, COMMIT, gc record.
 
 Invariant: every document carries a version, the writer's nonce, and as its last entry its own digest
-(`headrace.dataio.core.seal`; older
+(`headrace.dataio.core.json`; older
 ones have none), and holds no secret. A reader refuses a version it does not know before it looks at anything else; unknown
 fields are ignored, so that a minor addition stays readable.
 Failure behaviour: `UnsupportedError` for a newer version, `CorruptionError` naming the object for anything unreadable.
@@ -16,7 +16,7 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from headrace.checkpoint.format import ulid
-from headrace.dataio.core import seal
+from headrace.dataio.core import json
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
 from headrace.dataio.store.contract import Store
@@ -146,7 +146,7 @@ D = TypeVar("D", bound=Document)
 
 def encode(document: Document) -> bytes:
     """JSON for people and programs, with a final newline."""
-    return seal.seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    return json.seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def decode(data: bytes, kind: type[D], key: str) -> D:
@@ -154,7 +154,7 @@ def decode(data: bytes, kind: type[D], key: str) -> D:
     try:
         version = msgspec.json.decode(data, type=_Head).version
         if VERSION <= version <= kind.newest:
-            return msgspec.json.decode(seal.unseal(data, key) if seal.is_sealed(data) else data, type=kind)
+            return msgspec.json.decode(json.unseal(data, key) if json.is_sealed(data) else data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{key} is not a readable document: {error}", hint="run `headrace ckpt check`") from None
     raise newer(key, version)

@@ -50,8 +50,8 @@ from headrace.checkpoint.repository.opening import Step
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.restore import Saved, Want
 from headrace.checkpoint.state import tree
+from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError, UsageError
-from headrace.dataio.core.forgotten import Ending
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
 
@@ -309,7 +309,7 @@ class _Reading(io.RawIOBase):
     def __init__(self, store: Store, opened: Step, saved: Saved, stack: contextlib.ExitStack) -> None:
         super().__init__()
         self._store, self._opened, self._saved = store, opened, saved
-        self._let_go = Ending(self, stack.close)
+        self._let_go = Finalizer(self, stack.close)
         self._at, self._size = 0, saved.shape[0]
 
     def readable(self) -> bool:

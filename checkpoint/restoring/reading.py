@@ -27,8 +27,8 @@ from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.build import plain
 from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, empty
 from headrace.checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, join, tensor_names
+from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UsageError
-from headrace.dataio.core.forgotten import Ending
 from headrace.dataio.core.limits import check_memory
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.open import open_store
@@ -97,7 +97,7 @@ class SavedStep(Mapping[str, Any]):
 
     def keep(self, stack: contextlib.ExitStack) -> Self:
         """Take `stack` over: it is closed with this step, however that comes about."""
-        self._close = Ending(self, stack.close)
+        self._close = Finalizer(self, stack.close)
         return self
 
     def __getitem__(self, path: str) -> Any:

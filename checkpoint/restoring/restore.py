@@ -29,8 +29,8 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.opening import Step, open_step
 from headrace.checkpoint.sharding import regions
+from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
-from headrace.dataio.core.forgotten import Ending
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.store.contract import Store
 
@@ -139,7 +139,7 @@ class reading(contextlib.AbstractContextManager[Step]):
     def __init__(self, store: Store, run: str, base: Base) -> None:
         self._store, self._run, self._base = store, run, base
         self._stack = contextlib.ExitStack()
-        self._close = Ending(self, self._stack.close)
+        self._close = Finalizer(self, self._stack.close)
 
     def __enter__(self) -> Step:
         try:

@@ -27,7 +27,7 @@ from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.tier.saving import mark_committed
 from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, HeadraceError, NotFoundError
-from headrace.dataio.core.locked import locked
+from headrace.dataio.core.files import file_lock
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.contract import Store
 from headrace.dataio.store.tier.keeping import checked
@@ -188,7 +188,7 @@ def _alone(shelf: Shelf, until: float) -> Iterator[None]:
     """One process of the node at a time: the second then finds everything in the store."""
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(locked(shelf.root / "sending", until - time.monotonic(), _POLL))
+            held.enter_context(file_lock(shelf.root / "sending", until - time.monotonic(), _POLL))
         except TimeoutError:
             raise DeadlineError("another process of this node is still sending", hint="restore again later") from None
         yield

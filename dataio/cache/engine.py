@@ -187,7 +187,7 @@ class Engine:
             self._jobs[stream] = job
 
     def asked_within(self, stream: int, trace: str) -> None:
-        """The span (`headrace.dataio.core.trace.context`) within which the stream asks; what is fetched for it is
+        """The span (`headrace.dataio.core.tracing.context`) within which the stream asks; what is fetched for it is
         recorded below that."""
         with self._lock:
             self._within[stream] = trace

@@ -21,7 +21,7 @@ from headrace.dataio.cache.passing import OvertakenError
 from headrace.dataio.cache.together import TOGETHER, Together
 from headrace.dataio.cache.turns import JobLimits, Turns
 from headrace.dataio.cache.window import Window
-from headrace.dataio.core import trace
+from headrace.dataio.core import tracing
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.log import get_logger
 
@@ -273,17 +273,17 @@ class Fetcher:
         return size
 
     def _record(self, flight: Flight, began: float, fetched: int, error: BaseException | None) -> None:
-        if not trace.recording():
+        if not tracing.recording():
             return
         seconds = self._clock.monotonic() - began
-        about: dict[str, trace.Value] = {
+        about: dict[str, tracing.Value] = {
             "key": flight.key,
             "offset": flight.fetch.offset,
             "bytes": fetched,
             "job": flight.job,
         }
         what = type(error).__name__ if error else ""
-        trace.record("cache.fetch", self._clock.time() - seconds, seconds, flight.within, error=what, **about)
+        tracing.record("cache.fetch", self._clock.time() - seconds, seconds, flight.within, error=what, **about)
 
     def _stored(self, fetched: int, began: float) -> None:
         if fetched:

@@ -22,8 +22,8 @@ from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.lease import Lease
 from headrace.dataio.cache.lent import Lent
 from headrace.dataio.core import limits
+from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import DeadlineError
-from headrace.dataio.core.forgotten import Ending
 from headrace.dataio.store.contract import Store
 
 WAIT_SECONDS = 300.0
@@ -138,7 +138,7 @@ class PrivateReader(CachedReader):
         engine = Engine(directory, budget, threads=PRIVATE_THREADS, max_files=PRIVATE_FILES)
         super().__init__(store, engine)
         self._memory = Lent()
-        self._end = Ending(self, engine.close)
+        self._end = Finalizer(self, engine.close)
 
     def read(self, key: str, ranges: Ranges) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""

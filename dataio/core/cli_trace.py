@@ -1,9 +1,10 @@
-"""`headrace trace`: where the time of many ranks went, and their event logs as one trace for Perfetto or chrome://tracing.
+"""`headrace trace`: where the time of many ranks went, and their event logs as one trace for Perfetto or
+chrome://tracing.
 
-Invariant: files are read line by line and written as they are read, so memory does not grow with them; every (host, process)
-is one track with its rank as its name. Standard output holds the result only, with --json one object.
-Failure behaviour: a line that is no event (the last one of a killed process, as a rule) is skipped and counted; the exit code
-is then 1. A file without a header is refused: it is no event log.
+Invariant: files are read line by line and written as they are read, so memory does not grow with them; every (host,
+process) is one track with its rank as its name. Standard output holds the result only, with --json one object.
+Failure behaviour: a line that is no event (the last one of a killed process, as a rule) is skipped and counted; the
+exit code is then 1. A file without a header is refused: it is no event log.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.core.files import write_output
 from headrace.dataio.core.options import Parser
-from headrace.dataio.core.outputs import written_whole
-from headrace.dataio.core.spent import SAVE, WAIT, Process, by_name, trained
-from headrace.dataio.core.trace import HEADER, VERSION
+from headrace.dataio.core.time_breakdown import SAVE, WAIT, Process, by_name, trained
+from headrace.dataio.core.tracing import HEADER, VERSION
 
 LINE_BYTES = 64 << 10
 PROCESSES = 1 << 16
@@ -66,7 +67,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
         with open(os.devnull, "w") as out:
             yield out
     else:
-        with written_whole(path) as file, io.TextIOWrapper(file, "utf-8") as out:
+        with write_output(path) as file, io.TextIOWrapper(file, "utf-8") as out:
             yield out
 
 

@@ -1,13 +1,12 @@
 """Named places where a test kills the process, to prove what a crash there leaves behind.
 
-Invariant: a point is declared once, at import, with what a crash there means; `HEADRACE_CRASH=<name>` or `<name>#<n>` makes
-the process kill itself with SIGKILL when it reaches that point for the first or n-th time, and at no other place. The
-name is first appended to the file `HEADRACE_CRASH_MARK`, so that a test can assert that its fault fired.
-With `HEADRACE_HOLD=<name>` the first process that comes to the point writes its name and number into that file and waits
-there until
-`<mark>.go` exists, so that a test can kill *others* at that point.
-Failure behaviour: with the variables unset a point costs two attribute reads. A name that nobody declared never fires,
-which is why tests take names from `declared()`.
+Invariant: a point is declared once, at import, with what a crash there means; `HEADRACE_CRASH=<name>` or `<name>#<n>`
+makes the process kill itself with SIGKILL when it reaches that point for the first or n-th time, and at no other
+place. The name is first appended to the file `HEADRACE_CRASH_MARK`, so that a test can assert that its fault fired.
+With `HEADRACE_HOLD=<name>` the first process that comes to the point writes its name and number into that file and
+waits there until `<mark>.go` exists, so that a test can kill *others* at that point. Failure behaviour: with the
+variables unset a point costs two attribute reads. A name that nobody declared never fires, which is why tests take
+names from `declared()`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Logging: standard library loggers under `headrace`, without secrets and terminal escapes, tracebacks included.
 
-Invariant: importing Headrace configures nothing of the application's logging; only `setup` (used by the command line and
-the daemon) installs a handler. Redaction happens in the logger itself, so it holds for the application's handlers too.
-A line of the program logs at most `RECORDS` records in `SECONDS`; the next record says how many were left out. So strangers that
-are refused a thousand times a second fill no disk.
-Failure behaviour: `warn_once` remembers a bounded number of messages and falls silent beyond it.
+Invariant: importing Headrace configures nothing of the application's logging; only `setup` (used by the command line
+and the daemon) installs a handler. Redaction happens in the logger itself, so it holds for the application's handlers
+too. A line of the program logs at most `RECORDS` records in `SECONDS`; the next record says how many were left out.
+So strangers that are refused a thousand times a second fill no disk. Failure behaviour: `warn_once` remembers a
+bounded number of messages and falls silent beyond it.
 """
 
 from __future__ import annotations

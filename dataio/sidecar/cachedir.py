@@ -17,8 +17,8 @@ from pathlib import Path
 from headrace.dataio.cache.disks import Place
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.files import private_directory
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.core.private import private_directory
 from headrace.dataio.sidecar.config import CacheTier
 
 _log = get_logger(__name__)

@@ -28,7 +28,7 @@ from typing import Self
 
 from headrace.dataio.core.errors import ConflictError, DeadlineError, HeadraceError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.core.trace import context, span
+from headrace.dataio.core.tracing import context, span
 from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar import paths, wire
 from headrace.dataio.sidecar.spin import Spin

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.dataio.core.errors import ConflictError, UsageError
-from headrace.dataio.core.private import private_directory
+from headrace.dataio.core.files import private_directory
 
 SOCKET_PATH_BYTES = 107
 """The most that a Unix socket's address holds on Linux."""

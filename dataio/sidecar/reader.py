@@ -22,11 +22,11 @@ from headrace.dataio.cache.contract import Read, ShardReader, copy_into, one_by_
 from headrace.dataio.cache.own import own_reader
 from headrace.dataio.cache.reader import Ranges, covered, stream
 from headrace.dataio.core import limits, metrics
+from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.core.forgotten import Ending
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.core.trace import context, span
+from headrace.dataio.core.tracing import context, span
 from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar import paths
 from headrace.dataio.sidecar.connection import Sidecar, SidecarName
@@ -325,7 +325,7 @@ class SidecarReader:
         forget = weakref.WeakMethod(self._forget)  # the connection's thread must not keep this reader alive
         found.forgotten = lambda file: (call := forget()) and call(file)
         found.reporting = self._tally.report
-        Ending(self, found.close)
+        Finalizer(self, found.close)
         with self._lock:
             self._connection = found
             self._dropped.clear()

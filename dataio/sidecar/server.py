@@ -24,8 +24,8 @@ from pathlib import Path
 from headrace.dataio.cache.engine import Engine
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.core.files import storage_kind
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.core.medium import medium
 from headrace.dataio.sidecar import activation, memory, paths
 from headrace.dataio.sidecar.board import POINT_SECONDS
 from headrace.dataio.sidecar.cachedir import CacheDirectories
@@ -99,7 +99,7 @@ class Daemon:
             buffers=max(2, self._config.fetch_memory // limits.CACHE_BLOCK_BYTES),
         )
         self._engine.limit(self._config.job_limits)
-        self._media = {str(place.path): medium(place.path) for place in (first, *slower)}
+        self._media = {str(place.path): storage_kind(place.path) for place in (first, *slower)}
         self._stores = Stores(self._opener, self._engine.forget)
         wanted = self._config.tier
         self._tier = Tier(wanted) if wanted is not None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from headrace.dataio.core import trace
+from headrace.dataio.core import tracing
 from headrace.dataio.sidecar import messages as m
 
 
@@ -17,9 +17,9 @@ def job_span(kind: str, about: str, within: str) -> Callable[[m.JobEvent], None]
     began, clock = time.time(), time.monotonic()
 
     def heard(event: m.JobEvent) -> None:
-        if isinstance(event, m.Done | m.JobFailed) and trace.recording():
+        if isinstance(event, m.Done | m.JobFailed) and tracing.recording():
             error = event.code if isinstance(event, m.JobFailed) else ""
-            trace.record(
+            tracing.record(
                 "sidecar.job",
                 began,
                 time.monotonic() - clock,

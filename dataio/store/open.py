@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.dataio.core.errors import UnsupportedError, UsageError
-from headrace.dataio.core.extras import naming_extras
+from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.core.redact import has_secrets
 from headrace.dataio.store.allowed import sendable
 from headrace.dataio.store.contract import Location, Store

@@ -38,7 +38,7 @@ from headrace.dataio.core.errors import (
     TransientError,
     UnsupportedError,
 )
-from headrace.dataio.core.filesystem import is_local
+from headrace.dataio.core.files import is_local
 from headrace.dataio.store import nolinks
 from headrace.dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
 from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key

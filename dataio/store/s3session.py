@@ -24,8 +24,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextvars import Context
 from typing import Any, TypeGuard, TypeVar, TypeVarTuple
 
+from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import AccessDeniedError, HeadraceError, UsageError
-from headrace.dataio.core.forgotten import Ending
 from headrace.dataio.store.s3config import S3Config
 from headrace.dataio.store.s3credentials import Keys, Rotating
 from headrace.dataio.store.s3errors import translated_s3
@@ -41,7 +41,7 @@ class S3Session:
     def __init__(self, config: S3Config) -> None:
         self.config = config
         self._worker = _Worker(config)
-        self._closer = Ending(self, self._worker.stop)
+        self._closer = Finalizer(self, self._worker.stop)
 
     @property
     def is_open(self) -> bool:

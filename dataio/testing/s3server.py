@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.dataio.core.errors import DeadlineError, TransientError, UnsupportedError
-from headrace.dataio.core.scratch import Scratch
+from headrace.dataio.core.files import Scratch
 
 _READY_SECONDS = 60.0
 _STARTS = 5

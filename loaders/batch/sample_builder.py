@@ -17,7 +17,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
-from headrace.dataio.core.trace import span
+from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.contract import Sample
 from headrace.loaders.batch.memory import MemoryBudget
 from headrace.loaders.cancellation import check_cancelled

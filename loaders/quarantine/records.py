@@ -20,8 +20,8 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.files import private_directory
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.core.private import private_directory
 
 FILE_BYTES = 16 * limits.MIB
 OFF = "off"

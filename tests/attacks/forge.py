@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.dataio import index
-from headrace.dataio.core import seal
+from headrace.dataio.core.json import seal
 from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.index.rows import BLOCKS, block_digests, footer_bytes
 
@@ -60,7 +60,7 @@ def document(folder: Path) -> dict[str, Any]:
 
 def with_document(folder: Path, text: bytes) -> None:
     """Store another version document, sealed."""
-    (folder / VERSION).write_bytes(seal.seal(text))
+    (folder / VERSION).write_bytes(seal(text))
 
 
 def as_text(found: dict[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from headrace.dataio.core.scratch import Scratch
+from headrace.dataio.core.files import Scratch
 
 _SECONDS = 60.0
 """For what is about to end anyway; only what will not is waited for so long."""

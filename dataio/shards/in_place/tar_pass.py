@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
-from headrace.dataio.core.scratch import scratch_folder
+from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.contract import Member, Sample
 from headrace.dataio.shards.in_place.tally import ShardAt, Tally

@@ -29,7 +29,7 @@ import msgspec
 
 from headrace.dataio.core import crashpoints, limits
 from headrace.dataio.core.errors import ConflictError, UsageError
-from headrace.dataio.core.scratch import scratch_folder
+from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.ingest import engines, plan
 from headrace.dataio.shards.ingest.journal import Journal

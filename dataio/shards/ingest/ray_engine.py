@@ -26,7 +26,7 @@ import ray.exceptions
 
 from headrace.dataio.core import errors
 from headrace.dataio.core.errors import HeadraceError, TransientError, UnsupportedError
-from headrace.dataio.core.scratch import scratch_folder
+from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.shards.ingest.journal import Journal
 from headrace.dataio.shards.ingest.packing import pack_units
 from headrace.dataio.shards.ingest.plan import Settings, Step, Unit, decode_unit, encode_unit

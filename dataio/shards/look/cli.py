@@ -68,7 +68,7 @@ def preview(argv: list[str]) -> int:
     parser.add_argument("-o", "--output", metavar="PAGE", required=True, help="the file to write, such as page.html")
     _add_json(parser, "one JSON object: the page, its size, and what it is of")
     args = parser.parse_args(argv)
-    from headrace.dataio.core.outputs import written_whole
+    from headrace.dataio.core.files import write_output
     from headrace.dataio.shards.dataset import Dataset
     from headrace.dataio.shards.look.export import said
     from headrace.dataio.shards.look.preview import preview as make
@@ -79,7 +79,7 @@ def preview(argv: list[str]) -> int:
         _progress(quiet=args.json) as progress,
     ):
         dataset = _narrowed(opened, args.where)
-        with said(path), written_whole(path) as file:  # opened before the work, which may take long
+        with said(path), write_output(path) as file:  # opened before the work, which may take long
             page = make(
                 dataset,
                 limit=args.limit,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from headrace.dataio.core import outputs
+from headrace.dataio.core import files
 from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError
 from headrace.dataio.shards import members
 from headrace.dataio.shards.contract import Member, Sample
@@ -73,7 +73,7 @@ def _escaped(c: str) -> str:
 def _write(dataset: Dataset, sample: Sample, member: Member, path: Path, force: bool) -> None:
     if not force and os.path.lexists(path):
         raise _exists(path)
-    with said(path), outputs.written_aside(path, replace=force) as file:
+    with said(path), files.write_atomically(path, replace=force) as file:
         for piece in members.chunks(dataset.store, sample, member):
             file.write(piece)
 

@@ -15,8 +15,9 @@ import json
 import os
 from typing import Any
 
-from headrace.dataio.core import limits, strictjson
+from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.json import parse_json
 from headrace.dataio.shards.contract import AudioInfo, VideoInfo
 from headrace.dataio.shards.media import images, vtt
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS, MEDIA_EXTENSIONS, not_read, passed_over
@@ -123,7 +124,7 @@ def _text(path: str) -> str:
 def _fields(path: str) -> dict[str, Any]:
     data = _bytes(path, limits.SAMPLE_JSON_BYTES)
     try:
-        found = strictjson.loads(data)
+        found = parse_json(data)
         promoted = {name: v for name, v in found.items() if _is_promoted(v)} if isinstance(found, dict) else None
         json.dumps(promoted, ensure_ascii=False).encode()
     except ValueError as error:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.dataio.core import limits, strictjson
+from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.json import parse_json
 from headrace.dataio.shards.media.facts import Request
 
 
@@ -35,7 +36,7 @@ def _object(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         data = file.read(limits.SAMPLE_JSON_BYTES + 1)
     try:
-        found = strictjson.loads(data, max_bytes=limits.SAMPLE_JSON_BYTES)
+        found = parse_json(data, max_bytes=limits.SAMPLE_JSON_BYTES)
     except ValueError as error:
         raise CorruptionError(f"its .json is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.extras import naming_extras
+from headrace.dataio.core.imports import naming_extras
 
 TEXT_BYTES = 16 << 10
 GROWTH = 64

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.dataio.core import limits, seal, strictjson
+from headrace.dataio.core import limits
 from headrace.dataio.core.errors import (
     CapacityError,
     ConflictError,
@@ -32,6 +32,7 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from headrace.dataio.core.json import is_sealed, parse_json, seal, unseal
 from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.index.lookup import Section
 from headrace.dataio.store.contract import Store
@@ -200,7 +201,7 @@ def new_document(
 
 def encode(document: msgspec.Struct) -> bytes:
     """The document as it is stored: JSON for people too, with its own digest at the end."""
-    data = seal.seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    data = seal(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     if len(data) > limits.JSON_DOCUMENT_BYTES:
         raise CapacityError(
             f"the version's document would have {len(data)} bytes, above the limit of {limits.JSON_DOCUMENT_BYTES}",
@@ -324,16 +325,16 @@ class _Format(msgspec.Struct):
 
 
 def check_bytes(data: bytes, name: str) -> None:
-    if seal.is_sealed(data):
-        seal.unseal(data, name)
+    if is_sealed(data):
+        unseal(data, name)
     try:
-        strictjson.loads(data, unique_names=True)
+        parse_json(data, unique_names=True)
         found = msgspec.json.decode(data, type=_Format).format
         if found != FORMAT:
             raise UnsupportedError(f"{name} has format {found}; this Headrace reads {FORMAT}", hint="upgrade Headrace")
     except (msgspec.MsgspecError, ValueError) as error:
         raise CorruptionError(f"{name} is not a version document or dataset.json: {error}") from error
-    seal.unseal(data, name)
+    unseal(data, name)
 
 
 def decode(data: bytes, version: int, name: str) -> VersionDocument:

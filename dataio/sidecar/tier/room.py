@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.files import storage_kind
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.core.medium import medium
 from headrace.dataio.core.metrics import REGISTRY
 from headrace.dataio.sidecar.tier import tls
 from headrace.dataio.sidecar.tier.config import TierConfig
@@ -47,7 +47,7 @@ class Tier:
         self._recalls = Recalls(config, self.shelf, tls.client_context(config)) if config.buddy is not None else None
         self.pool = ThreadPoolExecutor(WAITING, thread_name_prefix="headrace-recall")
         """For `recall`, which waits."""
-        self._medium = medium(config.folder)
+        self._medium = storage_kind(config.folder)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="headrace-tier", daemon=True)
         self._port: int | None = None

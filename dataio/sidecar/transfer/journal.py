@@ -24,9 +24,9 @@ import msgspec
 import xxhash
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.files import private_directory
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.core.private import private_directory
 from headrace.dataio.sidecar.transfer.memfd import PLAN_BYTES
 
 VERSION = 1

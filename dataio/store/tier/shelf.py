@@ -26,10 +26,9 @@ import msgspec
 from blake3 import blake3
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
+from headrace.dataio.core.files import file_lock, private_directory
 from headrace.dataio.core.limits import format_bytes
-from headrace.dataio.core.locked import locked
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.core.private import private_directory
 from headrace.dataio.store.contract import Buffer
 from headrace.dataio.store.tier import record as documents
 from headrace.dataio.store.tier import retention
@@ -201,7 +200,7 @@ class Shelf:
     def locked(self) -> Iterator[None]:
         """Between processes and threads: whoever counts or changes what is here. Not reentrant. `TimeoutError`, an OSError, where
         somebody holds the lock for `LOCK_SECONDS`: he was stopped, or his disk is."""
-        with locked(self.root / "lock", LOCK_SECONDS, _POLL_SECONDS):
+        with file_lock(self.root / "lock", LOCK_SECONDS, _POLL_SECONDS):
             yield
 
 

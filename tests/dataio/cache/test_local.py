@@ -22,7 +22,7 @@ from headrace.dataio.cache.local import SURE, DirectReader
 from headrace.dataio.cache.opened import BELIEVED_SECONDS, FILES
 from headrace.dataio.cache.own import own_reader
 from headrace.dataio.cache.reader import PrivateReader
-from headrace.dataio.core import filesystem
+from headrace.dataio.core import files
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
 from headrace.dataio.store import posix
 from headrace.dataio.store.contract import Store
@@ -286,7 +286,7 @@ def test_what_lies_beyond_the_limit_is_named_when_its_turn_comes(
 def test_files_of_a_network_go_through_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = folder.parent / "mountinfo"
     mounts.write_text("22 1 0:9 / / rw - nfs4 server:/x rw\n")
-    monkeypatch.setattr(posix, "is_local", lambda path: filesystem.is_local(path, mounts))
+    monkeypatch.setattr(posix, "is_local", lambda path: files.is_local(path, mounts))
     made = list[str]()
     leased = PrivateReader._leased
     monkeypatch.setattr(

@@ -19,8 +19,8 @@ from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.objects import STAT_SECONDS
 from headrace.dataio.cache.reader import CachedReader, PrivateReader
 from headrace.dataio.core.errors import AccessDeniedError, NotFoundError, TransientError, UsageError
+from headrace.dataio.core.files import private_directory
 from headrace.dataio.core.metrics import REGISTRY
-from headrace.dataio.core.private import private_directory
 from headrace.dataio.testing.clock import ManualClock
 from tests.support.waiting import wait_for
 

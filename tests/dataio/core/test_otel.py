@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from headrace.dataio.core import otel
-from headrace.dataio.core.trace import Tracer
+from headrace.dataio.core import tracing
+from headrace.dataio.core.tracing import Tracer
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
@@ -31,7 +31,7 @@ def tracer(kept: InMemorySpanExporter) -> Tracer:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     made = Tracer(QUIET)
-    made._otel = otel.OpenTelemetry(provider.get_tracer("test"))
+    made._otel = tracing.OpenTelemetry(provider.get_tracer("test"))
     return made
 
 
@@ -79,7 +79,7 @@ def test_there_is_no_context_outside_of_a_span(tracer: Tracer) -> None:
 
 def test_nothing_is_imported_where_nobody_asked_for_it() -> None:
     code = (
-        "import sys; from headrace.dataio.core.trace import context, recording, span\n"
+        "import sys; from headrace.dataio.core.tracing import context, recording, span\n"
         "with span('a', n=1): assert context() == '' and not recording()\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
@@ -87,9 +87,7 @@ def test_nothing_is_imported_where_nobody_asked_for_it() -> None:
 
 
 def test_a_collector_that_is_not_there_costs_the_program_nothing() -> None:
-    code = (
-        "from headrace.dataio.core.trace import span\nfor n in range(5000):\n with span('a', n=n): pass\nprint('done')"
-    )
+    code = "from headrace.dataio.core.tracing import span\nfor n in range(5000):\n with span('a', n=n): pass\nprint('done')"
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code],

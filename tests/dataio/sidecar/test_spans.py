@@ -29,7 +29,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 CLIENT = """
 import sys, os
-from headrace.dataio.core.trace import span
+from headrace.dataio.core.tracing import span
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.sidecar.connection import Sidecar
 from headrace.dataio.store.open import open_store

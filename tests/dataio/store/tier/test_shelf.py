@@ -50,7 +50,7 @@ def test_a_lock_that_somebody_keeps_is_an_error_of_the_disk_and_waited_for_no_lo
     tier = shelf(tmp_path)
     with (tier.root / "lock").open("w") as kept_open:
         fcntl.flock(kept_open, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="another process has held this lock"):
+        with pytest.raises(OSError, match="another process held this lock"):
             tier.used()
     assert tier.used() == 0
 

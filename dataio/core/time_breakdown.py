@@ -1,8 +1,8 @@
 """Where time went, by what event logs hold: sums by process and by span. Sans-I/O.
 
 Purpose: goodput of each trainer after the fact and without a daemon, and which spans took how long in which process.
-Invariant: sums do not grow with the number of events, and at most `NAMES` names are told apart. A trainer's time goes from
-where it first waited for a batch, or saved, to where it last did; what it does between two of them is computing.
+Invariant: sums do not grow with the number of events, and at most `NAMES` names are told apart. A trainer's time goes
+from where it first waited for a batch, or saved, to where it last did; what it does between two of them is computing.
 Failure behaviour: names above the bound count as "others"; a process that neither loaded nor saved has no goodput.
 """
 

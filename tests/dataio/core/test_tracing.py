@@ -15,7 +15,7 @@ import pytest
 
 from headrace.dataio.cli import main
 from headrace.dataio.core import cli_trace
-from headrace.dataio.core.trace import HEADER, PROFILERS, EventLog, Tracer
+from headrace.dataio.core.tracing import HEADER, PROFILERS, EventLog, Tracer
 
 NO_NVTX = {"NVTX_DISABLE": "1"}
 
@@ -88,7 +88,7 @@ def test_a_log_that_cannot_be_written_ends_quietly(tmp_path: Path) -> None:
 
 def test_a_forked_child_has_a_file_of_its_own(tmp_path: Path) -> None:
     code = (
-        "import os\nfrom headrace.dataio.core.trace import span\n"
+        "import os\nfrom headrace.dataio.core.tracing import span\n"
         "with span('parent'): pass\n"
         "if os.fork() == 0:\n    with span('child'): pass\n    os._exit(0)\nos.wait()\n"
     )

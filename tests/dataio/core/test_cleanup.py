@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.core.cleanup import Finalizer
 from tests.support.waiting import wait_for
 
 
@@ -26,7 +26,7 @@ def test_the_collector_leaves_the_work_to_another_thread_which_may_want_the_lock
 
     thing = Thing()
     thing.itself = thing  # type: ignore[attr-defined]
-    ending = Ending(thing, work)
+    ending = Finalizer(thing, work)
     assert ending.alive
     with lock:
         del thing
@@ -41,7 +41,7 @@ def test_the_collector_leaves_the_work_to_another_thread_which_may_want_the_lock
 
 def test_who_asks_for_it_does_it_and_it_is_done_once() -> None:
     done, thing = list[int](), Thing()
-    ending = Ending(thing, lambda: done.append(threading.get_ident()))
+    ending = Finalizer(thing, lambda: done.append(threading.get_ident()))
     ending()
     ending()
     del thing
@@ -52,9 +52,9 @@ def test_who_asks_for_it_does_it_and_it_is_done_once() -> None:
 
 LEFT_TO_THE_END = """
 import _thread, threading
-from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.core.cleanup import Finalizer
 kept = threading.Event()
-ending = Ending(kept, lambda: print(threading.current_thread().name, flush=True))
+ending = Finalizer(kept, lambda: print(threading.current_thread().name, flush=True))
 """
 NO_MORE_THREADS = """
 def none(*_): raise RuntimeError('as Python 3.12 says it')
@@ -77,14 +77,14 @@ def test_what_is_left_at_the_end_of_the_process_is_done_before_it_ends(more: str
 
 AT_WORK = """
 import os, sys, threading, time
-from headrace.dataio.core import forgotten
-forgotten.LEAVE_SECONDS = float(sys.argv[1])
+from headrace.dataio.core import cleanup
+cleanup.EXIT_SECONDS = float(sys.argv[1])
 begun, kept = threading.Event(), threading.Event()
 def work():
     begun.set()
     time.sleep(float(sys.argv[2]))
     print("done", flush=True)
-forgotten.Ending(kept, work)
+cleanup.Finalizer(kept, work)
 del kept
 assert begun.wait(60)
 if len(sys.argv) > 3 and (child := os.fork()):
@@ -105,12 +105,12 @@ def test_it_does_not_wait_for_ever_nor_for_the_threads_of_the_process_it_was_for
 
 IN_A_FORK = """
 import os, sys
-from headrace.dataio.core.forgotten import Ending
+from headrace.dataio.core.cleanup import Finalizer
 class Thing: pass
 called, dropped, left = Thing(), Thing(), Thing()
-ending = Ending(called, lambda: os.write(1, b"called "))
-Ending(dropped, lambda: os.write(1, b"dropped "))
-Ending(left, lambda: os.write(1, b"left "))
+ending = Finalizer(called, lambda: os.write(1, b"called "))
+Finalizer(dropped, lambda: os.write(1, b"dropped "))
+Finalizer(left, lambda: os.write(1, b"left "))
 child = os.fork()
 if not child:
     ending()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.dataio.core.spent import NAMES, OTHERS, SAVE, WAIT, Process, by_name, trained
+from headrace.dataio.core.time_breakdown import NAMES, OTHERS, SAVE, WAIT, Process, by_name, trained
 
 SPANS = st.lists(st.tuples(st.sampled_from([WAIT, SAVE, "step"]), st.integers(0, 10**6)), max_size=30)
 

@@ -1,0 +1,227 @@
+"""Files and folders on this machine: kinds of storage, locks, private and temporary folders, output files.
+
+Invariants:
+
+* Only the file systems listed in `LOCAL` count as local. An unknown one is treated as remote, which costs one copy at
+  most.
+* A mount point inside another one hides it; of two mounts at one place the later one counts.
+* `write_output` and `write_atomically` give a file its name when all of it is written. A device or pipe
+  (`/dev/stdout`) is written to, and never replaced or removed. Where the name is a link, its target is written.
+* `file_lock` is released when the block ends or the process dies, even if a child forked meanwhile still has the file
+  open.
+* A scratch folder is locked from before it gets its name until it is removed. An unlocked folder has lost its owner:
+  the next scratch folder with the same prefix, user and parent removes it.
+
+Failure behaviour: an unknown or unreadable mount table means remote, and on disk. `file_lock` raises `TimeoutError`.
+`private_directory` raises `AccessDeniedError`. The others raise `OSError`, and leave no partial file. Where the file
+system has no locks, stale scratch folders stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from headrace.dataio.core.errors import AccessDeniedError
+
+_NAMES = """
+bcachefs btrfs erofs exfat ext2 ext3 ext4 f2fs iso9660 jfs nilfs2 ntfs3 overlay ramfs reiserfs squashfs tmpfs udf vfat xfs zfs
+"""
+LOCAL = frozenset(_NAMES.split())
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_MAX_SWEPT = 256
+"""How many folders one sweep examines at most."""
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+def file_system_at(path: str, mounts: str) -> str:
+    """The type of the file system that holds the absolute `path`, according to the text of a mountinfo file; "" if unknown."""
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        where, what = before.split(" "), after.split(" ")
+        if len(where) < 5 or not what[0]:
+            continue
+        at = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), where[4]).rstrip("/")
+        if (path == at or path.startswith(at + "/")) and len(at) >= best:
+            best, kind = len(at), what[0]
+    return kind
+
+
+def is_local(path: str | os.PathLike[str], mounts: Path = _MOUNTINFO) -> bool:
+    """Whether `path` is on a local file system, so that the kernel's page cache holds what was read from it."""
+    try:
+        return file_system_at(os.path.realpath(path), mounts.read_text("utf-8", "surrogateescape")) in LOCAL
+    except OSError:
+        return False
+
+
+def storage_kind(folder: Path, mounts: Path = _MOUNTINFO) -> str:
+    """Where the folder's bytes are: `memory` or `disk`."""
+    return "memory" if file_system(folder, mounts) in _IN_MEMORY else "disk"
+
+
+def file_system(folder: Path, mounts: Path = _MOUNTINFO) -> str:
+    """The kernel's name for the folder's file system, found by its device number; "" if unknown."""
+    try:
+        device = os.stat(folder).st_dev
+        lines = mounts.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2:3] == [wanted] and after.split()[:1]:
+            return after.split()[0]
+    return ""
+
+
+def is_special(path: Path) -> bool:
+    """Whether `path` is a device, a pipe or a socket: neither a file nor a folder."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+@contextlib.contextmanager
+def write_output(path: Path) -> Iterator[IO[bytes]]:
+    """Open for writing the output file that a user named."""
+    if is_special(path):
+        with open(path, "wb") as file:
+            yield file
+    else:
+        with write_atomically(Path(os.path.realpath(path))) as file:
+            yield file
+
+
+@contextlib.contextmanager
+def write_atomically(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
+    """Write a temporary file in the same folder, then rename it to `path`.
+
+    With `replace=False` an existing file raises `FileExistsError`.
+    """
+    temporary = path.with_name(f".headrace-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+        if replace:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)
+    except OSError as error:
+        if error.filename in (temporary, str(temporary)):  # the user does not know the temporary name
+            error.filename = str(path)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str, place: str | None = None) -> Iterator[str]:
+    """A new empty folder in `place` (default: the system's temporary folder). It is removed with its content at the end."""
+    folder = Scratch(prefix, place)
+    try:
+        yield str(folder.path)
+    finally:
+        folder.remove()
+
+
+class Scratch:
+    """A temporary folder at `path`, until `remove`."""
+
+    def __init__(self, prefix: str, place: str | None = None) -> None:
+        place = place or tempfile.gettempdir()
+        _sweep(prefix, place)
+        made = tempfile.mkdtemp(prefix=f".new-{prefix}", dir=place)
+        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = Path(place, os.path.basename(made).removeprefix(".new-"))
+        os.rename(made, self.path)
+
+    def remove(self) -> None:
+        """Remove the folder as far as possible. A second call does nothing."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def _sweep(prefix: str, place: str) -> None:
+    """Remove folders whose owners are dead."""
+    with contextlib.suppress(OSError), os.scandir(place) as found:
+        left = [entry.path for entry in found if entry.name.startswith(prefix)]
+        for path in left[:_MAX_SWEPT]:
+            with contextlib.suppress(OSError):
+                _remove_if_stale(path)
+
+
+def _remove_if_stale(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_uid == os.geteuid():
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(fd)
+
+
+def private_directory(path: Path) -> Path:
+    """Create `path` if needed, and check that it is a real directory that only this user may enter."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise AccessDeniedError(
+            f"{path} is not a private directory: owner {found.st_uid}, mode {stat.filemode(found.st_mode)}",
+            hint="name a directory of your own with mode 0700",
+        )
+    return path
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, seconds: float, poll: float) -> Iterator[None]:
+    """Hold an exclusive lock on the file at `path` for the block. Not reentrant.
+
+    Args:
+        path: The lock file; created if absent.
+        seconds: How long to wait for another process or thread before `TimeoutError`.
+        poll: How often to try again, in seconds.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        until = time.monotonic() + seconds
+        while not _taken(fd):
+            if time.monotonic() >= until:
+                why = f"another process held this lock for {seconds:g} s (lsof names it)"
+                raise TimeoutError(errno.ETIMEDOUT, why, str(path))
+            time.sleep(poll)
+        try:
+            yield
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked child may have the file open
+    finally:
+        os.close(fd)
+
+
+def _taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
