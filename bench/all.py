@@ -23,9 +23,8 @@ from headrace.bench.core.command import exit_code
 from headrace.bench.core.environment import environment
 from headrace.bench.core.results import Part, Run, read, shown, write
 from headrace.bench.report.page import page
-from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.core.errors import HeadraceError, UsageError, translate_os_errors
 from headrace.dataio.core.options import Parser, amount
-from headrace.dataio.store.oserrors import translated
 
 BY_USER = "interrupted by the user"
 GRACE_SECONDS = 20.0
@@ -72,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     plan = _chosen(args.only)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    with translated(f"making {args.output}"):
+    with translate_os_errors(f"making {args.output}"):
         args.output.mkdir(parents=True, exist_ok=True)
     found = Run(shown(["headrace", "bench", "all", *argv]), started, environment(args.output))
     found.parts = run(plan, args.output, 60 * args.minutes, found)

@@ -39,7 +39,7 @@ from headrace.checkpoint.state.selection import Selection, matching
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.client import SaveMeter
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 _log = get_logger(__name__)

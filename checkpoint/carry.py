@@ -37,10 +37,10 @@ from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, TransientError, UsageError
 from headrace.dataio.sidecar.transfer.gate import pass_by
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.gated import Gated
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_location
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.wrappers import PausableUploads
 
 _ANY_BYTES = 1 << 62
 
@@ -60,7 +60,7 @@ def carry(
     emit: Callable[[Event], None],
     *,
     store: Store | None = None,
-    shelf: Shelf | None = None,
+    shelf: LocalTier | None = None,
     progress: ProgressFile | None = None,
     gate: Callable[[], None] | None = None,
     gone: commit.Gone = commit.nobody,
@@ -77,7 +77,7 @@ def carry(
     if store is not None:
         return _carry(arena, decoded, emit, store, shelf, book, gone, clock)
     with open_location(decoded.location.to_location()) as opened:
-        sending = Gated(opened, gate) if gate is not None else opened
+        sending = PausableUploads(opened, gate) if gate is not None else opened
         return _carry(arena, decoded, emit, Logged(sending, book), shelf, book, gone, clock)
 
 
@@ -86,7 +86,7 @@ def _carry(
     plan: PutPlan,
     emit: Callable[[Event], None],
     store: Store,
-    shelf: Shelf | None,
+    shelf: LocalTier | None,
     book: ProgressFile,
     gone: commit.Gone,
     clock: Clock,

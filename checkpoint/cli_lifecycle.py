@@ -19,7 +19,7 @@ from headrace.checkpoint.lifecycle.plan import Plan
 from headrace.checkpoint.repository import show
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import format_bytes
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 if TYPE_CHECKING:
     Actions = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -27,7 +27,7 @@ from headrace.checkpoint.repository.writers import Standing
 from headrace.checkpoint.tier import reading
 from headrace.checkpoint.tier.reading import Found, NodeTier
 from headrace.dataio.core.errors import NotFoundError, TransientError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""

@@ -30,7 +30,7 @@ from headrace.checkpoint.tier.reading import Found, NodeTier, node_tier
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.connection import SidecarName
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 

@@ -48,7 +48,7 @@ from headrace.dataio.core.errors import ConflictError, HeadraceError, MismatchEr
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.core.tracing import span
 from headrace.dataio.sidecar.client import SaveMeter
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 _KINDS = TorchKinds()

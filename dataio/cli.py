@@ -161,7 +161,7 @@ def _drop_output() -> None:
 
 def _machine(name: str, error: OSError, *, as_json: bool) -> int:
     """What no room foresaw: a full disk, behind standard output too, or a place where nobody may write, is no bug."""
-    from headrace.dataio.store.oserrors import LIMITS, from_os_error
+    from headrace.dataio.core.errors import LIMITS, from_os_error
 
     behind_output = error.filename is None and error.errno not in LIMITS
     found = from_os_error(error, "output" if behind_output else str(error.filename or "this process"))

@@ -15,7 +15,7 @@ import fsspec.asyn
 import pytest
 from hypothesis import HealthCheck, settings
 
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.s3server import S3Server, start_rclone, start_seaweedfs
 from tests.support.leftovers import Place

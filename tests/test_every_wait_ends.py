@@ -22,8 +22,9 @@ from headrace.dataio import Dataset, append, cli, index, open_store, pack, previ
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, HeadraceError, TransientError
 from headrace.dataio.sidecar import status
-from headrace.dataio.store import other, retry, s3, s3config
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store import fsspec as fsspec_store
+from headrace.dataio.store import retry, s3, s3config
+from headrace.dataio.store.base import Store
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server
 from headrace.loaders import AudioLoader
@@ -148,8 +149,8 @@ def test_every_operation_of_a_store_ends(prepared: str, dripping: FaultProxy, cl
 def test_every_read_of_a_web_server_ends(
     prepared: str, dripping: FaultProxy, monkeypatch: pytest.MonkeyPatch, drip: Fault
 ) -> None:
-    monkeypatch.setattr(other, "_REQUEST_SECONDS", SECONDS)
-    monkeypatch.setattr(other, "_LISTING_SECONDS", SECONDS)
+    monkeypatch.setattr(fsspec_store, "_REQUEST_SECONDS", SECONDS)
+    monkeypatch.setattr(fsspec_store, "_LISTING_SECONDS", SECONDS)
     dripping.inject(drip, times=1_000_000)
     with open_store(f"{dripping.endpoint}/{prepared.removeprefix('s3://')}") as store:
         found = outcomes({name: call for name, call in of_a_store(store).items() if name in _READS})

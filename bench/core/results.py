@@ -18,10 +18,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.errors import UsageError, translate_os_errors
 from headrace.dataio.core.files import is_special, write_output
 from headrace.dataio.core.limits import MIB, format_bytes
-from headrace.dataio.store.oserrors import translated
 
 FORMAT = "headrace-bench"
 VERSION = 1
@@ -123,7 +122,7 @@ def prepare(path: Path) -> None:
         raise UsageError(f"{path} is a folder", hint="name a file for the results")
     if is_special(path):
         return
-    with translated(f"writing {path}"):
+    with translate_os_errors(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
         partial.touch()

@@ -15,9 +15,9 @@ from headrace.bench.core.results import Run, read
 from headrace.bench.report.compare import as_text, compare
 from headrace.bench.report.markdown import markdown
 from headrace.bench.report.page import page
+from headrace.dataio.core.errors import translate_os_errors
 from headrace.dataio.core.files import write_output
 from headrace.dataio.core.options import Parser
-from headrace.dataio.store.oserrors import translated
 
 
 def report(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def report(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     runs: list[tuple[str, Run]] = [(path.name, read(path)) for path in args.results]
     if args.output:
-        with translated(f"writing {args.output}"), write_output(args.output) as file:
+        with translate_os_errors(f"writing {args.output}"), write_output(args.output) as file:
             file.write(page(runs, args.title).encode())
         print(f"wrote {args.output}")
     if args.markdown or not args.output:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from headrace.bench.store.cells import PART
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import folder_of, open_store
 from headrace.dataio.store.s3config import S3Config, parse
 

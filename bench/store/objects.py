@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from headrace.bench.store.cells import LISTED, SMALL, Cell, Sweep
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 COUNT = 8
 """Objects of each size, read or written in turn."""

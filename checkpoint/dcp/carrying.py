@@ -24,7 +24,7 @@ from headrace.checkpoint.repository.lease import DEFAULT_LIFE
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.staging.arena import Arena
 from headrace.checkpoint.staging.slices import LEAST_BYTES, SlicedState
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from headrace.checkpoint.state.build import Builder, Fit
 from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, settle
 from headrace.checkpoint.state.tree import tensor_names
 from headrace.dataio.core.errors import CorruptionError, MismatchError, TransientError, UsageError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 _KINDS = TorchKinds()

@@ -21,7 +21,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline, writers
 from headrace.checkpoint.repository.writers import Standing
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 _lock = threading.Lock()

@@ -37,7 +37,7 @@ from headrace.checkpoint.gds.store import direct_for
 from headrace.checkpoint.sharding.owners import owners
 from headrace.checkpoint.state.kinds import TorchKinds, name_of
 from headrace.dataio.core.errors import UnsupportedError, UsageError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 _KINDS = TorchKinds()

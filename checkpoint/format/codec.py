@@ -19,7 +19,7 @@ import zstandard
 
 from headrace.checkpoint.format.chunk import digest
 from headrace.checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 
 COMPRESSIONS = ("none", "zstd", "auto", "delta")
 NAMES = {RAW: "raw", ZSTD: "zstd"} | {kind: f"planes{width}+zstd" for kind, width in PLANES.items()}

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from headrace.checkpoint.format import codec, names, ulid
 from headrace.checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES
 from headrace.checkpoint.format.manifest import CODECS, DELTAS, PACK_BYTES
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 
 _LENGTH = struct.Struct("<H")
 _LINK_BYTES = 512

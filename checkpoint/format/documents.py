@@ -19,7 +19,7 @@ from headrace.checkpoint.format import ulid
 from headrace.dataio.core import json
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 VERSION = 1
 FORMAT_SUFFIX = "-checkpoint"
@@ -173,7 +173,7 @@ def read(store: Store, key: str, kind: type[D]) -> D:
     try:
         return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
     except (CorruptionError, UnsupportedError):
-        store.distrust(key)
+        store.invalidate(key)
         return decode(store.get(key, max_bytes=JSON_DOCUMENT_BYTES), kind, key)
 
 

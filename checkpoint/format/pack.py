@@ -24,7 +24,7 @@ from headrace.checkpoint.format.layout import ALIGN
 from headrace.checkpoint.format.manifest import CODECS, NEWEST, PACK_BYTES, RAW, version_for
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 
 MAGIC = b"MLRPACK\0"
 _HEAD = struct.Struct("<8sQQQ")

@@ -52,7 +52,7 @@ from headrace.checkpoint.restoring.restore import Saved, Want
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError, UsageError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 _AGREED = re.compile(r"(\d+)@([0-9a-f]+)$")

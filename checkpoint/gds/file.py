@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from headrace.dataio.core.errors import TransientError, UsageError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 FILE = "file://"
 ALIGNMENT = 4096

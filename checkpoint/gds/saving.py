@@ -26,10 +26,10 @@ from headrace.checkpoint.staging.arena import Arena
 from headrace.checkpoint.staging.slices import SlicedState
 from headrace.checkpoint.state.kinds import as_bits
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
+from headrace.dataio.store.direct_io import write_all
 from headrace.dataio.store.posix import PosixStore
-from headrace.dataio.store.wrapper import Wrapper
-from headrace.dataio.store.writer import write_all
+from headrace.dataio.store.wrappers import Wrapper
 
 RING_BYTES = 128 * MIB
 """Of host and of device memory, for slices, where a caller says nothing."""

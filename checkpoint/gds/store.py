@@ -14,8 +14,8 @@ from headrace.checkpoint.gds.probe import probe
 from headrace.checkpoint.gds.restoring import Place, StraightReading
 from headrace.checkpoint.restoring.restore import Reading
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.wrappers import Wrapper
 
 _log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from headrace.checkpoint.lifecycle.inventory import Reader
 from headrace.checkpoint.lifecycle.keep import Keep
 from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 

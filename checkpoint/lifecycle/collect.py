@@ -34,7 +34,7 @@ from headrace.checkpoint.repository.commit import Attempt
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import NotFoundError, TransientError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _recorded = declare("gc.recorded", "the record of the condemned is there; nothing is removed")
 _fenced = declare("gc.fenced", "dead attempts are fenced; nothing is removed")

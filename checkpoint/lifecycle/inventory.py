@@ -24,7 +24,7 @@ from headrace.checkpoint.format.documents import Commit, Condemned, Fate, Lease,
 from headrace.checkpoint.format.names import StepKey
 from headrace.checkpoint.repository import commit as commits
 from headrace.dataio.core.errors import NotFoundError
-from headrace.dataio.store.contract import ObjectInfo, Store
+from headrace.dataio.store.base import ObjectInfo, Store
 
 _THREADS, _FEW = 8, 8
 T = TypeVar("T")

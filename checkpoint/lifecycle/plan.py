@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Fate, StepOfRun
 from headrace.checkpoint.lifecycle.inventory import Held, Inventory, Seen
-from headrace.dataio.store.contract import ObjectInfo
+from headrace.dataio.store.base import ObjectInfo
 
 ORPHAN_SECONDS = 7 * 24 * 3600.0
 MOST_STEPS = 10_000

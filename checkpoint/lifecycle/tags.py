@@ -20,7 +20,7 @@ from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.tagged import Tag, all_tags, find, key_of
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 __all__ = ["Tag", "all_tags", "find", "tag", "untag"]
 _TRIES = 10

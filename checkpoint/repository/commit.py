@@ -31,7 +31,7 @@ from headrace.dataio.core.errors import (
     NotFoundError,
     TransientError,
 )
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _POLL, _POLL_MAX = 0.02, 1.0
 _TURN_SECONDS = 2.0

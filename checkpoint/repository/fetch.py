@@ -24,7 +24,7 @@ from headrace.checkpoint.repository.ahead import in_order
 from headrace.dataio.core.errors import NotFoundError, RangeError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 BATCH_BYTES = 4 * CHUNK_BYTES
@@ -163,7 +163,7 @@ def _read_again(store: Store, pack: str, chunk: Place, stored: memoryview) -> me
             good = _unpacked(store, chunk, stored)
             if good is not None:
                 return good
-        if not store.distrust(pack):
+        if not store.invalidate(pack):
             return None
     return None
 

@@ -23,7 +23,7 @@ from headrace.checkpoint.format.documents import VERSION, Base, Lease, encode, m
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import HeadraceError, TransientError
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 DEFAULT_LIFE = 300.0
 _log = get_logger(__name__)

@@ -19,7 +19,7 @@ from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.ahead import in_order
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 T = TypeVar("T")
 _AT_ONCE = 8
@@ -107,7 +107,7 @@ def _encoded(store: Store, found: Sealed, rank: int) -> bytes:
     on the way."""
     key = found.attempt.manifest_key(rank)
     while digest(data := _get(store, key)) != found.digests[rank]:
-        if not store.distrust(key):
+        if not store.invalidate(key):
             return _get(store, key)
     return data
 

@@ -18,7 +18,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import AccessDeniedError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 class Parent:

@@ -14,7 +14,7 @@ from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.opening import open_step
 from headrace.dataio.core.limits import counted, format_bytes
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 @dataclass(frozen=True, slots=True)

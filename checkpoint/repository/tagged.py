@@ -21,7 +21,7 @@ from headrace.checkpoint.format.documents import Base, Document, Who, read
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
-from headrace.dataio.store.contract import ObjectInfo, Store
+from headrace.dataio.store.base import ObjectInfo, Store
 
 TAGS = "tags/"
 PREFIX = "tag:"

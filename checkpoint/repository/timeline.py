@@ -18,7 +18,7 @@ from headrace.checkpoint.format.documents import StepName, Timeline, encode, me,
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _TRIES = 100
 

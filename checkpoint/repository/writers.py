@@ -29,7 +29,7 @@ from headrace.checkpoint.format.documents import Base, StepName
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
 from headrace.dataio.core.errors import ConflictError, NotFoundError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _TRIES = 20
 """How often the place of a save is looked for while others open timelines, or retention removes the step to begin at."""

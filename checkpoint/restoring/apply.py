@@ -24,7 +24,7 @@ from headrace.checkpoint.state.flatten import Seen
 from headrace.checkpoint.state.kinds import TensorSink, TorchKinds
 from headrace.checkpoint.state.selection import Selection
 from headrace.dataio.core.errors import MismatchError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _KINDS = TorchKinds()
 DCP_MARK = "torch.distributed.checkpoint"

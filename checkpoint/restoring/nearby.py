@@ -21,7 +21,7 @@ from pathlib import Path
 from headrace.checkpoint.format.chunk import digest
 from headrace.checkpoint.restoring.restore import Needed
 from headrace.dataio.core.files import file_system
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _OWN = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs", "ramfs"}
 _FILE = "file://"

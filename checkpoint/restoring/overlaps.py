@@ -22,7 +22,7 @@ from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.restore import Saved, Want
 from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, as_bits, empty, name_of
 from headrace.dataio.core.errors import MismatchError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _KINDS = TorchKinds()
 _ALIGN = 16

@@ -30,7 +30,7 @@ from headrace.checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, V
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UsageError
 from headrace.dataio.core.limits import check_memory
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 

@@ -32,7 +32,7 @@ from headrace.checkpoint.sharding import regions
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 

@@ -29,7 +29,7 @@ from headrace.checkpoint.restoring.restore import Needed, Reading, ReadsStraight
 from headrace.checkpoint.sharding.turns import Shared, pack_needs, shared, turns
 from headrace.checkpoint.state.kinds import memory_of
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _Mine = dict[int, tuple[str, Needed]]
 

@@ -15,7 +15,7 @@ from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository.dedup import Known, Stored, shard_of
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
 

@@ -27,7 +27,7 @@ from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import DeadlineError, HeadraceError, NotFoundError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 ROOM_SECONDS = 600.0
 """How long a save waits for room in the daemon before this process carries it."""

@@ -25,7 +25,7 @@ from headrace.checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
 from headrace.checkpoint.repository.dedup import Stored
 from headrace.checkpoint.saving.bases import Bases
 from headrace.dataio.core.limits import KIB, MIB
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 
 _RUN = 64 * KIB
 _RUNS = 3

@@ -17,7 +17,7 @@ from headrace.checkpoint.format.documents import VERSION, Base, newer
 from headrace.checkpoint.format.layout import Layout, TensorSpec, lay_out
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Location
+from headrace.dataio.store.base import Location
 
 MAX_BYTES = 64 * MIB
 

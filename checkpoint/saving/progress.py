@@ -31,8 +31,8 @@ from headrace.checkpoint.saving.plan import PutPlan
 from headrace.dataio.core.errors import HeadraceError, NotFoundError
 from headrace.dataio.core.limits import GIB
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Buffer, Store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import Buffer, Store
+from headrace.dataio.store.wrappers import Wrapper
 
 _MOST_BYTES = 1 * GIB
 _FRAME = struct.Struct("<IQ")

@@ -32,7 +32,7 @@ from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _THREADS = 2
 _AHEAD = 8

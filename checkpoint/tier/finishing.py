@@ -29,11 +29,10 @@ from headrace.checkpoint.tier.saving import mark_committed
 from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, HeadraceError, NotFoundError
 from headrace.dataio.core.files import file_lock
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.tier.keeping import checked
-from headrace.dataio.store.tier.near import Recall
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.records import Record
+from headrace.dataio.store.local_tier.stores import FetchFromBuddy, checked
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 TURN_SECONDS = 600.0
 """How long one call of `send` waits for other processes of the node that send, together; what is theirs they go on with."""
@@ -45,7 +44,7 @@ _CANDIDATES = 4
 _log = get_logger(__name__)
 
 
-def send(store: Store, shelf: Shelf, run: str, recall: Recall) -> None:
+def send(store: Store, shelf: LocalTier, run: str, recall: FetchFromBuddy) -> None:
     """On every rank: put what this node's tier holds, and the store lacks, of attempts that may still become steps."""
     until = time.monotonic() + TURN_SECONDS
     for record in unfinished(shelf, store.location.url, run):
@@ -54,7 +53,7 @@ def send(store: Store, shelf: Shelf, run: str, recall: Recall) -> None:
                 _send(store, shelf, record, recall)
 
 
-def finish(store: Store, shelf: Shelf, run: str) -> None:
+def finish(store: Store, shelf: LocalTier, run: str) -> None:
     """On one rank, when all have sent: commit the newest attempt that is whole in the store now."""
     tried = set[str]()
     for record in unfinished(shelf, store.location.url, run):
@@ -67,12 +66,12 @@ def finish(store: Store, shelf: Shelf, run: str) -> None:
                 return
 
 
-def unfinished(shelf: Shelf, source: str, run: str) -> list[Record]:
+def unfinished(shelf: LocalTier, source: str, run: str) -> list[Record]:
     """Records that are not known to be committed, newest first."""
     return [r for r in shelf.records(source, run) if not r.committed and not r.over][:_CANDIDATES]
 
 
-def _may_become_a_step(store: Store, shelf: Shelf, record: Record) -> bool:
+def _may_become_a_step(store: Store, shelf: LocalTier, record: Record) -> bool:
     """Whether it is worth sending; what is known now is noted in the record."""
     attempt = attempt_of(record)
     old = time.time() - record.created > OLD_SECONDS
@@ -87,7 +86,7 @@ def _may_become_a_step(store: Store, shelf: Shelf, record: Record) -> bool:
     return latest is None or (latest.timeline, latest.step) < record.place
 
 
-def _send(store: Store, shelf: Shelf, record: Record, recall: Recall) -> None:
+def _send(store: Store, shelf: LocalTier, record: Record, recall: FetchFromBuddy) -> None:
     manifest, encoded = _manifest_of(shelf, record, recall)
     with _lease(store, record, manifest.bases) as lease:
         _require_bases(store, shelf, record, manifest.bases)
@@ -99,7 +98,7 @@ def _send(store: Store, shelf: Shelf, record: Record, recall: Recall) -> None:
         store.put_if_absent(record.own[-1], encoded)
 
 
-def _commit(store: Store, shelf: Shelf, record: Record) -> bool:
+def _commit(store: Store, shelf: LocalTier, record: Record) -> bool:
     attempt = attempt_of(record)
     ranks = commit.look(store, attempt, lease_alive=True).manifests
     if len(ranks) < attempt.world_size:
@@ -131,7 +130,7 @@ def attempt_of(record: Record) -> Attempt:
     return Attempt(record.run, record.timeline, record.step, record.attempt, record.world_size)
 
 
-def _manifest_of(shelf: Shelf, record: Record, recall: Recall) -> tuple[Manifest, bytes]:
+def _manifest_of(shelf: LocalTier, record: Record, recall: FetchFromBuddy) -> tuple[Manifest, bytes]:
     key = record.own[-1]
     _require_here(shelf, record, key, recall)
     data = b"".join(_verified(shelf, record.source, key))
@@ -141,19 +140,19 @@ def _manifest_of(shelf: Shelf, record: Record, recall: Recall) -> tuple[Manifest
     return found, data
 
 
-def _require_here(shelf: Shelf, record: Record, key: str, recall: Recall) -> None:
+def _require_here(shelf: LocalTier, record: Record, key: str, recall: FetchFromBuddy) -> None:
     if not shelf.has(record.source, key) and not recall(record.source, key):
         raise NotFoundError(f"{key} is neither in the store nor in a tier")
 
 
-def _verified(shelf: Shelf, source: str, key: str) -> Iterator[memoryview]:
+def _verified(shelf: LocalTier, source: str, key: str) -> Iterator[memoryview]:
     held = shelf.open(source, key)
     if held is None:
         raise NotFoundError(f"{key} is in the tier no more")
     return checked(shelf, held.label)
 
 
-def _require_bases(store: Store, shelf: Shelf, record: Record, bases: Sequence[Base]) -> None:
+def _require_bases(store: Store, shelf: LocalTier, record: Record, bases: Sequence[Base]) -> None:
     """The lease names the bases; now that they cannot go any more, see whether they are there."""
     going = repository.condemned(store)
     for base in bases:
@@ -171,7 +170,7 @@ def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:
     return LeaseKeeper(store, record.attempt, record.run, record.timeline, record.step, bases, holder=holder)
 
 
-def _over(shelf: Shelf, record: Record) -> None:
+def _over(shelf: LocalTier, record: Record) -> None:
     shelf.put_record(msgspec.structs.replace(record, over=True))
 
 
@@ -184,7 +183,7 @@ def _logged(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(shelf: Shelf, until: float) -> Iterator[None]:
+def _alone(shelf: LocalTier, until: float) -> Iterator[None]:
     """One process of the node at a time: the second then finds everything in the store."""
     with contextlib.ExitStack() as held:
         try:

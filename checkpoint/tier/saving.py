@@ -24,11 +24,10 @@ from headrace.checkpoint.saving.plan import PutPlan
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.errors import HeadraceError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.tier.keeping import TROUBLE, Keeping
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.records import Record, TierLimits
+from headrace.dataio.store.local_tier.stores import TROUBLE, WriteThroughTier
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 _log = get_logger(__name__)
 
@@ -44,7 +43,9 @@ def keeps(key: str) -> bool:
 class Holding:
     """One save. `kept`: seconds since `began` after which all of it was in the tier, None while it is not."""
 
-    def __init__(self, store: Store, plan: PutPlan, keeping: Keeping | None, shelf: Shelf | None, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, plan: PutPlan, keeping: WriteThroughTier | None, shelf: LocalTier | None, clock: Clock
+    ) -> None:
         self.store: Store = keeping or store
         self._url, self._plan, self._clock = store.location.url, plan, clock
         self._keeping, self._shelf = keeping, shelf
@@ -71,7 +72,7 @@ class Holding:
         for pack in manifests.decode(encoded, key).packs:
             kept = self._shelf.open(self._url, pack.key) if pack.attempt == p.attempt else None
             if kept is not None and not self.store.exists(pack.key):
-                self._keeping.pass_on(kept.label)
+                self._keeping.send_to_store(kept.label)
 
     def complete(self, manifest: Manifest, encoded: bytes) -> None:
         """All packs are written, and this is the manifest."""
@@ -82,7 +83,7 @@ class Holding:
             self._shelf.keep(self._url, record.own[-1], encoded)
             self._shelf.put_record(record)
         except TROUBLE as error:
-            self._keeping.without(error)
+            self._keeping.go_on_without(error)
             return
         self._record, self.kept = record, self._clock.monotonic() - self._began
 
@@ -102,12 +103,12 @@ class Holding:
 
 
 @contextlib.contextmanager
-def holding(store: Store, plan: PutPlan, shelf: Shelf | None, clock: Clock) -> Iterator[Holding]:
+def holding(store: Store, plan: PutPlan, shelf: LocalTier | None, clock: Clock) -> Iterator[Holding]:
     """For the length of a save."""
     if shelf is None:
         yield Holding(store, plan, None, None, clock)
         return
-    with Keeping(store, shelf, keeps) as keeping:
+    with WriteThroughTier(store, shelf, keeps) as keeping:
         yield Holding(store, plan, keeping, shelf, clock)
 
 
@@ -118,15 +119,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier-steps", type=int, default=1, help="how many steps of a run it keeps")
 
 
-def shelf_of(options: argparse.Namespace) -> Shelf | None:
+def shelf_of(options: argparse.Namespace) -> LocalTier | None:
     """The tier that the flags name; None, said once, when it cannot be used."""
     return None if options.tier_dir is None else open_shelf(options.tier_dir, options.tier_bytes, options.tier_steps)
 
 
-def open_shelf(folder: Path, size: int, steps: int) -> Shelf | None:
+def open_shelf(folder: Path, size: int, steps: int) -> LocalTier | None:
     """The tier in this directory; None, said once, when it cannot be used."""
     try:
-        return Shelf(folder, Limits(size, steps))
+        return LocalTier(folder, TierLimits(size, steps))
     except (OSError, HeadraceError) as error:
         warn_once(_log, f"the tier in {folder} cannot be used: {error}")
         return None
@@ -145,12 +146,12 @@ def record_of(url: str, manifest: Manifest, now: float) -> Record:
         rank=m.rank,
         world_size=m.world_size,
         own=(*(p.key for p in m.packs if p.attempt == m.attempt), where.manifest_key(m.rank)),
-        leans=(*(p.key for p in m.packs if p.attempt != m.attempt), where.fate_key),
+        references=(*(p.key for p in m.packs if p.attempt != m.attempt), where.fate_key),
         created=now,
     )
 
 
-def mark_committed(store: Store, shelf: Shelf, record: Record, when: float) -> None:
+def mark_committed(store: Store, shelf: LocalTier, record: Record, when: float) -> None:
     """The store has the step: keep its fate as well, which names the digests of all manifests."""
     key = names.fate(record.run, record.timeline, record.step, record.attempt)
     shelf.keep(record.source, key, store.get(key))

@@ -34,7 +34,7 @@ from headrace.dataio.core import limits, metrics
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import HeadraceError, RangeError, TransientError
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 ANNOUNCED = 4096
 """Ranges of one announcement that are looked at."""

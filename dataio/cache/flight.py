@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from headrace.dataio.cache.blocks import BlockFile
 from headrace.dataio.cache.events import Fetch
 from headrace.dataio.cache.passing import Part
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 Landed = tuple[Fetch, BaseException | None, int]
 """A fetch that is over, its error, and the bytes from the store."""

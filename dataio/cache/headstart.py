@@ -21,8 +21,8 @@ import numpy as np
 from headrace.dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.wrappers import Wrapper
 
 PARALLEL = 8
 MOST_BYTES = 4 * limits.CACHE_BLOCK_BYTES

@@ -25,8 +25,8 @@ from headrace.dataio.cache.opened import Opened
 from headrace.dataio.core import limits, metrics
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.direct import mostly_cached
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.direct_io import mostly_cached
 
 ADVISED_BYTES = 256 * limits.MIB
 PIECES = 512

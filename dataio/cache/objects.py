@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 from headrace.dataio.cache.events import ObjectId
 from headrace.dataio.core.clock import Clock
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
 
 STAT_SECONDS = 30.0
 KNOWN_OBJECTS = 100_000

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from headrace.dataio.cache.blocks import Descriptor
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.errors import CapacityError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 FILES = 128
 BELIEVED_SECONDS = 30.0

@@ -9,7 +9,7 @@ Failure behaviour: that of the readers.
 from __future__ import annotations
 
 from headrace.dataio.cache.contract import ShardReader
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 def own_reader(store: Store) -> ShardReader:

@@ -24,7 +24,7 @@ from headrace.dataio.cache.lent import Lent
 from headrace.dataio.core import limits
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import DeadlineError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 WAIT_SECONDS = 300.0
 MAPPED_FILES = 64

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
-from headrace.dataio.store.contract import ObjectInfo, Store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import ObjectInfo, Store
+from headrace.dataio.store.wrappers import Wrapper
 
 
 class Sized(Wrapper):

@@ -21,7 +21,7 @@ from headrace.dataio.cache.passing import DiskError
 from headrace.dataio.core import metrics
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 TOGETHER = 4
 

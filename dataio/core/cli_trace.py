@@ -72,7 +72,9 @@ def _output(path: Path | None) -> Iterator[TextIO]:
 
 
 def _lines(processes: list[Process]) -> Iterator[str]:
-    """The tables for people: the trainers that computed the smallest share of their time, and the spans that took most."""
+    """The tables for people: the trainers that computed the smallest share of their time, and the spans that took
+    most.
+    """
     trainers = trained(processes)
     if trainers:
         yield f"\n{'rank':>5}  {'process':<24} {'seconds':>9} {'waited for data':>16} {'held by save':>13} {'goodput':>8}"

@@ -1,18 +1,25 @@
-"""Errors, grouped by what the one who catches them should do.
+"""Errors, grouped by what the caller should do about them.
 
-Invariant: every error that Headrace raises on purpose derives from `HeadraceError`, carries a stable `code`, names the
-thing that failed and, in `hint`, the next step. Secrets are redacted from the text before it is stored.
-Failure behaviour: an error of another type that reaches the command line is a bug and is reported as one.
+Invariants: every error that Headrace raises on purpose derives from `HeadraceError`. It has a stable `code`, names
+what failed, and gives the next step in `hint`. Secrets are removed from its text. Every `OSError` inside
+`translate_os_errors` leaves it as one of these errors.
+
+Failure behaviour: an error of another type that reaches the command line is a bug, and is reported as one. An errno
+without an entry in the table becomes a plain `HeadraceError` with the system's words.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
 from typing import ClassVar
 
 from headrace.dataio.core.redact import redact
 
 MORE_MEMORY = "raise the limit (ulimit -v, the job's or the container's), or give less to do at once"
-"""The next step for whoever got no more memory."""
+"""The hint of an error about memory."""
 
 
 class HeadraceError(Exception):
@@ -34,7 +41,7 @@ class HeadraceError(Exception):
 
 
 class UsageError(HeadraceError):
-    """The caller's mistake: the same call will fail again until the caller changes it."""
+    """The caller's mistake: the same call fails again until the caller changes it."""
 
     code = "usage"
     exit_code = 2
@@ -53,26 +60,26 @@ class AccessDeniedError(UsageError):
 
 
 class RangeError(UsageError):
-    """Bytes were asked for that lie past the object's end: what it was, or what the reader knows of it, has changed."""
+    """A range goes past the object's end: the object, or what the reader knows about it, has changed."""
 
     code = "range"
 
 
 class MismatchError(UsageError):
-    """Something saved does not fit what it is loaded into: a shape, a dataset version, a batch size. Names the field."""
+    """Saved data does not fit its target: a shape, a dataset version, a batch size. Names the field."""
 
     code = "mismatch"
 
 
 class TransientError(HeadraceError):
-    """Passing trouble; the same call may succeed later. Retries within the budget were already made."""
+    """A temporary failure: the same call may succeed later. Retries within the budget were already made."""
 
     code = "transient"
     exit_code = 3
 
 
 class AmbiguousWriteError(TransientError):
-    """A write may or may not have happened and reading back could not tell. Never reported as success."""
+    """A write may or may not have happened, and reading back could not tell. Never reported as success."""
 
     code = "ambiguous_write"
 
@@ -84,7 +91,7 @@ class DeadlineError(TransientError):
 
 
 class SlowDownError(TransientError):
-    """The store is overloaded and said so; `seconds` is how long it asked to be left alone, if it said that too."""
+    """The store answered that it is overloaded. `seconds` is the pause that it asked for, or None."""
 
     code = "slow_down"
 
@@ -101,7 +108,7 @@ class CorruptionError(HeadraceError):
 
 
 class ConflictError(HeadraceError):
-    """Another writer got there first; says who."""
+    """Another writer was first; the message names it."""
 
     code = "conflict"
     exit_code = 5
@@ -118,3 +125,44 @@ class UnsupportedError(UsageError):
     """This store, file, codec or machine cannot do what was asked."""
 
     code = "unsupported"
+
+
+AMBIGUOUS = {errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+"""Errors of `link` that leave open whether it, or another writer's, took effect. Reading back settles it."""
+
+LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors that mean that a limit of the process is reached, whatever it was doing."""
+
+_REMEDIES: list[tuple[set[int], type[HeadraceError], str]] = [
+    ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, CapacityError, "free space, or raise the quota or the file size limit"),
+    ({errno.EMFILE, errno.ENFILE}, CapacityError, "raise the process's limits (ulimit -n)"),
+    ({errno.ENOMEM}, CapacityError, MORE_MEMORY),
+    ({errno.EACCES, errno.EPERM, errno.EROFS}, AccessDeniedError, "check the owner, the mode and the mount options"),
+    ({errno.ENAMETOOLONG}, UsageError, "shorten the key: a segment may have 255 bytes in most file systems"),
+    (
+        {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY},
+        UsageError,
+        "a file and a folder cannot share a name",
+    ),
+    ({errno.ELOOP}, UsageError, "symbolic links are not followed below the store's root"),
+    ({errno.ENOENT}, NotFoundError, "check the path"),
+    ({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY}, TransientError, "check the disk or mount"),
+]
+
+
+@contextlib.contextmanager
+def translate_os_errors(doing: str) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `HeadraceError`. `doing` is for example `writing /data/a`."""
+    try:
+        yield
+    except OSError as error:
+        raise from_os_error(error, doing) from error
+
+
+def from_os_error(error: OSError, doing: str) -> HeadraceError:
+    """The `HeadraceError` for an `OSError`."""
+    text = f"{doing}: {os.strerror(error.errno) if error.errno else error}"
+    for numbers, kind, hint in _REMEDIES:
+        if error.errno in numbers:
+            return kind(text, hint=hint)
+    return HeadraceError(text)

@@ -47,7 +47,9 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def file_system_at(path: str, mounts: str) -> str:
-    """The type of the file system that holds the absolute `path`, according to the text of a mountinfo file; "" if unknown."""
+    """The type of the file system that holds the absolute `path`, according to the text of a mountinfo file; "" if
+    unknown.
+    """
     best, kind = -1, ""
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
@@ -133,7 +135,9 @@ def write_atomically(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, place: str | None = None) -> Iterator[str]:
-    """A new empty folder in `place` (default: the system's temporary folder). It is removed with its content at the end."""
+    """A new empty folder in `place` (default: the system's temporary folder). It is removed with its content at the
+    end.
+    """
     folder = Scratch(prefix, place)
     try:
         yield str(folder.path)

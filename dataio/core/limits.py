@@ -29,7 +29,9 @@ SAMPLE_JSON_BYTES = 4 * MIB
 FRAME_PIXELS = 64 * MIB
 """The most pixels that a video frame may have: 8192x8192. A larger one is never decoded."""
 CLIP_PIXELS = 1 << 37
-"""The most pixels that are decoded for one clip, from the key frame before it on: 35 minutes of 1920x1080 at 30 a second."""
+"""The most pixels that are decoded for one clip, from the key frame before it on: 35 minutes of 1920x1080 at 30 a
+second.
+"""
 VIDEO_FRAMES = 2_000_000
 """The most frames that one video may have: 18 hours at 30 a second."""
 AUDIO_VALUES = 1 << 32

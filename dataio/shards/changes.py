@@ -32,7 +32,7 @@ from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
 from headrace.dataio.shards.versions.mounting import mount_of, named_by, with_mounts
 from headrace.dataio.shards.view import Opened
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
 
 _NAMED = 5

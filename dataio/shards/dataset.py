@@ -24,7 +24,7 @@ from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.mounting import with_mounts
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import xxhash
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, RangeError
 from headrace.dataio.shards.contract import Member, Sample
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import url_of
 
 _CHUNK = 8 * limits.MIB

@@ -14,7 +14,7 @@ from typing import Self
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, RangeError, TransientError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import url_of
 
 WINDOW = 16 * limits.MIB

@@ -19,7 +19,7 @@ from headrace.dataio.shards.query import conditions as query
 from headrace.dataio.shards.query.kept import Rows
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.versions.documents import Lineage, Source, VersionDocument
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 @dataclass(frozen=True)

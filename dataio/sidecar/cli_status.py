@@ -19,12 +19,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from headrace.dataio.core.errors import HeadraceError, NotFoundError
+from headrace.dataio.core.errors import HeadraceError, NotFoundError, translate_os_errors
 from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.sidecar import cli_cache
 from headrace.dataio.sidecar.connection import Sidecar
 from headrace.dataio.sidecar.paths import default_socket
-from headrace.dataio.store.oserrors import translated
 
 WATCH_SECONDS = 2.0
 PIPE_WIDTH = 200
@@ -52,7 +51,7 @@ def ask(options: argparse.Namespace) -> State:
     found = Sidecar.find(options.socket or "auto")
     if found is None:
         where = options.socket or default_socket()
-        with translated(f"asking at {where}"), contextlib.suppress(FileNotFoundError):
+        with translate_os_errors(f"asking at {where}"), contextlib.suppress(FileNotFoundError):
             os.stat(where)  # raises where this user may not look
         raise NotFoundError(f"no sidecar answers on {where}", hint="start one: headrace sidecar run")
     with found:

@@ -10,7 +10,7 @@ from headrace.dataio.cache.own import own_reader
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.sidecar.paths import chosen
 from headrace.dataio.sidecar.reporting import LoaderMeter, SaveMeter
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 if TYPE_CHECKING:
     from headrace.dataio.sidecar.connection import Sidecar, SidecarName, Staged

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import HeadraceError, UsageError
-from headrace.dataio.store.contract import Location
+from headrace.dataio.store.base import Location
 
 VERSION = 1
 NORMAL, PREEMPTION = 0, 1

@@ -32,7 +32,7 @@ from headrace.dataio.sidecar import paths
 from headrace.dataio.sidecar.connection import Sidecar, SidecarName
 from headrace.dataio.sidecar.reporting import LoaderMeter
 from headrace.dataio.sidecar.wire import close_all
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 RETRY_SECONDS = 3.0
 _LOOKING = 0.05

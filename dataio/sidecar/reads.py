@@ -27,7 +27,7 @@ from headrace.dataio.sidecar.board import Board
 from headrace.dataio.sidecar.reporting import group_of
 from headrace.dataio.sidecar.served import Client, Tasks
 from headrace.dataio.sidecar.stores import Stores
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
 
 _log = get_logger(__name__)
 

@@ -44,7 +44,7 @@ from headrace.dataio.sidecar.transfer.jobs import Jobs
 from headrace.dataio.sidecar.transfer.patience import Patience
 from headrace.dataio.sidecar.transfer.schedule import Schedule
 from headrace.dataio.sidecar.view import View
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
 
 _log = get_logger(__name__)
 

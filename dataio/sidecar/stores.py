@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from headrace.dataio.cache.objects import source_of
 from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
 
 OLD_SECONDS = 60.0
 _log = get_logger(__name__)

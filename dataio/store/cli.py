@@ -26,7 +26,7 @@ from pathlib import Path
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.core.options import Parser, count
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import TEMPORARY
 from headrace.dataio.store.probe import certify, probe_preconditions

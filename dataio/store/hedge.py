@@ -1,44 +1,101 @@
-"""A second request for the slow tail of reads: whichever answers first serves.
+"""Hedged reads: a second request for a slow read; the first answer wins.
 
-Invariants: reads only, since only they may be sent twice at no risk. Both requests read into buffers of their own, never
-the caller's, because the slower one goes on writing after the call has returned; so only reads up to `max_bytes` are
-hedged, and memory stays below `threads * max_bytes`. The share of extra requests is that of `headrace.dataio.store.tail`. With no
-thread free, a read is passed through as it is.
-Failure behaviour: if one request fails the other decides; if both fail, the error of the first. `close` waits for the
-slower ones.
+Invariants:
+
+* Only reads are hedged, since only they may be sent twice without risk.
+* Both requests read into buffers of their own, never the caller's, because the slower one goes on after the call
+  returned. So only reads up to `max_bytes` are hedged, and memory stays below `threads * max_bytes`.
+* At most `HedgePolicy.share` of all requests are sent twice, counted from the start, plus `burst`. A request is slow
+  when it takes longer than the given percentile of the last `_WINDOW` of about its size; before `_ENOUGH` of them
+  nothing is slow.
+* If no thread is free, a read is passed through as it is.
+
+Failure behaviour: if one request fails, the other decides. If both fail, the first one's error is raised. `close`
+waits for the slower requests.
 """
 
 from __future__ import annotations
 
 import concurrent.futures as futures
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
-from headrace.dataio.store.checks import writable_bytes
-from headrace.dataio.store.contract import ObjectInfo, Store
-from headrace.dataio.store.tail import Tail
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import ObjectInfo, Store, writable_bytes
+from headrace.dataio.store.wrappers import Wrapper
 
 T = TypeVar("T")
+_WINDOW, _ENOUGH = 256, 20
+_SMALLEST_CLASS = 16  # reads up to 64 KiB take about the same time
+
+
+@dataclass(slots=True)
+class HedgePolicy:
+    """Decides when a read is slow and whether a second request may be sent, from the latencies seen. No clock, no
+    threads.
+
+    Args:
+        percentile: In (0, 1): a request is slow above this percentile of the latencies.
+        share: In [0, 1]: the fraction of requests that may be sent twice.
+        burst: How many more may be sent twice at any time.
+        floor: Seconds; nothing faster is slow.
+    """
+
+    percentile: float = 0.95
+    share: float = 0.05
+    burst: int = 2
+    floor: float = 0.01
+    requests: int = 0
+    hedged: int = 0
+    _seen: dict[int, deque[float]] = field(default_factory=dict)
+
+    def begin(self, size: int) -> float | None:
+        """Count a request of `size` bytes, and return after how many seconds it is slow; None if that is not known
+        yet.
+        """
+        self.requests += 1
+        seen = self._seen.get(_class(size), ())
+        if len(seen) < _ENOUGH:
+            return None
+        return max(self.floor, sorted(seen)[min(len(seen) - 1, int(len(seen) * self.percentile))])
+
+    def spend(self) -> bool:
+        """Whether a second request may be sent now. If so, count it."""
+        allowed = self.hedged + 1 <= self.burst + self.share * self.requests
+        self.hedged += allowed
+        return allowed
+
+    def end(self, size: int, seconds: float) -> None:
+        """Record that a request of `size` bytes was answered after `seconds`."""
+        self._seen.setdefault(_class(size), deque(maxlen=_WINDOW)).append(seconds)
 
 
 class Hedge(Wrapper):
-    """`inner`, whose reads of at most `max_bytes` are asked for again when they are slow."""
+    """Sends slow reads of at most `max_bytes` to `inner` a second time.
+
+    Args:
+        inner: The store.
+        policy: When to hedge (default: `HedgePolicy()`).
+        threads: How many requests may run in the background.
+        max_bytes: Larger reads are passed through.
+        clock: For tests.
+    """
 
     def __init__(
         self,
         inner: Store,
-        tail: Tail | None = None,
+        policy: HedgePolicy | None = None,
         *,
         threads: int = 16,
         max_bytes: int = 8 * limits.MIB,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(inner)
-        self.tail, self._max_bytes, self._clock = tail or Tail(), max_bytes, clock
+        self.policy, self._max_bytes, self._clock = policy or HedgePolicy(), max_bytes, clock
         self._lock, self._free = threading.Lock(), threading.Semaphore(threads)
         self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="headrace-hedge")
 
@@ -73,13 +130,13 @@ class Hedge(Wrapper):
         self.inner.close()
 
     def _first(self, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`, or of a second one begun when the first is slow."""
+        """The result of `work`, or of a second call of it if the first is slow."""
         began = self._clock.monotonic()
         with self._lock:
-            slow_after = self.tail.begin(size)
+            slow_after = self.policy.begin(size)
         result = self._raced(work, slow_after) if slow_after is not None else work()
         with self._lock:
-            self.tail.end(size, self._clock.monotonic() - began)
+            self.policy.end(size, self._clock.monotonic() - began)
         return result
 
     def _raced(self, work: Callable[[], T], slow_after: float) -> T:
@@ -92,7 +149,7 @@ class Hedge(Wrapper):
 
     def _may_hedge(self) -> bool:
         with self._lock:
-            return self.tail.spend()
+            return self.policy.spend()
 
     def _started(self, work: Callable[[], T]) -> futures.Future[T] | None:
         if not self._free.acquire(blocking=False):
@@ -103,10 +160,15 @@ class Hedge(Wrapper):
 
 
 def _earlier(first: futures.Future[T], second: futures.Future[T]) -> T:
-    """The result of whichever succeeds first."""
+    """The result of the request that succeeds first."""
     done = futures.wait([first, second], return_when=futures.FIRST_COMPLETED).done
     winner = first if first in done else second
     if winner.exception() is None:
         return winner.result()
     other = second if winner is first else first
     return other.result() if other.exception() is None else first.result()
+
+
+def _class(size: int) -> int:
+    """The size class: sizes within a factor of four share one, and there are at most 24."""
+    return max(_SMALLEST_CLASS, min(size, 1 << 62).bit_length()) // 2

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
-from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store, check_key
 
 PREFIX = "mounts/"
 OPTION = "mounts"

@@ -16,8 +16,8 @@ from pathlib import Path
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.core.redact import has_secrets
-from headrace.dataio.store.allowed import sendable
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
+from headrace.dataio.store.url_policy import sendable
 
 _SUPPORTED = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
 
@@ -28,7 +28,7 @@ def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
     `storage_options` are for S3 (see `headrace.dataio.store.s3config`): s3fs's own names, and `endpoint_url`, `region`,
     `path_style`, `client`. What is not given comes from the AWS variables and profiles. A directory takes `direct` (large
     reads past the page cache). For other schemes they are the file system's own, and the store has the limits of
-    `headrace.dataio.store.other`. `mounts` adds other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`).
+    `headrace.dataio.store.fsspec`. `mounts` adds other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`).
     """
     given: object = url
     if not isinstance(given, (str, os.PathLike)):
@@ -85,15 +85,15 @@ def _without_mounts(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def _posix(path: str, options: dict[str, object]) -> Store:
-    from headrace.dataio.store.metered import Metered
     from headrace.dataio.store.posix import PosixStore
     from headrace.dataio.store.retry import Retry
+    from headrace.dataio.store.wrappers import MetricsStore
 
     if unknown := sorted(options.keys() - {"direct"}):
         raise UsageError(f"unknown storage option {', '.join(unknown)} of a directory", hint="known is direct")
     if not path.strip() or "\0" in path:
         raise UsageError("a store needs a path", hint=f"give {_SUPPORTED}")
-    return Retry(Metered(PosixStore(path, direct=bool(options.get("direct"))), "posix"))
+    return Retry(MetricsStore(PosixStore(path, direct=bool(options.get("direct"))), "posix"))
 
 
 def _path_of(rest: str, url: str) -> str:
@@ -108,19 +108,19 @@ def _path_of(rest: str, url: str) -> str:
 def _other(scheme: str, rest: str, options: dict[str, object]) -> Store:
     from fsspec.registry import known_implementations, registry
 
-    from headrace.dataio.store.metered import Metered
-    from headrace.dataio.store.other import FsspecStore
+    from headrace.dataio.store.fsspec import FsspecStore
     from headrace.dataio.store.retry import Retry
+    from headrace.dataio.store.wrappers import MetricsStore
 
     if scheme not in registry and scheme not in known_implementations:
         raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {_SUPPORTED}")
-    return Retry(Metered(FsspecStore(f"{scheme}://{rest}", options), "fsspec"))
+    return Retry(MetricsStore(FsspecStore(f"{scheme}://{rest}", options), "fsspec"))
 
 
 def _s3(url: str, options: dict[str, object]) -> Store:
-    from headrace.dataio.store.metered import Metered
     from headrace.dataio.store.retry import Retry
     from headrace.dataio.store.s3 import S3Store
     from headrace.dataio.store.s3config import parse
+    from headrace.dataio.store.wrappers import MetricsStore
 
-    return Retry(Metered(S3Store(parse(url, options)), "s3"))
+    return Retry(MetricsStore(S3Store(parse(url, options)), "s3"))

@@ -6,7 +6,7 @@ whoever made them. So a killed writer leaves at most a hidden file. The writer h
 later writer removes a hidden file that is a day old by the file system's own clock and that no process has locked.
 Below the root no symbolic link is followed, neither to read nor to write nor to list.
 
-Failure behaviour: an errno becomes the error of its remedy (`headrace.dataio.store.oserrors`). `link` answering EEXIST,
+Failure behaviour: an errno becomes the error of its remedy (`headrace.dataio.core.errors`). `link` answering EEXIST,
 or failing in
 a way that leaves the outcome open (an NFS reply that was lost), is settled by reading the object back, as the contract says.
 An fsync that fails is final (`_sync`): the kernel reports a lost write once, so a second fsync would only seem to succeed.
@@ -31,20 +31,31 @@ import msgspec
 from headrace.dataio.core import limits
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import (
+    AMBIGUOUS,
     AmbiguousWriteError,
     CapacityError,
     HeadraceError,
     NotFoundError,
     TransientError,
     UnsupportedError,
+    from_os_error,
+    translate_os_errors,
 )
 from headrace.dataio.core.files import is_local
-from headrace.dataio.store import nolinks
-from headrace.dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
-from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from headrace.dataio.store.direct import fill_directly, fill_together
-from headrace.dataio.store.oserrors import AMBIGUOUS, from_os_error, translated
-from headrace.dataio.store.writer import FileWriter
+from headrace.dataio.store import openat2
+from headrace.dataio.store.base import (
+    Buffer,
+    Location,
+    ObjectInfo,
+    Store,
+    check_conditional_size,
+    check_key,
+    check_prefix,
+    check_range,
+    too_large,
+    writable_bytes,
+)
+from headrace.dataio.store.direct_io import FileWriter, fill_directly, fill_together
 
 TEMPORARY = ".headrace-tmp"
 _STALE_SECONDS = 24 * 3600.0
@@ -61,7 +72,7 @@ _named = declare("store.posix.named", "the object has its new content; its direc
 class PosixStore(Store):
     """Objects as files under `root`, which is made on the first write.
 
-    `direct` reads large ranges past the page cache where that is possible (`headrace.dataio.store.direct`), of all objects.
+    `direct` reads large ranges past the page cache where that is possible (`headrace.dataio.store.direct_io`), of all objects.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = False) -> None:
@@ -117,14 +128,14 @@ class PosixStore(Store):
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         path = self._path(key)
-        with translated(f"writing {self._name(key)}"), self._written_aside(parts) as aside:
+        with translate_os_errors(f"writing {self._name(key)}"), self._written_aside(parts) as aside:
             self._publish(path, lambda: os.replace(aside.path, path))
             return aside.size
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path = self._path(key)
         check_conditional_size(self._name(key), data)
-        with translated(f"writing {self._name(key)}"), self._written_aside([data]) as aside:
+        with translate_os_errors(f"writing {self._name(key)}"), self._written_aside([data]) as aside:
             try:
                 self._publish(path, lambda: os.link(aside.path, path, follow_symlinks=False))
                 return True
@@ -137,7 +148,7 @@ class PosixStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if check_prefix(prefix):
-            with translated(f"listing {self._root}"):
+            with translate_os_errors(f"listing {self._root}"):
                 folder = prefix.rpartition("/")[0]
                 yield from self._walk(folder, prefix)
 
@@ -148,7 +159,7 @@ class PosixStore(Store):
     def delete_many(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)
-            with translated(f"deleting {self._name(key)}"):
+            with translate_os_errors(f"deleting {self._name(key)}"):
                 if self._is_plain(path) and not os.path.isdir(path):
                     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                         os.unlink(path)
@@ -181,9 +192,9 @@ class PosixStore(Store):
     @contextlib.contextmanager
     def _reading(self, key: str) -> Iterator[_OpenFile]:
         path = self._path(key)
-        with translated(f"reading {path}"):
+        with translate_os_errors(f"reading {path}"):
             try:
-                file = _OpenFile.of(path, nolinks.open_plain(path)) or self._looked_up(path)
+                file = _OpenFile.of(path, openat2.open_plain(path)) or self._looked_up(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise NotFoundError(f"{path!r} does not exist", hint="check the path and the key") from None
             try:
@@ -195,7 +206,7 @@ class PosixStore(Store):
         """Where the kernel does not open it at once: what is wrong, or, by an older kernel, the same in six steps."""
         os.lstat(path)  # raises for what is not there, and otherwise for folders that this process may not enter
         self._refuse_links(path)
-        found = _OpenFile.of(path, os.open(path, nolinks.FLAGS))
+        found = _OpenFile.of(path, os.open(path, openat2.FLAGS))
         if found is None:
             raise FileNotFoundError(path)
         return found

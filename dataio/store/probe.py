@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.dataio.core.errors import UnsupportedError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _HINT = "give one writer its own repository, or use a store that keeps If-None-Match (`headrace doctor URL` tells)"
 

@@ -20,8 +20,8 @@ import msgspec
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import SlowDownError, TransientError
 from headrace.dataio.core.limits import counted
-from headrace.dataio.store.contract import ObjectInfo, Store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import ObjectInfo, Store
+from headrace.dataio.store.wrappers import Wrapper
 
 T = TypeVar("T")
 

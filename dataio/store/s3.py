@@ -25,15 +25,24 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.store import s3read
-from headrace.dataio.store.checks import check_conditional_size, check_prefix, too_large, writable_bytes
-from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
+from headrace.dataio.store.base import (
+    Buffer,
+    Location,
+    ObjectInfo,
+    Store,
+    UploadLog,
+    check_conditional_size,
+    check_key,
+    check_prefix,
+    too_large,
+    writable_bytes,
+)
 from headrace.dataio.store.retry import Policy, call_async
 from headrace.dataio.store.s3client import connect
 from headrace.dataio.store.s3config import S3Config
 from headrace.dataio.store.s3errors import NoSuchUploadError, PreconditionError, UnreachableError
 from headrace.dataio.store.s3session import flat, length_of
 from headrace.dataio.store.s3upload import Notes, Upload, blocks
-from headrace.dataio.store.uploads import UploadLog
 
 PUT_BYTES = 5 * limits.GIB
 _DELETE_BATCH = 1000

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.redact import has_secrets, redact
-from headrace.dataio.store.contract import check_key
+from headrace.dataio.store.base import check_key
 
 CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
 CONNECTIONS = 32

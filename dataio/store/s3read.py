@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headrace.dataio.core.errors import RangeError, TransientError, UnsupportedError
-from headrace.dataio.store.checks import check_range, writable_bytes
+from headrace.dataio.store.base import check_range, writable_bytes
 from headrace.dataio.store.s3session import S3Session, each, length_of
 
 GAP_BYTES = 64 << 10

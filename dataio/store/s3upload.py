@@ -25,11 +25,10 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import AmbiguousWriteError, CapacityError, HeadraceError, NotFoundError
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer, UploadLog
 from headrace.dataio.store.retry import Policy, call_async
 from headrace.dataio.store.s3errors import NoSuchUploadError
 from headrace.dataio.store.s3session import S3Session
-from headrace.dataio.store.uploads import UploadLog
 
 PART_BYTES = 8 * limits.MIB
 _PARTS_PER_SIZE, _SIZES = 2500, 4

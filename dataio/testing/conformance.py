@@ -3,7 +3,7 @@
 Use: subclass `StoreConformance` in a test module with a fixture `store` (an empty, open store) and a fixture `store_url` (by
 which `open_store` finds the same store from another process); subclass `StoreMachine` with `open_empty` for the stateful
 comparison with a model.
-Invariant: each test is a sentence of `headrace.dataio.store.contract`. Failure behaviour: a store that breaks the
+Invariant: each test is a sentence of `headrace.dataio.store.base`. Failure behaviour: a store that breaks the
 contract fails a test.
 """
 
@@ -23,8 +23,7 @@ import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
-from headrace.dataio.store.checks import CONDITIONAL_BYTES
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import CONDITIONAL_BYTES, Store
 from headrace.dataio.store.open import open_location
 
 MIB = 1 << 20

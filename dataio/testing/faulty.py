@@ -26,8 +26,8 @@ from headrace.dataio.core.errors import (
     SlowDownError,
     TransientError,
 )
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.wrappers import Wrapper
 
 T = TypeVar("T")
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.dataio.core.errors import TransientError
-from headrace.dataio.store.contract import Buffer, Store
-from headrace.dataio.store.uploads import UploadLog
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import Buffer, Store, UploadLog
+from headrace.dataio.store.wrappers import Wrapper
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from headrace.dataio.cache.contract import GAP_BYTES, Read, ShardReader, one_by_
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, RangeError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.contract import Files, Member, Sample
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.file import Media, PartialFile

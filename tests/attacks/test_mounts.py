@@ -18,8 +18,8 @@ from headrace.dataio.shards.verify.run import verify
 from headrace.dataio.shards.versions import documents
 from headrace.dataio.shards.versions.documents import Mount
 from headrace.dataio.shards.versions.mounting import mount_of, with_mounts
-from headrace.dataio.store import allowed
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store import url_policy
+from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import Mounts
 from headrace.dataio.store.open import open_location, open_store
 from tests.attacks import forge
@@ -333,7 +333,7 @@ def test_a_public_server_cannot_send_the_reader_on_to_a_private_one(
     tmp_path: Path, attacker: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     public = Server("127.0.0.2", location=attacker.url + "/latest/meta-data")
-    monkeypatch.setattr(allowed, "is_public", lambda address: address == "127.0.0.2")
+    monkeypatch.setattr(url_policy, "is_public", lambda address: address == "127.0.0.2")
     try:
         with open_store(tmp_path) as base:
             error = asked_for(mounted(base, public.url))
@@ -385,7 +385,7 @@ def test_a_public_server_cannot_send_the_reader_on_to_a_private_one(
     ],
 )
 def test_which_addresses_are_public(address: str, public: bool) -> None:
-    assert allowed.is_public(address) is public
+    assert url_policy.is_public(address) is public
 
 
 # --- another process

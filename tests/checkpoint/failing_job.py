@@ -17,7 +17,7 @@ from headrace.checkpoint import Checkpointer, peers
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.staging.arena import Staging
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.faulty import Fault, Faulty, Rule
 from tests.checkpoint.making import Wrapped

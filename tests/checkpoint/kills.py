@@ -26,7 +26,7 @@ from headrace.checkpoint.repository import writers
 from headrace.checkpoint.repository.parent import Parent
 from headrace.dataio.core.errors import HeadraceError, NotFoundError
 from headrace.dataio.core.limits import KIB
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, load, make, save
 from tests.support import nursery

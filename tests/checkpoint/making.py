@@ -22,7 +22,7 @@ from headrace.checkpoint.saving.events import Event
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.limits import KIB, SMALL_OBJECT_BYTES
-from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store
 
 RUN = "exp"
 State = Mapping[str, bytes]

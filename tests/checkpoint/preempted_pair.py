@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from headrace.checkpoint import Checkpointer
 from headrace.dataio.core.errors import CapacityError
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 from tests.support.ranks import in_group

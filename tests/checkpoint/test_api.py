@@ -35,9 +35,9 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.wrappers import Wrapper
 from tests.checkpoint.making import Wrapped, flip
 
 

@@ -14,7 +14,7 @@ import headrace.checkpoint.carry
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import check
 from headrace.dataio.core.crashpoints import declared
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, save, tiny_state
 from tests.support import nursery

@@ -28,7 +28,7 @@ from headrace.checkpoint.format import names, ulid
 from headrace.checkpoint.repository import writers
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.s3config import parse
 from headrace.dataio.store.s3here import Here

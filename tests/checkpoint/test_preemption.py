@@ -18,7 +18,7 @@ import torch
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.preemption import NOT_SAVED, REPORT_VARIABLE, SAVED
 from headrace.dataio.core.errors import CapacityError, UsageError
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 from tests.support import nursery

@@ -11,7 +11,7 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 

@@ -20,7 +20,7 @@ from headrace.checkpoint.lifecycle import collect, tags
 from headrace.checkpoint.repository import check, commit, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.crashpoints import declared
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint import kills
 from tests.checkpoint.kills import Journal, Task, read_journal, state_of

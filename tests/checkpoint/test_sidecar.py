@@ -24,7 +24,7 @@ from headrace.dataio.sidecar import connection
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
 from headrace.dataio.sidecar.transfer.memfd import sealed
 from headrace.dataio.sidecar.transfer.runner import TRIES
-from headrace.dataio.store.contract import Location
+from headrace.dataio.store.base import Location
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
 from tests.checkpoint.making import RUN, Wrapped, begin, make, tiny_state

@@ -31,7 +31,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar.client import Sidecar
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server, start_seaweedfs

@@ -121,7 +121,7 @@ _NOT_NEEDED = """
 dateutil duckdb fsspec numpy.ma nvidia.dali nvtx pyarrow.compute pyarrow.fs pyarrow.parquet
 headrace.dataio.cache.engine headrace.dataio.cache.reader headrace.dataio.shards.changes headrace.dataio.shards.report
 headrace.dataio.sidecar.connection headrace.dataio.sidecar.messages headrace.dataio.sidecar.reader
-headrace.dataio.store.s3 headrace.dataio.store.other headrace.loaders.audio_loader headrace.loaders.decode.isolated
+headrace.dataio.store.s3 headrace.dataio.store.fsspec headrace.loaders.audio_loader headrace.loaders.decode.isolated
 headrace.loaders.decode.worker headrace.loaders.file_loader headrace.loaders.sampling.force headrace.loaders.sampling.buckets
 headrace.loaders.sampling.interleave headrace.loaders.sampling.mixed_buckets headrace.loaders.sampling.mixture
 headrace.loaders.sampling.packing headrace.loaders.sampling.quality headrace.loaders.quarantine.shared_list

@@ -37,7 +37,7 @@ from headrace.dataio.shards.query.parts import PartWriter
 from headrace.dataio.shards.report import PackReport, Skipped
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import mount_of
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX, Mounts
 from headrace.dataio.store.open import open_store
 

@@ -19,7 +19,7 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards.in_place import patterns as found_by
 from headrace.dataio.shards.report import PackReport, Skipped
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import url_of
 
 _log = get_logger(__name__)

@@ -27,7 +27,7 @@ from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.media.facts import decode_other, encode_other
 from headrace.dataio.shards.report import Skipped
 from headrace.dataio.shards.versions.documents import Shard
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _RECORD_BYTES = 512 * limits.MIB
 _NAME = re.compile(r"(\d{8})\.unit")

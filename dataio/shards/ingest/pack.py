@@ -45,7 +45,7 @@ from headrace.dataio.shards.query.parts import PartWriter
 from headrace.dataio.shards.report import PackReport, Progress, Skipped, WorkerReport
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.mounting import with_mounts
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 __all__ = ["Columns", "PackReport", "Progress", "Recipe", "Skipped", "append", "pack"]

@@ -39,7 +39,7 @@ from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.facts import Clip, Failure, FileFact, Outcome
 from headrace.dataio.shards.report import Skipped
 from headrace.dataio.shards.versions.documents import Shard
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _READ = 1 * limits.MIB
 _log = get_logger(__name__)

@@ -33,7 +33,7 @@ from headrace.dataio.shards.ingest.plan import Settings, Step, Unit, decode_unit
 from headrace.dataio.shards.ingest.pool import ProbePool
 from headrace.dataio.shards.ingest.remote import Remote
 from headrace.dataio.shards.report import WorkerReport
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 _AHEAD = 2

@@ -22,7 +22,7 @@ from typing import Any, Self
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, RangeError, TransientError, UsageError
 from headrace.dataio.core.files import scratch_folder
-from headrace.dataio.store.contract import ObjectInfo, Store, check_key
+from headrace.dataio.store.base import ObjectInfo, Store, check_key
 from headrace.dataio.store.open import open_store
 
 _PIECE = 4 * limits.MIB

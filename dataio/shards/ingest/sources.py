@@ -45,7 +45,7 @@ from headrace.dataio.shards.ingest.remote import WILDCARD, Info, Remote, is_url
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, passed_over
 from headrace.dataio.shards.media.facts import Span
 from headrace.dataio.shards.report import Skipped
-from headrace.dataio.store.contract import check_key
+from headrace.dataio.store.base import check_key
 
 SIDECARS = ("json", "txt", "vtt")
 """Of a manifest's media file, the files of the same stem that are taken along."""

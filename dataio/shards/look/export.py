@@ -16,11 +16,10 @@ from pathlib import Path
 import xxhash
 
 from headrace.dataio.core import files
-from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError
+from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError, from_os_error
 from headrace.dataio.shards import members
 from headrace.dataio.shards.contract import Member, Sample
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.store.oserrors import from_os_error
 
 _NAME_BYTES = 200
 _PLAIN = frozenset("-_.+=,@")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
 from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.versions.documents import IndexPart, Kept
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 Rows = npt.NDArray[np.uint32]
 """Row numbers of one part, rising."""

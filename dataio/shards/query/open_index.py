@@ -30,7 +30,7 @@ from headrace.dataio.shards.query.kept import Rows
 from headrace.dataio.shards.query.part_bytes import name_of
 from headrace.dataio.shards.query.row_pages import RowPages
 from headrace.dataio.shards.versions.documents import VersionDocument
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.query.tables import Tables

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
 from headrace.dataio.shards.versions.documents import IndexPart
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 def name_of(store: Store, part: IndexPart) -> str:

@@ -25,7 +25,7 @@ from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.query.part_bytes import fill, name_of
 from headrace.dataio.shards.versions.documents import IndexPart
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
 GROUP_BYTES = 1 << 30

@@ -16,7 +16,7 @@ from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.versions.documents import IndexPart
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 PART_ROWS = 50_000
 PART_WEIGHT = 32 * limits.MIB

@@ -24,7 +24,7 @@ from headrace.dataio.shards.contract import Files, Sample
 from headrace.dataio.shards.index.lookup import Directory, Rows, Section
 from headrace.dataio.shards.query.part_bytes import fill, name_of
 from headrace.dataio.shards.versions.documents import IndexPart
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
 KEPT_BYTES = 64 * limits.MIB

@@ -32,7 +32,7 @@ from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.query.kept import Rows
 from headrace.dataio.shards.query.part_reader import PartReader
 from headrace.dataio.shards.versions.documents import VersionDocument
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 CACHE_BYTES = 256 * limits.MIB
 READERS = 256

@@ -38,7 +38,7 @@ from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.shards.workers import media_jobs
 from headrace.dataio.shards.workers.decoding import decode_sample
 from headrace.dataio.shards.workers.process import WorkerPool, run_module
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 __all__ = ["Finding", "ObjectReport", "VerifyProgress", "VerifyReport", "verify"]

@@ -23,7 +23,7 @@ from headrace.dataio.shards.pieces import Hasher, first_difference
 from headrace.dataio.shards.readahead import ReadAhead
 from headrace.dataio.shards.verify.findings import Finding
 from headrace.dataio.shards.versions.documents import Shard
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
 _WINDOW = 4 * limits.MIB

@@ -23,7 +23,7 @@ from headrace.dataio.shards.verify.findings import Finding, ObjectReport, report
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.documents import IndexPart, VersionDocument
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX
 
 Check = Callable[[bytes, str], object]

@@ -35,7 +35,7 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.core.json import is_sealed, parse_json, seal, unseal
 from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.index.lookup import Section
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, PREFIX
 
 FORMAT = 1

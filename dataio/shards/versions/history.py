@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 @dataclass(frozen=True)

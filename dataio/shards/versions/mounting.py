@@ -1,7 +1,7 @@
 """The mounts of a dataset version: recorded in its document, opened with the dataset.
 
 Purpose: shards that were indexed in place lie in other buckets and folders; the version says where.
-Invariants: only what `headrace.dataio.store.allowed` lists is recorded and heeded: few schemes, few options, no
+Invariants: only what `headrace.dataio.store.url_policy` lists is recorded and heeded: few schemes, few options, no
 secrets. A mount's name is
 a digest of what it mounts, so equal places have equal names in every version and versions can be merged.
 
@@ -34,11 +34,11 @@ import msgspec
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.versions.documents import Mount, VersionDocument
-from headrace.dataio.store.allowed import allowed_options, mountable, scheme_of
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import OPTION, Mounts
 from headrace.dataio.store.open import folder_of, open_store
 from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.url_policy import allowed_options, mountable, scheme_of
 
 
 def mount_of(location: Location) -> Mount:

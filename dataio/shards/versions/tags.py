@@ -19,7 +19,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.documents import VersionDocument
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,127}")
 _KEY = re.compile(rf"tags/({_NAME.pattern})\.json")

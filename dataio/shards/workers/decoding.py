@@ -20,7 +20,7 @@ from headrace.dataio.shards import members
 from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.workers import media_jobs
 from headrace.dataio.shards.workers.process import WorkerPool
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 SET_ASIDE_BYTES = 8 * limits.GIB
 

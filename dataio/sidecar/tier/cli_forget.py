@@ -12,9 +12,8 @@ from pathlib import Path
 
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.sidecar.cli_status import ask
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier.records import Record, TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 
 def forget(options: argparse.Namespace) -> int:
@@ -22,7 +21,7 @@ def forget(options: argparse.Namespace) -> int:
     tier = ask(options).get("tier")
     if not tier:
         raise NotFoundError("this sidecar has no tier", hint="see tier_dir in docs/sidecar.md")
-    shelf = Shelf(Path(tier["directory"]), Limits(tier["budget_bytes"], tier["steps"]))
+    shelf = LocalTier(Path(tier["directory"]), TierLimits(tier["budget_bytes"], tier["steps"]))
     chosen = [r for r in shelf.records(run=options.run) if options.step in (None, r.step)]
     if not chosen:
         raise NotFoundError(f"no such step of run {options.run} is kept here", hint="see headrace sidecar status")

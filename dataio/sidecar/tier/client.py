@@ -16,9 +16,9 @@ from typing import Self, TypeVar
 from headrace.dataio.core.errors import CapacityError, CorruptionError, TransientError
 from headrace.dataio.sidecar.tier import protocol as p
 from headrace.dataio.sidecar.tier.config import TierConfig
-from headrace.dataio.store.tier import record as documents
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier import records as documents
+from headrace.dataio.store.local_tier.records import Record
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 CONNECT_SECONDS = 5.0
 A = TypeVar("A")
@@ -54,7 +54,7 @@ class Buddy:
                 raise
         return cls(channel)
 
-    def offer(self, shelf: Shelf, source: str, key: str) -> bool:
+    def offer(self, shelf: LocalTier, source: str, key: str) -> bool:
         """Let the buddy have this object of `shelf`; False when it is not here any more."""
         held = shelf.open(source, key)
         if held is None:
@@ -83,7 +83,7 @@ class Buddy:
             sizes = _expect(self._channel.answer(), p.Listed).sizes
             return [documents.decode(self._channel.whole(size), "a buddy's record") for size in sizes]
 
-    def fetch(self, shelf: Shelf, source: str, key: str) -> bool:
+    def fetch(self, shelf: LocalTier, source: str, key: str) -> bool:
         """Bring an object onto `shelf`; False when the buddy does not have it."""
         with _said(f"fetching {key} from the buddy"):
             self._channel.send(p.Fetch(source, key, 0))

@@ -22,7 +22,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from headrace.dataio.core.limits import GIB, KIB, MIB
-from headrace.dataio.store.tier.record import RECORD_BYTES, Key
+from headrace.dataio.store.local_tier.records import RECORD_BYTES, Key
 
 VERSION = 1
 MESSAGE_BYTES = 64 * KIB

@@ -22,8 +22,8 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.tier import protocol as p
 from headrace.dataio.sidecar.tier.client import Buddy
 from headrace.dataio.sidecar.tier.config import TierConfig
-from headrace.dataio.store.tier.record import Record, as_guest
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier.records import Record, as_guest
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 CONNECTIONS = 4
 AHEAD = 1024
@@ -38,7 +38,7 @@ _log = get_logger(__name__)
 class Recalls:
     """`recall` blocks, on threads of the caller's; the fetching has its own. `counts`: objects asked of the buddy, by outcome."""
 
-    def __init__(self, config: TierConfig, shelf: Shelf, context: ssl.SSLContext) -> None:
+    def __init__(self, config: TierConfig, shelf: LocalTier, context: ssl.SSLContext) -> None:
         self._config, self._shelf, self._context = config, shelf, context
         self._pace = p.Pace(None)  # somebody waits for what is fetched
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="headrace-fetch")

@@ -25,9 +25,8 @@ from headrace.dataio.sidecar.tier.metrics import TierMetrics
 from headrace.dataio.sidecar.tier.recalls import Recalls
 from headrace.dataio.sidecar.tier.sending import Sending
 from headrace.dataio.sidecar.tier.server import BuddyServer
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier.records import Record, TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 TIDY_SECONDS = 5.0
 WAITING = 16
@@ -41,7 +40,7 @@ class Tier:
 
     def __init__(self, config: TierConfig) -> None:
         self.config = config.check()
-        self.shelf = Shelf(config.folder, Limits(config.bytes, config.steps))
+        self.shelf = LocalTier(config.folder, TierLimits(config.bytes, config.steps))
         self._server = BuddyServer(config, self.shelf) if config.listen is not None else None
         self._sending = Sending(config, self.shelf) if config.buddy is not None else None
         self._recalls = Recalls(config, self.shelf, tls.client_context(config)) if config.buddy is not None else None

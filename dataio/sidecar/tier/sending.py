@@ -20,8 +20,8 @@ from headrace.dataio.sidecar.tier import protocol as p
 from headrace.dataio.sidecar.tier import tls
 from headrace.dataio.sidecar.tier.client import Buddy
 from headrace.dataio.sidecar.tier.config import TierConfig
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier.records import Record
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 IDLE_SECONDS = 0.5
 LONGEST = 30.0
@@ -43,7 +43,7 @@ class Copy:
 class Sending:
     """Runs from `start` to `close`. `trouble` is why the buddy gets nothing, empty while it does."""
 
-    def __init__(self, config: TierConfig, shelf: Shelf) -> None:
+    def __init__(self, config: TierConfig, shelf: LocalTier) -> None:
         self._config, self._shelf = config, shelf
         self._context, self._pace = tls.client_context(config), p.Pace(config.rate)
         self._sent: dict[tuple[str, str, bytes], None] = {}

@@ -28,9 +28,9 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.tier import protocol as p
 from headrace.dataio.sidecar.tier import tls
 from headrace.dataio.sidecar.tier.config import TierConfig
-from headrace.dataio.store.tier import record as documents
-from headrace.dataio.store.tier.kept import Writer
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier import records as documents
+from headrace.dataio.store.local_tier.objects import Writer
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 CONNECTIONS = 16
 STRANGERS = 64
@@ -62,7 +62,7 @@ class _Partial:
 class BuddyServer:
     """Listens from `start` to `close`. `counts`: peers refused, by reason; `received`: bytes of objects."""
 
-    def __init__(self, config: TierConfig, shelf: Shelf) -> None:
+    def __init__(self, config: TierConfig, shelf: LocalTier) -> None:
         self._config, self._shelf = config, shelf
         self._context = tls.server_context(config)
         self._lock = threading.Lock()

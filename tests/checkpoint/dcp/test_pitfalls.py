@@ -42,7 +42,7 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.core.limits import KIB, MIB
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped, flip
 from tests.support.ranks import launch

@@ -21,7 +21,7 @@ from headrace.checkpoint.lifecycle import collect
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline, writers
 from headrace.dataio.core.errors import ConflictError
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped
 

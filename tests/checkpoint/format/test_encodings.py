@@ -26,7 +26,7 @@ from headrace.checkpoint.saving import choose
 from headrace.checkpoint.saving.choose import Sample, Upload, decide
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped, flip
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from headrace.dataio.core.errors import HeadraceError, NotFoundError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
-from headrace.dataio.store.checks import check_range
-from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store, check_range
 
 
 class MemoryStore(Store):

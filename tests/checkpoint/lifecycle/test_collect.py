@@ -24,7 +24,7 @@ from headrace.checkpoint.repository import check, commit, lease
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, begin, latest, load, make, save, tiny_state
 

@@ -18,7 +18,7 @@ from headrace.checkpoint.repository import check, commit, tagged
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.late import Late
 from tests.checkpoint.lifecycle.stepping import MemoryStore, StoreClock

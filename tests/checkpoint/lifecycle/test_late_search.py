@@ -23,7 +23,7 @@ from headrace.checkpoint.repository import commit
 from headrace.checkpoint.saving.progress import Logged, ProgressFile
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 from headrace.dataio.testing.late import Write
 from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, drive_to_end, stepping
 from tests.checkpoint.making import RUN, Made, begin, load, make, save

@@ -30,7 +30,7 @@ from headrace.checkpoint.repository.parent import Parent
 from headrace.checkpoint.repository.writers import Standing
 from headrace.checkpoint.restoring import restore
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
-from headrace.dataio.store.contract import ObjectInfo, Store
+from headrace.dataio.store.base import ObjectInfo, Store
 from tests.checkpoint.lifecycle.stepping import Actor, MemoryStore, StoreClock, drive_to_end, stepping
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 

@@ -15,7 +15,7 @@ from headrace.checkpoint.lifecycle import tags
 from headrace.checkpoint.lifecycle.collect import collect
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN
 

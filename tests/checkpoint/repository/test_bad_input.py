@@ -15,7 +15,7 @@ from headrace.checkpoint.repository import check, lease
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.clock import SYSTEM_CLOCK
 from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MismatchError, UnsupportedError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.clock import ManualClock
 from headrace.dataio.testing.s3server import S3Server

@@ -41,7 +41,7 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
 )
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.testing.clock import ManualClock
 from tests.checkpoint.making import (
     RUN,

@@ -10,7 +10,7 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.repository.opening import open_step
 from headrace.dataio.core.errors import DeadlineError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.testing.clock import ManualClock
 from tests.checkpoint.making import RUN, Wrapped, begin, make, save
 

@@ -13,7 +13,7 @@ from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, WriteCommit, WriteFate, decide
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
-from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store
 
 IDS = ["01HZZZZZZZ000000000000000A", "01HZZZZZZZ000000000000000B"]
 

@@ -22,7 +22,7 @@ from headrace.checkpoint.restoring import restore
 from headrace.dataio.cli import main as headrace
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError
 from headrace.dataio.core.limits import KIB, MIB
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, Wrapped, begin, flip, latest, load, make, manifest_of, save, tiny_state
 

@@ -16,7 +16,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.writers import Place, Standing
 from headrace.dataio.core.errors import ConflictError, NotFoundError
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, Wrapped, make, save, tiny_state
 

@@ -15,10 +15,9 @@ from headrace.checkpoint import Checkpointer, read
 from headrace.checkpoint.dcp import RepositoryReader
 from headrace.checkpoint.format import names
 from headrace.checkpoint.restoring.reading import SavedStep
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.metered import Metered
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.wrappers import MetricsStore, Wrapper
 from tests.support.waiting import wait_for
 
 
@@ -39,7 +38,7 @@ def store(tmp_path: Path) -> Iterator[Noting]:
     with Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
     with open_store(tmp_path) as store:
-        yield Noting(Metered(store, "posix"))
+        yield Noting(MetricsStore(store, "posix"))
 
 
 def dcp_reader(store: Store) -> RepositoryReader:

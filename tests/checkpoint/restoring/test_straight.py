@@ -14,7 +14,7 @@ from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.restore import Want
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import KIB
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, MemorySink, Wrapped, begin, load, make, manifest_of, save
 

@@ -16,7 +16,7 @@ from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.events import Failed, as_error, failed, to_json
 from headrace.dataio.core.errors import CapacityError, ConflictError, HeadraceError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, Made, begin, latest, load, make, save, tiny_state
 

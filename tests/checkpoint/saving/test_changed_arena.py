@@ -15,7 +15,7 @@ from headrace.checkpoint.repository import check
 from headrace.checkpoint.saving.progress import Logged, ProgressFile
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Made, Wrapped, begin, latest, load, make, save, tiny_state
 

@@ -14,7 +14,7 @@ from headrace.checkpoint.repository import check
 from headrace.checkpoint.saving.progress import Logged, ProgressFile
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.late import Late
 from tests.checkpoint.making import Made, begin, latest, load, make

@@ -24,7 +24,7 @@ from headrace.checkpoint.saving.events import Event, Released
 from headrace.checkpoint.saving.progress import Logged, ProgressFile
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Wrapped, begin, latest, load, make, manifest_of
 

@@ -19,7 +19,7 @@ from headrace.checkpoint.staging.slices import SlicedState
 from headrace.checkpoint.state.flatten import Leaf, Seen
 from headrace.checkpoint.state.prepare import Planner, Row, Taken, divide
 from headrace.dataio.core.errors import MismatchError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, manifest_of, save
 

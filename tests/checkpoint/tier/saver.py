@@ -7,9 +7,9 @@ from pathlib import Path
 
 from headrace.checkpoint.carry import carry
 from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.local_tier.records import TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
 from tests.checkpoint.making import latest, make, tiny_state
 
 
@@ -18,7 +18,9 @@ def main(url: str, tier: str) -> None:
         base = latest(store)
         assert base is not None
         made = make(store, tiny_state(2), step=2, number=1, bases=(base,))
-        carry(made.arena, made.encoded, lambda _: None, store=store, shelf=Shelf(Path(tier), Limits(512 * MIB, 3)))
+        carry(
+            made.arena, made.encoded, lambda _: None, store=store, shelf=LocalTier(Path(tier), TierLimits(512 * MIB, 3))
+        )
 
 
 if __name__ == "__main__":

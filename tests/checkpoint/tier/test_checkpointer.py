@@ -15,7 +15,7 @@ from headrace.checkpoint.repository import timeline
 from headrace.dataio.core.errors import ConflictError, TransientError
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.test_sidecar import Daemon, wait_for
-from tests.dataio.store.tier.making import Counting
+from tests.support.local_tier import Counting
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.tier import finishing, saving
 from headrace.dataio.core.crashpoints import declared
+from headrace.dataio.store.local_tier.stores import TierReader
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.tier.near import Near
 from tests.checkpoint.making import RUN, begin, latest, load, make, tiny_state
-from tests.dataio.store.tier.making import shelf
+from tests.support.local_tier import shelf
 
 assert headrace.checkpoint.carry
 ROOT = Path(__file__).parents[3]
@@ -66,6 +66,6 @@ def test_what_a_killed_carrier_left_is_finished_or_absent(tmp_path: Path, point:
         assert found is not None
         assert found.step == (2 if point in KEPT else 1)
         for base, seed in ((first, 1), (found, found.step)):
-            assert load(store, base) == load(Near(store, tier, saving.keeps), base) == tiny_state(seed)
+            assert load(store, base) == load(TierReader(store, tier, saving.keeps), base) == tiny_state(seed)
         assert check.check(store).clean
         assert all(r.committed for r in tier.records())

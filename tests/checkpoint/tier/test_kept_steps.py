@@ -23,12 +23,12 @@ from headrace.checkpoint.saving.events import Event, Released
 from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.checkpoint.tier import finishing, reading, saving
 from headrace.dataio.core.errors import ConflictError, CorruptionError, TransientError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.stores import TierReader
+from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.tier.near import Near
-from headrace.dataio.store.tier.shelf import Shelf
 from tests.checkpoint.making import RUN, Made, begin, latest, load, make, tiny_state
-from tests.dataio.store.tier.making import Counting, shelf
+from tests.support.local_tier import Counting, shelf
 
 
 class Away(Exception):
@@ -43,7 +43,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Counting]
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Shelf:
+def tier(tmp_path: Path) -> LocalTier:
     return shelf(tmp_path, steps=3)
 
 
@@ -51,13 +51,13 @@ def away(_operation: str, _key: str) -> None:
     raise TransientError("the store is away")
 
 
-def keep(store: Store, tier: Shelf, made: Made) -> Base:
+def keep(store: Store, tier: LocalTier, made: Made) -> Base:
     result = carry(made.arena, made.encoded, lambda _: None, store=store, shelf=tier)
     assert isinstance(result["kept"], float)
     return Base(made.plan.timeline, made.plan.step, made.plan.attempt)
 
 
-def saved(remote: Store, tier: Shelf, step: int = 1, seed: int = 1, base: Base | None = None) -> Base:
+def saved(remote: Store, tier: LocalTier, step: int = 1, seed: int = 1, base: Base | None = None) -> Base:
     number = max(timeline.numbers(remote, RUN), default=0) or begin(remote)
     bases = (base,) if base else ()
     return keep(remote, tier, make(remote, tiny_state(seed), step=step, number=number, bases=bases))
@@ -69,15 +69,15 @@ def offline(near: Store, base: Base) -> Iterator[Step]:
         yield step
 
 
-def packs(tier: Shelf, source: str) -> list[str]:
+def packs(tier: LocalTier, source: str) -> list[str]:
     return [key for r in tier.records(source) for key in r.own if key.startswith("packs/")]
 
 
 def test_a_kept_step_is_restored_without_reading_packs_or_manifests_from_the_store(
-    remote: Counting, tier: Shelf
+    remote: Counting, tier: LocalTier
 ) -> None:
     base = saved(remote, tier)
-    near = Near(remote, tier, saving.keeps)
+    near = TierReader(remote, tier, saving.keeps)
     remote.calls.clear()
     assert load(near, base) == tiny_state(1)
     read = [key for operation, key in remote.calls if operation in ("get", "get_into")]
@@ -86,19 +86,19 @@ def test_a_kept_step_is_restored_without_reading_packs_or_manifests_from_the_sto
     assert near.bytes["store"] < 1000 < near.bytes["tier"]
 
 
-def test_a_step_that_leans_on_another_is_whole_in_the_tier(remote: Counting, tier: Shelf) -> None:
+def test_a_step_that_leans_on_another_is_whole_in_the_tier(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier, step=1, seed=1)
     second = saved(remote, tier, step=2, seed=2, base=first)
     newest, oldest = tier.records()
-    assert set(newest.leans) >= set(oldest.own[:-1])
+    assert set(newest.references) >= set(oldest.own[:-1])
     tier.forget([oldest])
-    near = Near(remote, tier, saving.keeps)
+    near = TierReader(remote, tier, saving.keeps)
     remote.calls.clear()
     assert load(near, second) == tiny_state(2)
     assert not any(saving.keeps(key) for operation, key in remote.calls if operation == "get_into")
 
 
-def test_the_arena_is_released_before_a_slow_store_has_anything(remote: Counting, tier: Shelf) -> None:
+def test_the_arena_is_released_before_a_slow_store_has_anything(remote: Counting, tier: LocalTier) -> None:
     gate, events = threading.Event(), list[Event]()
     remote.before = lambda operation, _key: gate.wait(60) if operation == "put_multipart" else None  # type: ignore[func-returns-value]
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
@@ -115,21 +115,21 @@ def test_the_arena_is_released_before_a_slow_store_has_anything(remote: Counting
 
 
 @pytest.mark.parametrize("part", ["pack", "manifest", "fate"])
-def test_damage_in_the_tier_falls_through_to_the_store(remote: Counting, tier: Shelf, part: str) -> None:
+def test_damage_in_the_tier_falls_through_to_the_store(remote: Counting, tier: LocalTier, part: str) -> None:
     base = saved(remote, tier)
     record, source = tier.records()[0], remote.location.url
-    key = {"pack": record.own[0], "manifest": record.own[-1], "fate": record.leans[-1]}[part]
+    key = {"pack": record.own[0], "manifest": record.own[-1], "fate": record.references[-1]}[part]
     path = tier.path_of(source, key)
     data = bytearray(path.read_bytes())
     data[9000 if part == "pack" else 100] ^= 1
     path.write_bytes(bytes(data) if part != "fate" else b"cut")
-    near = Near(remote, tier, saving.keeps)
+    near = TierReader(remote, tier, saving.keeps)
     assert load(near, base) == tiny_state(1)
     assert near.bytes["store"] > 0
     assert not tier.has(source, key)
 
 
-def test_damage_in_the_tier_is_repaired_from_the_buddy(remote: Counting, tier: Shelf, tmp_path: Path) -> None:
+def test_damage_in_the_tier_is_repaired_from_the_buddy(remote: Counting, tier: LocalTier, tmp_path: Path) -> None:
     base = saved(remote, tier)
     source, key = remote.location.url, tier.records()[0].own[0]
     path = tier.path_of(source, key)
@@ -141,7 +141,7 @@ def test_damage_in_the_tier_is_repaired_from_the_buddy(remote: Counting, tier: S
         path.write_bytes(good)
         return True
 
-    near = Near(remote, tier, saving.keeps, recall)
+    near = TierReader(remote, tier, saving.keeps, recall)
     remote.calls.clear()
     assert load(near, base) == tiny_state(1)
     assert near.bytes["buddy"] > 0
@@ -149,7 +149,7 @@ def test_damage_in_the_tier_is_repaired_from_the_buddy(remote: Counting, tier: S
     assert path.read_bytes() == good
 
 
-def test_damage_everywhere_is_reported_and_never_returned(remote: Counting, tier: Shelf) -> None:
+def test_damage_everywhere_is_reported_and_never_returned(remote: Counting, tier: LocalTier) -> None:
     base = saved(remote, tier)
     source, key = remote.location.url, tier.records()[0].own[0]
     data = bytearray(remote.get(key))
@@ -158,11 +158,11 @@ def test_damage_everywhere_is_reported_and_never_returned(remote: Counting, tier
     tier.drop(source, key)
     tier.keep(source, key, data)
     with pytest.raises(CorruptionError, match="step 1 of run exp is damaged"):
-        load(Near(remote, tier, saving.keeps), base)
+        load(TierReader(remote, tier, saving.keeps), base)
 
 
 def test_a_step_saved_while_the_store_is_away_is_no_step_until_a_restore_commits_it(
-    remote: Counting, tier: Shelf
+    remote: Counting, tier: LocalTier
 ) -> None:
     first = saved(remote, tier, step=1, seed=1)
     made = make(remote, tiny_state(2), step=2, number=1, bases=(first,))
@@ -184,7 +184,7 @@ def test_a_step_saved_while_the_store_is_away_is_no_step_until_a_restore_commits
     assert not list(remote.list(names.LEASES))
 
 
-def test_a_store_that_goes_away_in_the_middle_leaves_what_a_restore_finishes(remote: Counting, tier: Shelf) -> None:
+def test_a_store_that_goes_away_in_the_middle_leaves_what_a_restore_finishes(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier, step=1, seed=1)
     fired = []
 
@@ -206,7 +206,7 @@ def test_a_store_that_goes_away_in_the_middle_leaves_what_a_restore_finishes(rem
     assert load(remote, found) == tiny_state(2)
 
 
-def unfinished(remote: Counting, tier: Shelf, *, step: int = 2, bases: tuple[Base, ...] = ()) -> Made:
+def unfinished(remote: Counting, tier: LocalTier, *, step: int = 2, bases: tuple[Base, ...] = ()) -> Made:
     """A step of which the tier has everything and the store nothing; it leans on `bases`."""
     made = make(remote, tiny_state(2), step=step, number=1, bases=bases)
 
@@ -221,12 +221,14 @@ def unfinished(remote: Counting, tier: Shelf, *, step: int = 2, bases: tuple[Bas
     return made
 
 
-def try_to_finish(remote: Store, tier: Shelf) -> None:
+def try_to_finish(remote: Store, tier: LocalTier) -> None:
     finishing.send(remote, tier, RUN, lambda _source, _key: False)
     finishing.finish(remote, tier, RUN)
 
 
-def test_a_worker_that_takes_over_sends_what_only_the_tier_has(remote: Counting, tier: Shelf, tmp_path: Path) -> None:
+def test_a_worker_that_takes_over_sends_what_only_the_tier_has(
+    remote: Counting, tier: LocalTier, tmp_path: Path
+) -> None:
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
     fired = []
 
@@ -250,7 +252,7 @@ def test_a_worker_that_takes_over_sends_what_only_the_tier_has(remote: Counting,
 
 
 def test_a_step_kept_while_the_store_was_away_altogether_is_sent_from_the_tier_by_the_next_worker(
-    remote: Counting, tier: Shelf, tmp_path: Path
+    remote: Counting, tier: LocalTier, tmp_path: Path
 ) -> None:
     first = saved(remote, tier, step=1, seed=1)
     made = make(remote, tiny_state(2), step=2, number=1, bases=(first,))
@@ -269,7 +271,7 @@ def test_a_step_kept_while_the_store_was_away_altogether_is_sent_from_the_tier_b
     assert [r.committed > 0 for r in tier.records()] == [True, True]
 
 
-def test_a_newer_timeline_stops_what_only_the_tier_has(remote: Counting, tier: Shelf) -> None:
+def test_a_newer_timeline_stops_what_only_the_tier_has(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier)
     unfinished(remote, tier)
     timeline.open_timeline(remote, RUN, StepName(1, 1))
@@ -278,7 +280,7 @@ def test_a_newer_timeline_stops_what_only_the_tier_has(remote: Counting, tier: S
     assert tier.records()[0].over
 
 
-def test_what_is_older_than_a_collector_lets_unexplained_packs_lie_is_over(remote: Counting, tier: Shelf) -> None:
+def test_what_is_older_than_a_collector_lets_unexplained_packs_lie_is_over(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier)
     unfinished(remote, tier)
     newest = tier.records()[0]
@@ -289,7 +291,7 @@ def test_what_is_older_than_a_collector_lets_unexplained_packs_lie_is_over(remot
     assert finishing.OLD_SECONDS < ORPHAN_SECONDS
 
 
-def test_a_collectors_abort_stops_what_only_the_tier_has(remote: Counting, tier: Shelf) -> None:
+def test_a_collectors_abort_stops_what_only_the_tier_has(remote: Counting, tier: LocalTier) -> None:
     from headrace.checkpoint.format.documents import Fate
 
     first = saved(remote, tier)
@@ -301,7 +303,7 @@ def test_a_collectors_abort_stops_what_only_the_tier_has(remote: Counting, tier:
     assert tier.records()[0].over
 
 
-def test_a_base_that_was_collected_stops_what_leans_on_it(remote: Counting, tier: Shelf) -> None:
+def test_a_base_that_was_collected_stops_what_leans_on_it(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier)
     unfinished(remote, tier, bases=(first,))
     remote.put(names.commit(RUN, 1, 1), encode(Commit(step=1, tombstone=True)))
@@ -311,7 +313,7 @@ def test_a_base_that_was_collected_stops_what_leans_on_it(remote: Counting, tier
     assert not list(remote.list(names.step(RUN, 1, 2)))
 
 
-def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, tier: Shelf) -> None:
+def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, tier: LocalTier) -> None:
     first, attempt = saved(remote, tier), ulid.new()
     mine = make(remote, tiny_state(2), step=2, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
@@ -335,7 +337,7 @@ def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, t
     assert tier.records()[0].over
 
 
-def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier: Shelf) -> None:
+def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier)
     attempt = ulid.new()
     made = make(remote, tiny_state(2), step=2, number=1, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
@@ -351,7 +353,7 @@ def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier:
     assert found.step == 2
 
 
-def test_a_step_that_was_committed_without_the_tier_hearing_of_it_is_noted(remote: Counting, tier: Shelf) -> None:
+def test_a_step_that_was_committed_without_the_tier_hearing_of_it_is_noted(remote: Counting, tier: LocalTier) -> None:
     base = saved(remote, tier)
     path = next((tier.root / "records").iterdir())
     record = tier.records()[0]
@@ -371,7 +373,7 @@ def test_a_full_tier_does_not_disturb_a_save(remote: Counting, tmp_path: Path) -
     assert tier.records() == []
 
 
-def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Counting, tier: Shelf) -> None:
+def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Counting, tier: LocalTier) -> None:
     number = begin(remote)
     made = make(remote, tiny_state(1), step=1, number=number)
     fired = []
@@ -384,11 +386,11 @@ def test_another_carriers_manifest_is_not_mistaken_for_the_kept_one(remote: Coun
     remote.before = overtake
     carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)
     assert fired
-    assert load(Near(remote, tier, saving.keeps), Base(number, 1, made.plan.attempt)) == tiny_state(1)
+    assert load(TierReader(remote, tier, saving.keeps), Base(number, 1, made.plan.attempt)) == tiny_state(1)
 
 
 def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_that_is_kept(
-    remote: Counting, tier: Shelf
+    remote: Counting, tier: LocalTier
 ) -> None:
     """It stopped before it kept its manifest; another carrier of the same plan has committed since."""
     made = make(remote, tiny_state(1), step=1, number=begin(remote))
@@ -397,7 +399,7 @@ def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_tha
     def stopped(source: str, key: str, data: bytes) -> None:
         if not late and key.endswith(".manifest"):
             late.append(data)
-            carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=Shelf(tier.root, tier.limits))
+            carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=LocalTier(tier.root, tier.limits))
             late.append(tier.records())
         keep(source, key, data)
 
@@ -406,11 +408,11 @@ def test_a_carrier_that_stopped_and_goes_on_late_changes_nothing_of_the_step_tha
     assert late[0] != remote.get(late[1][0].own[-1])
     assert tier.records() == late[1]
     base = Base(1, 1, made.plan.attempt)
-    assert load(Near(remote, tier, saving.keeps), base) == tiny_state(1)
+    assert load(TierReader(remote, tier, saving.keeps), base) == tiny_state(1)
 
 
 def test_a_record_and_a_manifest_of_two_carriers_do_not_commit_a_step_without_its_packs(
-    remote: Counting, tier: Shelf
+    remote: Counting, tier: LocalTier
 ) -> None:
     first = saved(remote, tier, step=1, seed=1)
     unfinished(remote, tier)
@@ -426,7 +428,7 @@ def test_a_record_and_a_manifest_of_two_carriers_do_not_commit_a_step_without_it
     assert load(remote, found) == tiny_state(2)
 
 
-def test_restoring_while_the_store_is_away_takes_what_was_committed(tmp_path: Path, tier: Shelf) -> None:
+def test_restoring_while_the_store_is_away_takes_what_was_committed(tmp_path: Path, tier: LocalTier) -> None:
     store = Counting(open_store(tmp_path / "store"))
     first = saved(store, tier, step=1, seed=1)
     unfinished(store, tier)

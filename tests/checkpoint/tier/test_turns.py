@@ -11,7 +11,7 @@ import pytest
 
 from headrace.checkpoint.tier import finishing
 from headrace.dataio.core.errors import DeadlineError
-from tests.dataio.store.tier.making import shelf
+from tests.support.local_tier import shelf
 
 
 def test_a_process_that_stands_still_while_it_sends_is_not_waited_for_without_end(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import check
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.sidecar.client import Sidecar
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, save
 from tests.checkpoint.transfer.client import state

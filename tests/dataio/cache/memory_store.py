@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from headrace.dataio.core.errors import NotFoundError, TransientError
-from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store
+from headrace.dataio.store.base import Buffer, Location, ObjectInfo, Store
 
 
 class MemoryStore(Store):

@@ -16,7 +16,7 @@ from headrace.dataio.cache.contract import ShardReader
 from headrace.dataio.cache.headstart import LEAST_BYTES, MOST_BYTES, Begun, HeadStart, is_worth_it
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import TransientError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.loaders.fetch.sample_reader import StoreReader
 
 from .memory_store import MemoryStore

@@ -18,7 +18,7 @@ from headrace.dataio.core.errors import NotFoundError, TransientError, UsageErro
 from headrace.dataio.store.mounts import Mounts
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.retry import Policy, Retry
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.wrappers import Wrapper
 from tests.dataio.cache.memory_store import MemoryStore
 
 BODY = random.Random(4).randbytes((5 << 20) + 123)

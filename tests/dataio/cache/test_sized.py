@@ -16,7 +16,7 @@ from headrace.dataio.cache.engine import Engine
 from headrace.dataio.cache.reader import CachedReader
 from headrace.dataio.cache.sized import Sized
 from headrace.dataio.core.errors import NotFoundError, RangeError
-from headrace.dataio.store.contract import ObjectInfo
+from headrace.dataio.store.base import ObjectInfo
 from tests.support.waiting import wait_for
 
 from .memory_store import MemoryStore

@@ -23,7 +23,7 @@ from headrace.dataio.cache.passing import DiskError
 from headrace.dataio.cache.reader import CachedReader
 from headrace.dataio.cache.together import TOGETHER, Together
 from headrace.dataio.core.clock import SYSTEM_CLOCK
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.clock import ManualClock
 from tests.dataio.cache.memory_store import MemoryStore

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.dataio.shards.contract import AudioInfo, KeyFrame, Member, Sample, VideoInfo
 from headrace.dataio.shards.query import parts
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 SHARD_BYTES = 1 << 30
 

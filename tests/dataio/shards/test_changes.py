@@ -20,7 +20,7 @@ from headrace.dataio.shards.query import parts
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import tags
 from headrace.dataio.shards.versions.history import history
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.dataio.shards.making import SHARD_BYTES, make, sample
 

@@ -24,7 +24,7 @@ from headrace.dataio.shards.index.digests import digest
 from headrace.dataio.shards.query import parts as parts_module
 from headrace.dataio.shards.query.tables import Tables
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 SHARDS = {"shards/00000000-aa.tar": 10_000, "shards/00000001-bb.tar": 5_000}
 

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.shards.readahead import ReadAhead
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import PosixStore
 

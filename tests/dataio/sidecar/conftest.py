@@ -18,7 +18,7 @@ import pytest
 
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.client import Sidecar
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.support.waiting import wait_for as wait_for
 

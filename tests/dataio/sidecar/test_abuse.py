@@ -19,7 +19,7 @@ from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar import paths, wire
 from headrace.dataio.sidecar.client import Sidecar, open_reader
 from headrace.dataio.sidecar.reader import SidecarReader
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 from .conftest import RunningDaemon, wait_for
 

@@ -23,7 +23,7 @@ from headrace.dataio.sidecar import connection, wire
 from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar.client import Sidecar, Staged, open_reader
 from headrace.dataio.sidecar.spin import Spin
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
 from tests.support.denied import denied

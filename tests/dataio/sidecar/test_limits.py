@@ -16,7 +16,7 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.sidecar.wire import close_all
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.s3server import Keys, S3Server, start_seaweedfs
 

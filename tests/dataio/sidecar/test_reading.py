@@ -28,7 +28,7 @@ from headrace.dataio.sidecar import reader as reader_module
 from headrace.dataio.sidecar.client import Sidecar, open_reader
 from headrace.dataio.sidecar.machine import Prefetch, Session
 from headrace.dataio.sidecar.reader import SidecarReader
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 from .conftest import RunningDaemon, wait_for
 

@@ -20,7 +20,7 @@ from headrace.dataio.sidecar.client import LoaderMeter, SaveMeter, Sidecar, open
 from headrace.dataio.sidecar.recent import KEPT, TEXT, Recent
 from headrace.dataio.sidecar.reporting import group_name
 from headrace.dataio.sidecar.status import is_own, page
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.sidecar.connection import Sidecar
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 from .conftest import RunningDaemon, wait_for
 

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar.spans import job_span
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 from .conftest import RunningDaemon, wait_for
 

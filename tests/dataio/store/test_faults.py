@@ -9,7 +9,7 @@ import pytest
 
 from headrace.dataio.core.errors import ConflictError, TransientError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server

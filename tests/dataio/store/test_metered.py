@@ -12,13 +12,13 @@ import pytest
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.metrics import REGISTRY, store_requests
-from headrace.dataio.store.metered import Metered
 from headrace.dataio.store.posix import PosixStore
+from headrace.dataio.store.wrappers import MetricsStore
 
 
 def test_each_operation_is_counted_with_its_outcome_and_its_bytes(tmp_path: Path) -> None:
     backend = uuid.uuid4().hex
-    store = Metered(PosixStore(tmp_path / "store"), backend)
+    store = MetricsStore(PosixStore(tmp_path / "store"), backend)
     store.put("a", b"12345")
     store.put_multipart("b", [b"12", b"34"])
     assert store.put_if_absent("c", b"1")
@@ -49,7 +49,7 @@ def test_each_operation_is_counted_with_its_outcome_and_its_bytes(tmp_path: Path
 
 
 def test_a_listing_that_is_forgotten_ends_also_where_the_counters_are_locked(tmp_path: Path) -> None:
-    store = Metered(PosixStore(tmp_path), uuid.uuid4().hex)
+    store = MetricsStore(PosixStore(tmp_path), uuid.uuid4().hex)
     store.put("a", b"1")
     circle: list[object] = [store.list()]
     circle.append(circle)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
-from headrace.dataio.store.contract import Location
+from headrace.dataio.store.base import Location
 from headrace.dataio.store.mounts import MAX_MOUNTS, Mounts, open_mounts, url_of
 from headrace.dataio.store.open import open_location, open_store
 

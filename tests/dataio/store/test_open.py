@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import UnsupportedError, UsageError
-from headrace.dataio.store.contract import Location
+from headrace.dataio.store.base import Location
 from headrace.dataio.store.open import open_location, open_store
 from headrace.dataio.store.s3config import parse
 

@@ -23,7 +23,7 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.store import posix
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import TEMPORARY, PosixStore
 from headrace.dataio.testing.conformance import StoreConformance, StoreMachine

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.dataio.cli import main
 from headrace.dataio.core.errors import UnsupportedError
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.probe import certify, probe_preconditions, require_preconditions

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from headrace.dataio.core.errors import AmbiguousWriteError, ConflictError, HeadraceError, NotFoundError, TransientError
-from headrace.dataio.store.contract import ObjectInfo
+from headrace.dataio.store.base import ObjectInfo
 from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.retry import Policy, Retry, call
 from headrace.dataio.testing.clock import ManualClock

@@ -32,7 +32,7 @@ from headrace.dataio.core.errors import (
     UsageError,
 )
 from headrace.dataio.store import s3, s3read, s3session, s3upload
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_location, open_store
 from headrace.dataio.store.probe import certify
 from headrace.dataio.store.retry import Policy

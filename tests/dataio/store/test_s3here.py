@@ -16,7 +16,7 @@ import pytest
 
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, SlowDownError, TransientError, UsageError
 from headrace.dataio.store import s3here
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.s3here import Here
 from headrace.dataio.testing.conformance import some_bytes

@@ -20,7 +20,7 @@ from headrace.dataio.core.errors import (
     SlowDownError,
     TransientError,
 )
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.s3config import parse
 from headrace.dataio.store.s3credentials import Keys, of_variables

@@ -14,10 +14,10 @@ import pytest
 from headrace.checkpoint.saving.progress import Logged, ProgressFile
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.gated import Gated
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.s3client import connect
 from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.wrappers import PausableUploads
 
 pytestmark = pytest.mark.s3
 
@@ -76,7 +76,7 @@ def test_an_upload_that_is_complete_is_not_unfinished(s3_url: str) -> None:
 def test_the_gate_is_asked_before_each_piece(s3_url: str) -> None:
     asked = list[int]()
     with open_store(s3_url) as store:
-        gated = Gated(store, lambda: asked.append(1))
+        gated = PausableUploads(store, lambda: asked.append(1))
         assert gated.put_multipart("a", [b"x", b"y", b"z"]) == 3
         assert Logged(gated, ProgressFile(None)).put_multipart("b", [b"x", b"y"]) == 2
     assert len(asked) == 5

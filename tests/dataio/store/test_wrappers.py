@@ -26,15 +26,11 @@ from headrace.dataio.core.errors import (
     TransientError,
 )
 from headrace.dataio.core.metrics import REGISTRY
-from headrace.dataio.store.admission import Admission, Ticket
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.hedge import Hedge
-from headrace.dataio.store.limit import Budget, Limit
-from headrace.dataio.store.metered import Metered
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.hedge import Hedge, HedgePolicy
 from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.store.retry import Policy, Retry
-from headrace.dataio.store.tail import Tail
-from headrace.dataio.store.trace import Trace
+from headrace.dataio.store.wrappers import Admission, Budget, Limit, MetricsStore, Ticket, Trace
 from headrace.dataio.testing.clock import ManualClock
 from headrace.dataio.testing.conformance import StoreConformance
 from headrace.dataio.testing.faulty import Fault, Faulty, Rule
@@ -49,7 +45,7 @@ def _span(name: str, attributes: Mapping[str, str | int]) -> Iterator[None]:
 
 def _eager(inner: Store) -> Store:
     """Every read in a second thread, and the slower half twice."""
-    tail = Tail(percentile=0.5, share=1.0, floor=0.0)
+    tail = HedgePolicy(percentile=0.5, share=1.0, floor=0.0)
     for size in (0, *(1 << n for n in range(64))):
         for _ in range(20):
             tail.end(size, 0.0)
@@ -97,7 +93,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = Admission(bytes=100, requests=3, waiting=5, patience=10.0)
+        self.state = Admission(bytes=100, requests=3, waiting=5, timeout=10.0)
         self.present: list[Ticket] = []
         self.now = 0.0
 
@@ -181,7 +177,7 @@ def test_a_request_above_the_whole_budget_is_refused_at_once(posix: PosixStore) 
 
 def test_a_wait_for_the_budget_ends_at_its_deadline(posix: PosixStore) -> None:
     clock = ManualClock()
-    budget = Budget(1000, patience=30.0, clock=clock)
+    budget = Budget(1000, timeout=30.0, clock=clock)
     posix.put("k", bytes(1000))
     with budget.admitted(600, "somebody else"):
         waiting = threading.Thread(
@@ -233,7 +229,7 @@ def test_a_failed_operation_gives_its_share_back(posix: PosixStore) -> None:
 def test_extra_requests_stay_within_their_share(
     share: float, burst: int, events: list[tuple[int, float, bool]]
 ) -> None:
-    tail = Tail(share=share, burst=burst)
+    tail = HedgePolicy(share=share, burst=burst)
     for size, seconds, slow in events:
         after = tail.begin(size)
         assert after is None or after >= tail.floor
@@ -245,7 +241,7 @@ def test_extra_requests_stay_within_their_share(
 
 
 def test_slow_means_slower_than_the_percentile_of_requests_of_that_size() -> None:
-    tail = Tail(percentile=0.9)
+    tail = HedgePolicy(percentile=0.9)
     for n in range(1, 101):
         assert (tail.begin(1000) is None) == (n <= 20)
         tail.end(1000, n / 100)
@@ -273,7 +269,7 @@ class _Stuck(PosixStore):
 
 
 def _hedged(inner: Store, **options: object) -> Hedge:
-    tail = Tail(floor=0.0, **options)  # type: ignore[arg-type]
+    tail = HedgePolicy(floor=0.0, **options)  # type: ignore[arg-type]
     for _ in range(20):
         tail.end(5, 0.001)
     return Hedge(inner, tail, threads=2)
@@ -382,7 +378,7 @@ def test_every_operation_has_a_span_with_url_key_and_bytes(tmp_path: Path) -> No
 def test_the_time_of_each_operation_is_counted(tmp_path: Path) -> None:
     clock, backend = ManualClock(), uuid.uuid4().hex
     slow = Faulty(PosixStore(tmp_path / "store"), [Rule(Fault.DELAY, "put", seconds=0.5)], clock=clock)
-    store = Metered(slow, backend, clock)
+    store = MetricsStore(slow, backend, clock)
     store.put("k", b"")
     store.stat("k")
 

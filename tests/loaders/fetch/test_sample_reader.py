@@ -14,9 +14,9 @@ from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
 from headrace.dataio.shards import members
 from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.dataio.shards.pieces import Hasher
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.wrappers import Wrapper
 from headrace.loaders.fetch import sample_reader as source_module
 from headrace.loaders.fetch.sample_reader import AT_ONCE, SampleReader, StoreReader, spans
 from tests.support.denied import denied

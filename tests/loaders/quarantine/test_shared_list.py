@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from headrace.dataio.cli import main
 from headrace.dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.store.contract import Buffer, Store
+from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.wrappers import Wrapper
 from headrace.loaders import Clip, QuarantineList, VideoLoader
 from headrace.loaders.quarantine import shared_list
 from headrace.loaders.quarantine.shared_list import Entry, location_of

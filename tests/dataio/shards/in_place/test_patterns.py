@@ -8,7 +8,7 @@ import pytest
 
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.shards.in_place import patterns
-from headrace.dataio.store.contract import Location, Store
+from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS
 from headrace.dataio.store.open import open_store
 

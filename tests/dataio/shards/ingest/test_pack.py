@@ -19,7 +19,7 @@ from headrace.dataio.shards.ingest import engines
 from headrace.dataio.shards.ingest.pool import ProbePool
 from headrace.dataio.shards.query import parts
 from headrace.dataio.shards.report import Progress
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 MIB = 1 << 20

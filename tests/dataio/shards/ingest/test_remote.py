@@ -17,7 +17,7 @@ from headrace.dataio.core.errors import NotFoundError, TransientError, UsageErro
 from headrace.dataio.shards.ingest import remote as remotes
 from headrace.dataio.shards.ingest.remote import Remote
 from headrace.dataio.shards.ingest.sources import gather
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 

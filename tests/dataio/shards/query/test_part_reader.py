@@ -23,7 +23,7 @@ from headrace.dataio.shards.query import kept, parts
 from headrace.dataio.shards.query.part_reader import PartReader
 from headrace.dataio.shards.query.row_pages import Kept, RowPages
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.dataio.shards.making import make, sample, video
 

@@ -22,9 +22,9 @@ from headrace.dataio.shards.query import parts, row_pages
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.row_pages import Kept, RowPages
 from headrace.dataio.shards.versions import documents as versions
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.wrappers import Wrapper
 from tests.dataio.shards.making import SHARD_BYTES, make, sample
 
 ROWS = 700

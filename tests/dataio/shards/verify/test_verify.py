@@ -30,7 +30,7 @@ from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.workers import media_jobs
 from headrace.dataio.shards.workers.decoding import decode_sample
 from headrace.dataio.shards.workers.process import WorkerPool
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions.documents import VersionDocument
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 

@@ -28,12 +28,12 @@ from headrace.dataio.sidecar.tier import tls
 from headrace.dataio.sidecar.tier.client import Buddy, BuddyError
 from headrace.dataio.sidecar.tier.config import Address, TierConfig, address, names
 from headrace.dataio.sidecar.tier.room import Tier
-from headrace.dataio.store.tier.kept import Held
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier.objects import TierObject
+from headrace.dataio.store.local_tier.records import TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
 from tests.dataio.sidecar.conftest import wait_for
 from tests.dataio.sidecar.tier.conftest import config, make_certificates, refused
-from tests.dataio.store.tier.making import record
+from tests.support.local_tier import record
 
 Listening = tuple[Tier, Address]
 DATA = random.Random(1).randbytes(3 * MIB + 17)
@@ -50,19 +50,19 @@ def guest(tmp_path: Path, certificates: Path, listening: Listening) -> TierConfi
 
 
 @pytest.fixture
-def mine(guest: TierConfig) -> Shelf:
-    made = Shelf(guest.folder, Limits(guest.bytes, guest.steps))
+def mine(guest: TierConfig) -> LocalTier:
+    made = LocalTier(guest.folder, TierLimits(guest.bytes, guest.steps))
     made.keep("s", "packs/1", DATA)
     made.put_record(record("s", 1, ["packs/1"], committed=0.0))
     return made
 
 
-def whole(held: Held | None) -> bytes | None:
+def whole(held: TierObject | None) -> bytes | None:
     return None if held is None else b"".join(held.pieces())
 
 
 def test_what_is_offered_lies_on_the_buddy_and_is_fetched_back(
-    guest: TierConfig, mine: Shelf, listening: Listening
+    guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
     theirs = listening[0].shelf
     with connect(guest) as buddy:
@@ -83,7 +83,7 @@ def test_what_is_offered_lies_on_the_buddy_and_is_fetched_back(
 
 
 def test_an_earlier_record_and_manifest_that_come_last_leave_the_committed_step(
-    guest: TierConfig, mine: Shelf, listening: Listening
+    guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
     """An older connection is served after a newer one. The manifest of another carrier lies there then, under the same key: its
     digest is not the fate's, so a reader takes the next copy. The next offer brings the right one back."""
@@ -108,18 +108,18 @@ class Cut(Exception):
 
 
 def test_a_broken_transfer_goes_on_where_it_broke(
-    guest: TierConfig, mine: Shelf, listening: Listening, monkeypatch: pytest.MonkeyPatch
+    guest: TierConfig, mine: LocalTier, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces = Held.pieces
+    pieces = TierObject.pieces
 
-    def cut(held: Held, start: int = 0, size: int = MIB) -> Any:
+    def cut(held: TierObject, start: int = 0, size: int = MIB) -> Any:
         for number, piece in enumerate(pieces(held, start, MIB)):
             if number == 2:
                 raise Cut
             yield piece
 
     with monkeypatch.context() as patched:
-        patched.setattr(Held, "pieces", cut)
+        patched.setattr(TierObject, "pieces", cut)
         with pytest.raises(Cut), connect(guest) as buddy:
             buddy.offer(mine, "s", "packs/1")
     wait_for(lambda: refused(listening[0]) == {"broken": 1})
@@ -130,7 +130,7 @@ def test_a_broken_transfer_goes_on_where_it_broke(
     assert whole(listening[0].shelf.open("s", "packs/1")) == DATA
 
 
-def test_an_object_that_rots_on_the_way_is_no_object(guest: TierConfig, mine: Shelf, listening: Listening) -> None:
+def test_an_object_that_rots_on_the_way_is_no_object(guest: TierConfig, mine: LocalTier, listening: Listening) -> None:
     path = mine.path_of("s", "packs/1")
     data = bytearray(path.read_bytes())
     data[MIB] ^= 1
@@ -144,7 +144,7 @@ def test_an_object_that_rots_on_the_way_is_no_object(guest: TierConfig, mine: Sh
 
 
 def test_a_copy_that_rotted_on_the_buddy_is_not_taken_back(
-    guest: TierConfig, mine: Shelf, listening: Listening
+    guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
     with connect(guest) as buddy:
         buddy.offer(mine, "s", "packs/1")
@@ -159,16 +159,16 @@ def test_a_copy_that_rotted_on_the_buddy_is_not_taken_back(
 
 
 def test_a_buddy_without_room_says_so_and_the_connection_goes_on(
-    guest: TierConfig, mine: Shelf, listening: Listening
+    guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
-    listening[0].shelf.limits = Limits(2 * MIB, 2)
+    listening[0].shelf.limits = TierLimits(2 * MIB, 2)
     with connect(guest) as buddy:
         with pytest.raises(CapacityError, match="the buddy has no room"):
             buddy.offer(mine, "s", "packs/1")
         assert buddy.records("s") == []
 
 
-def test_the_pace_is_kept(guest: TierConfig, mine: Shelf) -> None:
+def test_the_pace_is_kept(guest: TierConfig, mine: LocalTier) -> None:
     slow = replace(guest, rate=6 * MIB)
     with connect(slow) as buddy:
         began = time.monotonic()
@@ -407,7 +407,7 @@ def test_strangers_of_one_address_make_room_for_another(guest: TierConfig, liste
 
 
 def test_peers_that_vanish_in_the_middle_leave_no_descriptor_and_no_byte(
-    guest: TierConfig, mine: Shelf, listening: Listening
+    guest: TierConfig, mine: LocalTier, listening: Listening
 ) -> None:
     still_serves(guest)
     before = len(os.listdir("/proc/self/fd"))
@@ -474,7 +474,9 @@ def test_settings_of_buddies_are_checked() -> None:
     assert not tls.same_name("*.example", "a.example")
 
 
-def test_two_that_send_the_same_object_at_once_do_not_mix(guest: TierConfig, mine: Shelf, listening: Listening) -> None:
+def test_two_that_send_the_same_object_at_once_do_not_mix(
+    guest: TierConfig, mine: LocalTier, listening: Listening
+) -> None:
     outcomes: list[str] = []
 
     def send() -> None:
@@ -497,7 +499,7 @@ def test_two_that_send_the_same_object_at_once_do_not_mix(guest: TierConfig, min
 
 
 def test_what_is_kept_is_sent_by_itself_and_recalled(
-    guest: TierConfig, mine: Shelf, listening: Listening, open_tier: Callable[[TierConfig], Tier], tmp_path: Path
+    guest: TierConfig, mine: LocalTier, listening: Listening, open_tier: Callable[[TierConfig], Tier], tmp_path: Path
 ) -> None:
     theirs = listening[0].shelf
     near = open_tier(guest)
@@ -520,7 +522,7 @@ def test_what_is_kept_is_sent_by_itself_and_recalled(
 
 def test_a_buddy_that_is_gone_is_said_once_and_found_again(
     guest: TierConfig,
-    mine: Shelf,
+    mine: LocalTier,
     open_tier: Callable[[TierConfig], Tier],
     caplog: pytest.LogCaptureFixture,
     certificates: Path,

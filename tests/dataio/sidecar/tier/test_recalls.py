@@ -14,10 +14,10 @@ from headrace.dataio.sidecar.tier import recalls
 from headrace.dataio.sidecar.tier.client import Buddy
 from headrace.dataio.sidecar.tier.config import Address, TierConfig
 from headrace.dataio.sidecar.tier.room import Tier
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier.tier import LocalTier
 from tests.dataio.sidecar.conftest import wait_for
 from tests.dataio.sidecar.tier.conftest import config
-from tests.dataio.store.tier.making import record
+from tests.support.local_tier import record
 
 KEYS = [f"packs/{n}" for n in range(12)]
 
@@ -31,7 +31,7 @@ class Watched:
         self.most = self.now = 0
         real = Buddy.fetch
 
-        def fetch(buddy: Buddy, shelf: Shelf, source: str, key: str) -> bool:
+        def fetch(buddy: Buddy, shelf: LocalTier, source: str, key: str) -> bool:
             with self.lock:
                 self.begun.append(key)
                 self.now += 1
@@ -91,7 +91,7 @@ def test_an_object_is_fetched_once_and_only_so_many_at_a_time_the_wanted_first(
 def test_when_the_buddy_breaks_off_nobody_waits_for_the_rest(node: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     fired = []
 
-    def fetch(_buddy: Buddy, _shelf: Shelf, _source: str, key: str) -> bool:
+    def fetch(_buddy: Buddy, _shelf: LocalTier, _source: str, key: str) -> bool:
         fired.append(key)
         raise ConnectionError("the node died")
 

@@ -20,11 +20,11 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar import settings
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.sidecar.tier.config import Address
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier.records import TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
 from tests.dataio.sidecar.conftest import wait_for
-from tests.dataio.store.tier.making import record
 from tests.support.browser import Browser, needs_browser
+from tests.support.local_tier import record
 
 SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
 NASTY = "<img src=x onerror=document.title='owned'>"
@@ -33,7 +33,7 @@ NASTY = "<img src=x onerror=document.title='owned'>"
 @dataclass
 class Shown:
     socket: Path
-    shelf: Shelf
+    shelf: LocalTier
 
     def status(self) -> dict[str, Any]:
         found = Sidecar.find(self.socket)
@@ -51,7 +51,7 @@ def shown(certificates: Path, tmp_path: Path) -> Iterator[Shown]:
     """The daemon, whose settings come from a file, the environment and flags."""
     with tempfile.TemporaryDirectory(prefix="mr-") as name:
         folder = Path(name)
-        shelf = Shelf(folder / "tier", Limits(64 * MIB, 3))
+        shelf = LocalTier(folder / "tier", TierLimits(64 * MIB, 3))
         for step, committed in ((3, 9.0), (4, 0.0)):
             shelf.keep("s", f"packs/{step}", bytes(MIB))
             shelf.put_record(record("s", step, [f"packs/{step}"], committed=committed))

@@ -12,13 +12,13 @@ import pytest
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import CorruptionError, TransientError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
+from headrace.dataio.store.local_tier.records import TierLimits
+from headrace.dataio.store.local_tier.stores import WriteThroughTier
+from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.tier.keeping import Keeping
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
-from tests.dataio.store.tier.making import Counting, is_pack, shelf
 from tests.support.disks import disk, read_only
+from tests.support.local_tier import Counting, is_pack, shelf
 
 
 @pytest.fixture(params=["posix", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.soak])])
@@ -35,7 +35,7 @@ def parts(size: int = 9 * MIB, seed: int = 7) -> list[bytes]:
 def test_a_conditional_write_waits_until_what_was_kept_is_in_the_store(remote: Counting, tmp_path: Path) -> None:
     tier, slow = shelf(tmp_path), threading.Event()
     remote.before = lambda operation, key: slow.wait(150) if operation == "put_multipart" else None  # type: ignore[func-returns-value]
-    with Keeping(remote, tier, is_pack) as store:
+    with WriteThroughTier(remote, tier, is_pack) as store:
         assert store.put_multipart("packs/1", parts()) == 9 * MIB
         assert store.put_multipart("packs/2", parts()) == 9 * MIB
         store.put("lease", b"passes by")
@@ -58,7 +58,7 @@ def test_a_conditional_write_waits_until_what_was_kept_is_in_the_store(remote: C
 
 def test_other_objects_are_not_kept(remote: Counting, tmp_path: Path) -> None:
     tier = shelf(tmp_path)
-    with Keeping(remote, tier, is_pack) as store:
+    with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("other/1", parts())
     assert remote.exists("other/1")
     assert tier.used() == 0
@@ -73,7 +73,7 @@ def test_an_error_of_sending_stops_the_next_conditional_write(remote: Counting, 
             raise TransientError("the store is away")
 
     remote.before = fail
-    with Keeping(remote, shelf(tmp_path), is_pack) as store:
+    with WriteThroughTier(remote, shelf(tmp_path), is_pack) as store:
         store.put_multipart("packs/1", parts())
         store.put_multipart("packs/2", parts())
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_a_kept_file_that_rots_before_it_is_sent_never_becomes_an_object(remote:
             fired.append(key)
 
     remote.before = rot
-    with Keeping(remote, tier, is_pack) as store:
+    with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts())
         with pytest.raises(CorruptionError, match="not what was written"):
             store.put_if_absent("manifest", b"m")
@@ -108,7 +108,7 @@ def test_a_full_tier_is_done_without_in_the_middle_of_an_object(
 ) -> None:
     tier = shelf(tmp_path, 70 * MIB)
     log._said.clear()
-    with Keeping(remote, tier, is_pack) as store:
+    with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts())
         assert store.put_multipart("packs/2", parts(80 * MIB)) == 80 * MIB
         assert not store.whole
@@ -125,7 +125,7 @@ def test_a_full_tier_is_done_without_in_the_middle_of_an_object(
 def test_a_tier_that_vanishes_is_done_without(tmp_path: Path) -> None:
     remote, tier = Counting(open_store(tmp_path / "store")), shelf(tmp_path)
     log._said.clear()
-    with Keeping(remote, tier, is_pack) as store:
+    with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts())
         assert store.put_if_absent("first", b"1")
         tier.root.rename(tmp_path / "gone")
@@ -141,7 +141,7 @@ def test_an_exception_from_the_parts_leaves_nothing(remote: Counting, tmp_path: 
         yield b"x" * MIB
         raise ValueError("stop")
 
-    with Keeping(remote, tier, is_pack) as store, pytest.raises(ValueError, match="stop"):
+    with WriteThroughTier(remote, tier, is_pack) as store, pytest.raises(ValueError, match="stop"):
         store.put_multipart("packs/1", failing())
     assert not tier.has(remote.location.url, "packs/1")
     assert tier.used() == 0
@@ -160,9 +160,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_really_full_is_done_without(
     remote: Counting, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = Shelf(small_disk / "tier", Limits(512 * MIB, 2))
+    tier = LocalTier(small_disk / "tier", TierLimits(512 * MIB, 2))
     log._said.clear()
-    with Keeping(remote, tier, is_pack) as store:
+    with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts(2 * MIB))
         assert store.put_multipart("packs/2", parts(20 * MIB)) == 20 * MIB
         assert store.put_if_absent("manifest", b"m")
@@ -173,8 +173,8 @@ def test_a_disk_that_is_really_full_is_done_without(
 
 
 def test_a_disk_that_is_really_read_only_is_done_without(remote: Counting, small_disk: Path) -> None:
-    tier = Shelf(small_disk / "tier", Limits(512 * MIB, 2))
-    with read_only(small_disk), Keeping(remote, tier, is_pack) as store:
+    tier = LocalTier(small_disk / "tier", TierLimits(512 * MIB, 2))
+    with read_only(small_disk), WriteThroughTier(remote, tier, is_pack) as store:
         assert not store.whole
         store.put_multipart("packs/1", parts(2 * MIB))
         assert store.put_if_absent("manifest", b"m")

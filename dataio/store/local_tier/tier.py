@@ -1,15 +1,17 @@
 """The tier's directory: whole objects of stores, records of the steps that need them, and the budget of both.
 
     objects/<hash>         an object's bytes, then its label, the label's length and `MAGIC`; named when complete
-    records/<hash>         `record.Record`, msgpack
-    writing/<token>/       a writer at work: `lock`, held by it, holds the bytes that it may still write; files half written
-    lock                   held by whoever makes room or writes records
+    records/<hash>         `records.Record`, msgpack
+    writing/<token>/       a writer at work: its locked file `lock` holds the bytes that it may still write; partial
+    files
+    lock                   held while a process makes room or writes records
 
-Invariants: a hash is BLAKE3 of store and key, so no name from outside is ever a path. Objects and reservations together never
-pass `Limits.bytes`. What a dead writer left is recognised by its lock, which the kernel drops, and removed. Nothing is
-fsynced: after a power cut a file without its label is no object, and readers check digests anyway.
-Failure behaviour: `OSError` (no space, directory gone) goes up to the wrappers, which do without the tier; an object or
-record that cannot be read is as if it were not there, and is removed.
+Invariants: a hash is BLAKE3 of store and key, so no name from outside is ever a path. Objects and reservations together
+never exceed `TierLimits.bytes`. The kernel releases a dead writer's lock; its files are then removed. Nothing is
+fsynced: after a power failure a file without its label is no object, and readers check digests anyway.
+
+Failure behaviour: `OSError` (no space, directory gone) is raised to the wrappers, which then go on without the tier. An
+object or record that cannot be read counts as absent, and is removed.
 """
 
 from __future__ import annotations
@@ -29,36 +31,41 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError, Headrace
 from headrace.dataio.core.files import file_lock, private_directory
 from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Buffer
-from headrace.dataio.store.tier import record as documents
-from headrace.dataio.store.tier import retention
-from headrace.dataio.store.tier.kept import ROOM_BYTES, Held, Reservation, claim_of, open_at
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.retention import Limits
+from headrace.dataio.store.base import Buffer
+from headrace.dataio.store.local_tier.objects import ROOM_BYTES, Reservation, TierObject, claim_of, open_at
+from headrace.dataio.store.local_tier.records import (
+    RECORD_BYTES,
+    Record,
+    TierLimits,
+    decode,
+    encode,
+    removable_steps,
+    removable_surplus,
+)
 
 STRAY_SECONDS = 1800.0
-"""How long an object may lie here that no record needs yet: as long as one process has seen it, whatever the clocks say."""
+"""How long an object may stay that no record needs yet, by the monotonic clock of the process that first saw it."""
 LOCK_SECONDS, _POLL_SECONDS = 60.0, 0.002
-"""How long anybody waits for the directory's lock, which is held for a look through the directory."""
+"""How long a process waits for the directory's lock, which is held while a process scans the directory."""
 _log = get_logger(__name__)
 
 
-class Shelf:
-    """The directory at `root`, made when absent. Safe between processes, and between threads."""
+class LocalTier:
+    """The tier in the directory `root`, created if absent. Safe between processes and threads."""
 
-    def __init__(self, root: Path, limits: Limits) -> None:
+    def __init__(self, root: Path, limits: TierLimits) -> None:
         self.root, self.limits = private_directory(root), limits
         for name in ("objects", "records", "writing"):
             private_directory(root / name)
-        self._strays: dict[str, float] = {}  # since when, by the monotonic clock
+        self._unneeded: dict[str, float] = {}  # name → first seen, by the monotonic clock
 
     # objects
 
     def path_of(self, source: str, key: str) -> Path:
         return self.root / "objects" / _hash(source, key)
 
-    def open(self, source: str, key: str) -> Held | None:
-        """The object, or None when it is not here whole."""
+    def open(self, source: str, key: str) -> TierObject | None:
+        """Open the object; None if it is not here complete."""
         return open_at(self.path_of(source, key), source, key)
 
     def has(self, source: str, key: str) -> bool:
@@ -66,11 +73,11 @@ class Shelf:
         return found is not None
 
     def drop(self, source: str, key: str) -> None:
-        """Remove the object; absent is fine."""
+        """Remove the object; an absent one is no error."""
         self.path_of(source, key).unlink(missing_ok=True)
 
     def keep(self, source: str, key: str, data: Buffer) -> None:
-        """A small object at once."""
+        """Store a small object at once."""
         with self.reserve() as reservation:
             writer = reservation.writer(source, key)
             writer.write(data)
@@ -78,7 +85,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[Reservation]:
-        """A writer's reservation, empty at first; when the block ends, so does it."""
+        """A writer's reservation for the block; empty at first."""
         made = Reservation(self)
         try:
             yield made
@@ -88,14 +95,17 @@ class Shelf:
     # records
 
     def records(self, source: str | None = None, run: str | None = None) -> list[Record]:
-        """Newest step first."""
+        """The records of a store and run, newest step first."""
         found = [r for r in map(_read_record, self._files("records")) if r is not None]
         own = [r for r in found if source in (None, r.source) and run in (None, r.run)]
         return sorted(own, key=lambda r: (r.place, r.created), reverse=True)
 
     def put_record(self, record: Record) -> None:
-        """Write or replace the rank's record of the attempt. One that is known to be committed stays, whatever comes later of
-        a carrier that had stopped for a while."""
+        """Write or replace the rank's record of the attempt.
+
+        A record that is known to be committed stays committed, even if a commit worker that was stopped for a while
+        writes an older state later.
+        """
         with self.locked():
             path = self.root / "records" / _hash(record.source, f"{record.attempt}/{record.rank}")
             old = _read_record(path)
@@ -104,55 +114,59 @@ class Shelf:
             elif old is not None:
                 record = msgspec.structs.replace(record, guest=record.guest and old.guest)
             aside = path.with_name(f".{secrets.token_hex(8)}")
-            aside.write_bytes(documents.encode(record))
+            aside.write_bytes(encode(record))
             os.replace(aside, path)
 
     def withdraw(self, record: Record) -> None:
-        """Remove this record, unless another has taken its place."""
+        """Remove this record, unless another one replaced it."""
         with self.locked():
             path = self.root / "records" / _hash(record.source, f"{record.attempt}/{record.rank}")
             if _read_record(path) == record:
                 path.unlink(missing_ok=True)
 
     def forget(self, records: Iterable[Record]) -> None:
-        """Remove these records, and the objects that no other needs: a person's word, whatever they are."""
+        """Remove these records, and the objects that no other record needs, whatever their state: the user asked for
+        it.
+        """
         with self.locked():
             self._forget(list(records))
 
-    # room
+    # space
 
     def used(self) -> int:
-        """Bytes of objects, and those that writers may still write."""
+        """The bytes of objects, and those that writers may still write."""
         with self.locked():
             return self._used()
 
     def make_room(self, size: int, claim: Callable[[int], None] = lambda _: None) -> None:
-        """Let steps go until `size` more bytes fit, then call `claim` with how many may be reserved: `size`, or `ROOM_BYTES`
-        where they are free anyway. `CapacityError` when too little may go."""
+        """Remove steps until `size` more bytes fit, then call `claim` with the bytes to reserve.
+
+        That is `size`, or `ROOM_BYTES` where they are free anyway. `CapacityError` if too little may be removed.
+        """
         with self.locked():
             missing = self._used() + size - self.limits.bytes
             if missing > 0:
                 self._tidy()
                 missing = self._used() + size - self.limits.bytes
-            for step in retention.order(self.records()) if missing > 0 else ():
+            for step in removable_steps(self.records()) if missing > 0 else ():
                 self._forget(step)
                 missing = self._used() + size - self.limits.bytes
                 if missing <= 0:
                     break
             if missing > 0:
                 raise CapacityError(
-                    f"the tier in {self.root} has no room for {format_bytes(size)}: of {format_bytes(self.limits.bytes)} "
-                    "the rest is in use by steps that have no other copy, or being written",
+                    f"the tier in {self.root} has no room for {format_bytes(size)}: its {format_bytes(self.limits.bytes)} "
+                    "are used by steps that have no other copy, or are being written",
                     hint="raise tier_bytes",
                 )
             claim(max(size, ROOM_BYTES) if missing + ROOM_BYTES <= size else size)
 
     def tidy(self) -> None:
-        """What the daemon does now and then: remove surplus steps, strays, and what dead writers left."""
+        """Remove surplus steps, unneeded objects, and files of dead writers. The daemon calls this regularly."""
         with self.locked():
             self._tidy()
 
-    # inside; under the lock
+    # private; the caller holds the lock
 
     def _used(self) -> int:
         return sum(self._sizes().values()) + sum(self._claims())
@@ -162,11 +176,11 @@ class Shelf:
             if claim_of(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)
         records = self.records()
-        self._forget(retention.beyond(records, self.limits.steps))
+        self._forget(removable_surplus(records, self.limits.steps))
         needed = {_hash(r.source, key) for r in self.records() for key in r.keys}
-        now, seen = time.monotonic(), self._strays
-        self._strays = {p.name: seen.get(p.name, now) for p in self._files("objects") if p.name not in needed}
-        for name, since in self._strays.items():
+        now, seen = time.monotonic(), self._unneeded
+        self._unneeded = {p.name: seen.get(p.name, now) for p in self._files("objects") if p.name not in needed}
+        for name, since in self._unneeded.items():
             if now - since > STRAY_SECONDS:
                 (self.root / "objects" / name).unlink(missing_ok=True)
 
@@ -198,8 +212,10 @@ class Shelf:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Between processes and threads: whoever counts or changes what is here. Not reentrant. `TimeoutError`, an OSError, where
-        somebody holds the lock for `LOCK_SECONDS`: he was stopped, or his disk is."""
+        """Hold the directory's lock to count or change its content. Not reentrant.
+
+        `TimeoutError` after `LOCK_SECONDS`: another process was stopped while it held the lock, or its disk hangs.
+        """
         with file_lock(self.root / "lock", LOCK_SECONDS, _POLL_SECONDS):
             yield
 
@@ -210,13 +226,13 @@ def _hash(source: str, key: str) -> str:
 
 def _read_record(path: Path) -> Record | None:
     try:
-        if path.lstat().st_size > documents.RECORD_BYTES:
+        if path.lstat().st_size > RECORD_BYTES:
             raise CorruptionError(f"{path} is too large")
-        return documents.decode(path.read_bytes(), str(path))
+        return decode(path.read_bytes(), str(path))
     except OSError:
         return None
     except HeadraceError as error:
-        _log.warning("a record of the tier is set aside: %s", error)
+        _log.warning("renamed a bad record of the tier: %s", error)
         with contextlib.suppress(OSError):
             path.replace(path.with_name(f".bad-{path.name}"))
         return None

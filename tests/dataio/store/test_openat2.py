@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import NotFoundError, UnsupportedError
-from headrace.dataio.store import nolinks
+from headrace.dataio.store import openat2
 from headrace.dataio.store.posix import PosixStore
 
 
 @pytest.fixture(params=["openat2", "without it"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PosixStore:
     if request.param == "without it":
-        monkeypatch.setattr(nolinks, "_missing", True)
+        monkeypatch.setattr(openat2, "_missing", True)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_bytes(b"bytes")
     (tmp_path / "folder link").symlink_to("there")
@@ -42,13 +42,13 @@ def test_what_is_no_file_does_not_exist(store: PosixStore, key: str) -> None:
 
 
 def test_the_quick_way_opens_files_and_no_links(store: PosixStore, tmp_path: Path) -> None:
-    if nolinks._missing:
+    if openat2._missing:
         pytest.skip("this machine is taken to have no such call")
-    fd = nolinks.open_plain(str(tmp_path / "there" / "file"))
+    fd = openat2.open_plain(str(tmp_path / "there" / "file"))
     if fd is None:
         pytest.skip("no openat2 here")
     with open(fd, "rb") as file:
         assert file.read() == b"bytes"
         assert not os.get_inheritable(file.fileno())
-    assert nolinks.open_plain(str(tmp_path / "folder link" / "file")) is None
-    assert nolinks.open_plain(str(tmp_path / "file\0other")) is None
+    assert openat2.open_plain(str(tmp_path / "folder link" / "file")) is None
+    assert openat2.open_plain(str(tmp_path / "file\0other")) is None

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import NotFoundError, UsageError
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.tier.near import Near
-from tests.dataio.store.tier.making import Counting, is_pack, shelf
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.stores import TierReader
+from tests.support.local_tier import Counting, is_pack, shelf
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_what_is_kept_is_not_asked_of_the_store(remote: Counting, tmp_path: Path
     tier, url = shelf(tmp_path), remote.location.url
     tier.keep(url, "packs/1", b"0123456789")
     tier.keep(url, "COMMIT", b"tier")
-    near = Near(remote, tier, is_pack)
+    near = TierReader(remote, tier, is_pack)
     assert ranges(near) == b"01289"
     assert near.get("packs/1") == b"0123456789"
     assert remote.calls == []
@@ -38,7 +38,7 @@ def test_what_is_kept_is_not_asked_of_the_store(remote: Counting, tmp_path: Path
 
 
 def test_what_is_not_kept_comes_from_the_store(remote: Counting, tmp_path: Path) -> None:
-    near = Near(remote, shelf(tmp_path), is_pack)
+    near = TierReader(remote, shelf(tmp_path), is_pack)
     assert ranges(near) == b"01289"
     with pytest.raises(NotFoundError):
         near.get("packs/2")
@@ -57,23 +57,23 @@ def test_a_distrusted_copy_is_dropped_and_the_next_one_read(remote: Counting, tm
         tier.keep(source, key, b"01xxx56789")
         return True
 
-    near = Near(remote, tier, is_pack, recall)
+    near = TierReader(remote, tier, is_pack, recall)
     assert ranges(near) == b"wro89"
-    assert near.distrust("packs/1")
+    assert near.invalidate("packs/1")
     assert not tier.has(url, "packs/1")
     assert ranges(near) == b"01x89"
     assert asked == [(url, "packs/1")]
-    assert near.distrust("packs/1")
+    assert near.invalidate("packs/1")
     assert not tier.has(url, "packs/1")
     assert ranges(near) == b"01289"
-    assert not near.distrust("packs/1")  # the store's own copy is the last
-    assert not near.distrust("COMMIT")
+    assert not near.invalidate("packs/1")  # the store's own copy is the last
+    assert not near.invalidate("COMMIT")
     assert asked == [(url, "packs/1")]
     assert near.bytes == {"tier": 5, "buddy": 5, "store": 5}
 
 
 def test_a_buddy_without_the_object_is_asked_once(remote: Counting, tmp_path: Path) -> None:
     asked: list[str] = []
-    near = Near(remote, shelf(tmp_path), is_pack, lambda _source, key: bool(asked.append(key)))
+    near = TierReader(remote, shelf(tmp_path), is_pack, lambda _source, key: bool(asked.append(key)))
     assert ranges(near) == ranges(near) == b"01289"
     assert asked == ["packs/1"]

@@ -1,8 +1,11 @@
-"""One object of the tier: read, and in the making; and a writer's claim on the budget.
+"""One object of the tier: reading it, writing it, and a writer's reservation of the budget.
 
-Invariants: an object has its name only when it is whole and carries its label. `Writer.digest` is of the bytes that were given,
-not of those that the disk has. A claim is a file that its writer holds locked, so it ends with the process.
-Failure behaviour: `CapacityError` when there is no room, `OSError` of the disk; a file without a sound label is no object.
+Invariants: an object gets its name only when it is complete and carries its label. `Writer.digest` covers the bytes
+that were given, not those on the disk. A reservation is a file that its writer holds locked, so it ends with the
+process.
+
+Failure behaviour: `CapacityError` if there is no room, `OSError` from the disk. A file without a valid label is no
+object.
 """
 
 from __future__ import annotations
@@ -23,18 +26,18 @@ import xxhash
 
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 
 MAGIC = b"MLRKEPT1"
 ROOM_BYTES = 64 * MIB
-"""What a writer reserves at a time where nothing has to go for it."""
+"""How much a writer reserves at a time while the tier has free space."""
 _TAIL = struct.Struct("<I8s")
 _LABEL_BYTES = 8192
 _COUNT = struct.Struct("<Q")
 
 
-class Room(Protocol):
-    """The directory, as a writer sees it."""
+class TierDirectory(Protocol):
+    """What a writer needs from the tier's directory."""
 
     @property
     def root(self) -> Path: ...
@@ -44,7 +47,7 @@ class Room(Protocol):
 
 
 class Label(msgspec.Struct, array_like=True, frozen=True):
-    """Behind an object's bytes: what it is. `digest` is XXH3-128 of the bytes."""
+    """Describes an object, and follows its bytes in the file. `digest` is XXH3-128 of the bytes."""
 
     source: str
     key: str
@@ -55,8 +58,8 @@ class Label(msgspec.Struct, array_like=True, frozen=True):
 _label = msgspec.msgpack.Decoder(Label)
 
 
-class Held:
-    """An object, open for reading; what is read stays the same when the object is dropped."""
+class TierObject:
+    """An object that is open for reading. It stays readable after it was removed from the tier."""
 
     def __init__(self, fd: int, label: Label) -> None:
         self._fd, self.label = fd, label
@@ -66,7 +69,7 @@ class Held:
         return self.label.size
 
     def fill(self, offset: int, buffer: memoryview) -> bool:
-        """Whether `buffer` now holds the bytes from `offset`. OSError when the disk fails."""
+        """Fill `buffer` from `offset`; False if the object is too short. `OSError` if the disk fails."""
         if offset < 0 or offset + len(buffer) > self.size:
             return False
         done = 0
@@ -78,11 +81,11 @@ class Held:
         return True
 
     def pieces(self, start: int = 0, size: int = 4 * MIB) -> Iterator[memoryview]:
-        """The bytes from `start`, each piece in memory of its own. `CorruptionError` when the file has become shorter."""
+        """The bytes from `start`, each piece in its own memory. `CorruptionError` if the file became shorter."""
         for at in range(start, self.size, size):
             piece = memoryview(bytearray(min(size, self.size - at)))
             if not self.fill(at, piece):
-                raise CorruptionError(f"the kept copy of {self.label.key} is shorter than it was")
+                raise CorruptionError(f"the tier's copy of {self.label.key} became shorter")
             yield piece
 
     def close(self) -> None:
@@ -95,25 +98,27 @@ class Held:
 
 
 class Writer:
-    """One object in the making. Not thread-safe."""
+    """Writes one object. Not thread-safe."""
 
     def __init__(self, reservation: Reservation, path: Path, source: str, key: str) -> None:
         self._reservation, self._path = reservation, path
         self.source, self.key, self.size = source, key, 0
         self._digest = xxhash.xxh3_128()
-        self._behind = len(_behind(Label(source, key, 2**63, bytes(16))))  # at most; claimed with the first bytes
+        self._trailer_bytes = len(
+            _trailer(Label(source, key, 2**63, bytes(16)))
+        )  # the label's longest form; reserved with the first bytes
         self._claimed = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     @property
     def digest(self) -> bytes:
-        """XXH3-128 of what was written so far."""
+        """XXH3-128 of the bytes written so far."""
         return bytes(self._digest.digest())
 
     def write(self, data: Buffer) -> None:
-        """Append; `CapacityError` when there is no room. What was written before stays readable by `written`."""
+        """Append; `CapacityError` if there is no room. `written` can still read the bytes written before."""
         view = memoryview(data).cast("B")
-        self._take(len(view))
+        self._reserve(len(view))
         done = 0
         while done < len(view):
             done += os.pwrite(self._fd, view[done:], self.size + done)
@@ -121,27 +126,27 @@ class Writer:
         self.size += len(view)
 
     def written(self, piece: int = 4 * MIB) -> Iterator[bytes]:
-        """What `write` has taken, to be written elsewhere instead."""
+        """The bytes written so far, in pieces, to write them elsewhere instead."""
         for at in range(0, self.size, piece):
             yield os.pread(self._fd, min(piece, self.size - at), at)
 
     def commit(self) -> Label:
-        """Give it its name: from now on it is an object."""
+        """Add the label and the name: now it is an object."""
         label = Label(self.source, self.key, self.size, self.digest)
-        self._take(0)
-        os.pwrite(self._fd, _behind(label), self.size)
+        self._reserve(0)
+        os.pwrite(self._fd, _trailer(label), self.size)
         self._close()
-        self._reservation.become(self._path, self.source, self.key, self._claimed)
+        self._reservation.commit(self._path, self.source, self.key, self._claimed)
         return label
 
     def discard(self) -> None:
         self._close()
         self._path.unlink(missing_ok=True)
 
-    def _take(self, size: int) -> None:
+    def _reserve(self, size: int) -> None:
         if self._claimed == 0:
-            size += self._behind
-        self._reservation.take(size)
+            size += self._trailer_bytes
+        self._reservation.reserve(size)
         self._claimed += size
 
     def _close(self) -> None:
@@ -151,12 +156,16 @@ class Writer:
 
 
 class Reservation:
-    """A writer's claim on the budget; grows as it writes, and ends with its process at the latest. Not thread-safe."""
+    """A writer's share of the budget. It grows as the writer writes, and ends with the process at the latest. Not
+    thread-safe.
+    """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._folder = room.root / "writing" / secrets.token_hex(8)
-        hidden = self._folder.with_name(f".{self._folder.name}")  # until it is locked, nobody takes it for a dead one's
+    def __init__(self, directory: TierDirectory) -> None:
+        self._directory = directory
+        self._folder = directory.root / "writing" / secrets.token_hex(8)
+        hidden = self._folder.with_name(
+            f".{self._folder.name}"
+        )  # hidden until it is locked, so that no process takes it for a dead writer's
         hidden.mkdir(mode=0o700)
         self._lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -167,40 +176,42 @@ class Reservation:
         self._files += 1
         return Writer(self, self._folder / str(self._files), source, key)
 
-    def take(self, size: int) -> None:
-        """Before `size` more bytes are written."""
+    def reserve(self, size: int) -> None:
+        """Reserve `size` more bytes before they are written."""
         if self._used + size > self._claim:
-            self._room.make_room(size, lambda granted: self._say(self._claim + granted))
+            self._directory.make_room(size, lambda granted: self._set_claim(self._claim + granted))
         self._used += size
 
-    def become(self, path: Path, source: str, key: str, size: int) -> None:
-        """The file is an object now, and `size` bytes of the claim with it. Under the room's lock: whoever counts sees the
-        bytes once, neither missed nor twice."""
-        with self._room.locked():
-            os.replace(path, self._room.path_of(source, key))
+    def commit(self, path: Path, source: str, key: str, size: int) -> None:
+        """Make the file an object, and release `size` bytes of the reservation.
+
+        Under the tier's lock, so that a process that counts sees the bytes exactly once.
+        """
+        with self._directory.locked():
+            os.replace(path, self._directory.path_of(source, key))
             self._used -= size
-            self._say(self._claim - size)
+            self._set_claim(self._claim - size)
 
     def close(self) -> None:
-        """Give back the rest, and remove what was not committed."""
+        """Release the reservation, and remove files that were not committed."""
         if self._lock >= 0:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
         self._lock = -1
 
-    def _say(self, claim: int) -> None:
+    def _set_claim(self, claim: int) -> None:
         os.pwrite(self._lock, _COUNT.pack(claim), 0)
         self._claim = claim
 
 
-def _behind(label: Label) -> bytes:
-    """What follows the object's bytes in its file."""
+def _trailer(label: Label) -> bytes:
+    """The bytes that follow the object's own in its file."""
     encoded = msgspec.msgpack.encode(label)
     return encoded + _TAIL.pack(len(encoded), MAGIC)
 
 
-def open_at(path: Path, source: str, key: str) -> Held | None:
-    """The object in this file, or None when it is not there whole."""
+def open_at(path: Path, source: str, key: str) -> TierObject | None:
+    """Open the object in this file; None if it is not there complete."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -209,11 +220,11 @@ def open_at(path: Path, source: str, key: str) -> Held | None:
     if label is None or (label.source, label.key) != (source, key):
         os.close(fd)
         return None
-    return Held(fd, label)
+    return TierObject(fd, label)
 
 
 def _read_label(fd: int) -> Label | None:
-    """The label behind the bytes, when it is one and fits them."""
+    """The label after the bytes; None if it is not valid or does not fit them."""
     try:
         end = os.fstat(fd).st_size
         length, magic = _TAIL.unpack(os.pread(fd, _TAIL.size, max(end - _TAIL.size, 0)))
@@ -227,7 +238,7 @@ def _read_label(fd: int) -> Label | None:
 
 
 def claim_of(folder: Path) -> int | None:
-    """What a living writer may still write; None for a dead one's folder."""
+    """The bytes that a live writer may still write; None if the folder's writer is dead."""
     try:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -243,7 +254,7 @@ def claim_of(folder: Path) -> int | None:
 
 
 def _is_young(folder: Path) -> bool:
-    """Writers of earlier releases locked their folder a moment after they had made it."""
+    """Whether the folder is a few seconds old: earlier releases locked it a moment after they had made it."""
     try:
         return time.time() - folder.lstat().st_mtime < 5
     except OSError:

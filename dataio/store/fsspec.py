@@ -6,7 +6,7 @@ Invariants: only file systems of `_ATOMIC`, whose `pipe_file` is one request tha
 body is collected up to `WRITE_BYTES` and sent at once. fsspec's `open(..., "wb")` is never used, since it publishes what
 an exception cut short. Nothing is cached. `put_if_absent` works in `memory://`, within the process that has it, and
 nowhere else. Host and port come from the URL where `options` do not name them. With the option `public_only`, HTTP connects to
-public addresses only (`headrace.dataio.store.allowed`).
+public addresses only (`headrace.dataio.store.url_policy`).
 Failure behaviour: what the file system does not give is an `UnsupportedError`. Listings are collected and sorted, at most
 `LISTED` keys. Errors are translated by their Python class; one of a library's own class becomes a plain `HeadraceError`.
 """
@@ -38,12 +38,22 @@ from headrace.dataio.core.errors import (
     TransientError,
     UnsupportedError,
     UsageError,
+    from_os_error,
 )
 from headrace.dataio.core.redact import has_secrets, without_secrets
-from headrace.dataio.store.allowed import PrivateAddressError, public_socket, sendable
-from headrace.dataio.store.checks import check_conditional_size, check_prefix, check_range, too_large, writable_bytes
-from headrace.dataio.store.contract import Buffer, Location, ObjectInfo, Store, check_key
-from headrace.dataio.store.oserrors import from_os_error
+from headrace.dataio.store.base import (
+    Buffer,
+    Location,
+    ObjectInfo,
+    Store,
+    check_conditional_size,
+    check_key,
+    check_prefix,
+    check_range,
+    too_large,
+    writable_bytes,
+)
+from headrace.dataio.store.url_policy import PrivateAddressError, public_socket, sendable
 
 WRITE_BYTES = 256 * limits.MIB
 LISTED = 1_000_000

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.records import Record, TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
+from headrace.dataio.store.wrappers import Wrapper
 
 T = TypeVar("T")
 
@@ -34,11 +33,13 @@ class Counting(Wrapper):
         return Counter(name for name, _ in self.calls)[operation]
 
 
-def shelf(path: Path, size: int = 512 * MIB, steps: int = 2) -> Shelf:
-    return Shelf(path / "tier", Limits(size, steps))
+def shelf(path: Path, size: int = 512 * MIB, steps: int = 2) -> LocalTier:
+    return LocalTier(path / "tier", TierLimits(size, steps))
 
 
-def record(source: str, step: int, keys: Sequence[str], *, committed: float = 1.0, leans: Sequence[str] = ()) -> Record:
+def record(
+    source: str, step: int, keys: Sequence[str], *, committed: float = 1.0, references: Sequence[str] = ()
+) -> Record:
     return Record(
         source=source,
         run="run",
@@ -48,7 +49,7 @@ def record(source: str, step: int, keys: Sequence[str], *, committed: float = 1.
         rank=0,
         world_size=1,
         own=tuple(keys),
-        leans=tuple(leans),
+        references=tuple(references),
         created=float(step),
         committed=committed,
     )

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import given
 
 from headrace.dataio.core.errors import CapacityError
-from headrace.dataio.store import direct
-from headrace.dataio.store.direct import (
+from headrace.dataio.store import direct_io
+from headrace.dataio.store.direct_io import (
     ALIGN,
     LEAST_BYTES,
     aligned_part,
@@ -70,7 +70,7 @@ def test_a_direct_read_gives_the_same_bytes(
     tmp_path: Path, offset: int, shift: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = _watched(monkeypatch)
-    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
+    monkeypatch.setattr(direct_io, "mostly_cached", lambda *_: False)
     store, body = open_store(tmp_path / "store", direct=True), some_bytes(5 * MIB)
     store.put("k", body)
     with mmap.mmap(-1, 8 * MIB) as memory, memoryview(memory) as whole, whole[shift : shift + length] as buffer:
@@ -122,7 +122,7 @@ def test_advice_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_file_that_became_shorter_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
+    monkeypatch.setattr(direct_io, "mostly_cached", lambda *_: False)
     path = tmp_path / "short"
     path.write_bytes(some_bytes(2 * MIB + 100))
     buffer = bytearray(4 * MIB)
@@ -145,7 +145,7 @@ def test_ranges_are_cut_into_reads_that_have_room_and_hold_every_byte_once(gaps:
     assert all(any(a <= start and stop <= a + len(view) for a, view in ranges) for start, stop in ends)
     for piece in pieces(ranges):
         first, (last, tail) = piece[0][0], piece[-1]
-        assert last + len(tail) - first // ALIGN * ALIGN <= direct._BOUNCE_BYTES
+        assert last + len(tail) - first // ALIGN * ALIGN <= direct_io._BOUNCE_BYTES
 
 
 def test_what_lies_close_together_is_read_at_once_past_the_cache(
@@ -154,7 +154,7 @@ def test_what_lies_close_together_is_read_at_once_past_the_cache(
     store, body = open_store(tmp_path / "store"), some_bytes(11 * MIB)
     store.put("packs/k", body)
     store.read_once("packs/")
-    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
+    monkeypatch.setattr(direct_io, "mostly_cached", lambda *_: False)
     reads: list[tuple[bool, int]] = []
     preadv = os.preadv
 
@@ -175,7 +175,7 @@ def test_what_lies_close_together_is_read_at_once_past_the_cache(
 def test_a_piece_of_a_file_that_became_shorter_is_left_to_whoever_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
+    monkeypatch.setattr(direct_io, "mostly_cached", lambda *_: False)
     path = tmp_path / "short"
     path.write_bytes(some_bytes(MIB))
     parts = [(0, memoryview(bytearray(MIB))), (MIB, memoryview(bytearray(100)))]
@@ -194,8 +194,8 @@ def test_a_refusal_of_o_direct_is_no_error(tmp_path: Path, monkeypatch: pytest.M
 
     store, body = open_store(tmp_path / "store", direct=True), some_bytes(3 * MIB)
     store.put("k", body)
-    monkeypatch.setattr(direct, "mostly_cached", lambda *_: False)
-    monkeypatch.setattr(direct.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(direct_io, "mostly_cached", lambda *_: False)
+    monkeypatch.setattr(direct_io.fcntl, "fcntl", refuse)
     buffer = bytearray(len(body))
     store.get_into("k", 0, memoryview(buffer))
     assert buffer == body

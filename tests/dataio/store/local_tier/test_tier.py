@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from headrace.dataio.core.errors import AccessDeniedError, CapacityError, CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.tier import kept
-from headrace.dataio.store.tier import record as documents
-from headrace.dataio.store.tier import shelf as shelves
-from headrace.dataio.store.tier.retention import Limits
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.local_tier import objects
+from headrace.dataio.store.local_tier import records as documents
+from headrace.dataio.store.local_tier import tier as shelves
+from headrace.dataio.store.local_tier.records import TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.testing.system import clock_jump
-from tests.dataio.store.tier.making import record, shelf
+from tests.support.local_tier import record, shelf
 
 
-def read(where: Shelf, key: str, source: str = "s") -> bytes | None:
+def read(where: LocalTier, key: str, source: str = "s") -> bytes | None:
     held = where.open(source, key)
     return None if held is None else b"".join(held.pieces())
 
@@ -107,7 +107,7 @@ def test_the_oldest_step_makes_room_whole_and_what_a_newer_one_needs_stays(tmp_p
     for step in (1, 2, 3):
         for part in ("a", "b"):
             tier.keep("s", f"{step}/{part}", bytes(20 * MIB))
-        tier.put_record(record("s", step, [f"{step}/a", f"{step}/b"], leans=["1/a"] if step == 3 else []))
+        tier.put_record(record("s", step, [f"{step}/a", f"{step}/b"], references=["1/a"] if step == 3 else []))
     assert tier.used() // MIB == 120
     tier.make_room(79 * MIB)
     assert [r.step for r in tier.records()] == [3, 2, 1]
@@ -134,7 +134,7 @@ def test_the_budget_holds_whatever_becomes_an_object_while_another_asks_for_room
     size, limit = 4096, 20 * 4096
     refused = 0
 
-    def fill(tier: Shelf, name: int) -> int:
+    def fill(tier: LocalTier, name: int) -> int:
         refused = 0
         for n in range(40):
             try:
@@ -157,7 +157,7 @@ def test_the_budget_holds_while_several_write(tmp_path: Path) -> None:
     with tier.reserve() as one, tier.reserve() as two:
         one.writer("s", "a").write(bytes(MIB))
         two.writer("s", "b").write(bytes(MIB))
-        assert tier.used() == 2 * kept.ROOM_BYTES
+        assert tier.used() == 2 * objects.ROOM_BYTES
         writer = one.writer("s", "c")
         with pytest.raises(CapacityError):
             for _ in range(200):
@@ -171,14 +171,15 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     tier = shelf(tmp_path)
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from headrace.dataio.store.tier.retention import Limits; from headrace.dataio.store.tier.shelf import Shelf\n"
-        "with Shelf(Path(sys.argv[1]), Limits(1 << 29, 2)).reserve() as r:\n"
+        "from headrace.dataio.store.local_tier.records import TierLimits\n"
+        "from headrace.dataio.store.local_tier.tier import LocalTier\n"
+        "with LocalTier(Path(sys.argv[1]), TierLimits(1 << 29, 2)).reserve() as r:\n"
         "    r.writer('s', 'half').write(bytes(1 << 20)); print('ready', flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tier.root)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    assert tier.used() == kept.ROOM_BYTES
+    assert tier.used() == objects.ROOM_BYTES
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -9
     process.stdout.close()
@@ -243,7 +244,7 @@ def test_a_record_that_is_torn_or_too_new_is_set_aside_by_name(
         (tier.root / "records" / f"bad{number}").write_bytes(data)
     tier.put_record(record("s", 7, ["a"]))
     assert [r.step for r in tier.records()] == [7]
-    assert caplog.text.count("is no record of a kept step") == 3
+    assert caplog.text.count("is not a record of a kept step") == 3
     assert sorted(p.name for p in (tier.root / "records").glob(".bad*")) == [".bad-bad0", ".bad-bad1", ".bad-bad2"]
     with pytest.raises(UnsupportedError, match="version 9"):
         documents.decode(b"\x81\xa7version\x09", "it")
@@ -253,7 +254,7 @@ def test_a_record_that_is_torn_or_too_new_is_set_aside_by_name(
 
 def test_limits_are_seen_by_every_process(tmp_path: Path) -> None:
     one = shelf(tmp_path, 100 * MIB)
-    two = Shelf(one.root, Limits(70 * MIB, 1))
+    two = LocalTier(one.root, TierLimits(70 * MIB, 1))
     one.keep("s", "a", bytes(10 * MIB))
     with pytest.raises(CapacityError):
         two.make_room(65 * MIB)

@@ -28,10 +28,10 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from headrace.dataio.store import other
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store import fsspec as fsspec_store
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.fsspec import FsspecStore
 from headrace.dataio.store.open import open_location, open_store
-from headrace.dataio.store.other import FsspecStore
 from headrace.dataio.testing.conformance import StoreConformance, some_bytes
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 
@@ -61,7 +61,7 @@ def test_memory_is_not_shared_with_other_processes() -> None:
 
 
 def test_what_is_written_at_once_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other, "WRITE_BYTES", 10)
+    monkeypatch.setattr(fsspec_store, "WRITE_BYTES", 10)
     store = open_store(f"memory://{uuid.uuid4().hex}")
     assert store.put_multipart("k", [b"12345", b"67890"]) == 10
     with pytest.raises(CapacityError, match="written at once"):
@@ -73,7 +73,7 @@ def test_a_listing_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(f"memory://{uuid.uuid4().hex}")
     store.put("a", b"")
     store.put("b", b"")
-    monkeypatch.setattr(other, "LISTED", 1)
+    monkeypatch.setattr(fsspec_store, "LISTED", 1)
     with pytest.raises(CapacityError, match="longer prefix"):
         list(store.list())
 
@@ -210,7 +210,7 @@ def test_an_http_server_that_drips_is_passing_trouble(http_url: str, monkeypatch
     key, buffer = "shards/a b#1%.tar", memoryview(bytearray(1000))
     with FaultProxy(http_url) as proxy:
         for fault in (Fault.DRIP_BODY, Fault.DRIP_HEAD):
-            monkeypatch.setattr(other, "_REQUEST_SECONDS", 0.5)
+            monkeypatch.setattr(fsspec_store, "_REQUEST_SECONDS", 0.5)
             with FsspecStore(proxy.endpoint, {}) as store:
                 store.get_into(key, 0, buffer[:10])
                 proxy.inject(fault, method="GET", times=100)

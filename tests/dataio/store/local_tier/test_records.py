@@ -9,8 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.dataio.store.tier import retention
-from headrace.dataio.store.tier.record import Record
+from headrace.dataio.store.local_tier.records import Record, TierLimits, removable_steps, removable_surplus
 
 
 def record(
@@ -38,31 +37,31 @@ def steps(records: list[Record]) -> list[int]:
 
 def test_the_newest_steps_of_each_run_and_rank_stay() -> None:
     records = [record(s, rank=rank, run=run) for s in range(5) for rank in (0, 1) for run in ("a", "b")]
-    gone = retention.beyond(records, 2)
+    gone = removable_surplus(records, 2)
     assert steps(gone) == [0, 1, 2]
     assert len(gone) == 3 * 4
 
 
 def test_a_step_of_a_newer_timeline_is_newer_whatever_its_number() -> None:
-    assert steps(retention.beyond([record(1000), record(900, timeline=2)], 1)) == [1000]
+    assert steps(removable_surplus([record(1000), record(900, timeline=2)], 1)) == [1000]
 
 
 def test_a_step_without_another_copy_stays_until_a_newer_one_is_committed() -> None:
     alone = [record(3), record(4, committed=False)]
-    assert retention.beyond(alone, 1) == []
-    assert [steps(s) for s in retention.order(alone)] == [[3]]
+    assert removable_surplus(alone, 1) == []
+    assert [steps(s) for s in removable_steps(alone)] == [[3]]
     later = [*alone, record(5)]
-    assert steps(retention.beyond(later, 1)) == [3, 4]
+    assert steps(removable_surplus(later, 1)) == [3, 4]
 
 
 def test_a_step_that_can_never_be_committed_goes_first() -> None:
-    assert steps(retention.beyond([record(4, committed=False, over=True)], 3)) == [4]
+    assert steps(removable_surplus([record(4, committed=False, over=True)], 3)) == [4]
 
 
 def test_a_step_waits_for_all_its_ranks() -> None:
     records = [record(1, rank=0), record(1, rank=1, committed=False)]
-    assert retention.order(records) == []
-    assert [len(s) for s in retention.order([*records, record(2, rank=1)])] == [2, 1]
+    assert removable_steps(records) == []
+    assert [len(s) for s in removable_steps([*records, record(2, rank=1)])] == [2, 1]
 
 
 KEPT = st.builds(
@@ -77,17 +76,17 @@ KEPT = st.builds(
 
 @given(st.lists(KEPT, max_size=20, unique_by=lambda r: (r.attempt, r.rank)), st.integers(1, 3))
 def test_nothing_goes_that_may_be_the_only_copy_of_the_newest_state(records: list[Record], keep: int) -> None:
-    gone = [*retention.beyond(records, keep), *(r for step in retention.order(records) for r in step)]
+    gone = [*removable_surplus(records, keep), *(r for step in removable_steps(records) for r in step)]
     sound = [r for r in records if r.committed and not r.over]
     for r in gone:
         newer = [o for o in sound if o.rank == r.rank and o.place > r.place]
         assert r.committed or r.over or newer
-    left = [r for r in records if r not in retention.beyond(records, keep)]
+    left = [r for r in records if r not in removable_surplus(records, keep)]
     for rank in (0, 1):
         best = sorted({r.place for r in sound if r.rank == rank}, reverse=True)[:keep]
         assert {r.place for r in left if r.rank == rank} >= set(best)
 
 
 def test_limits_can_be_changed_by_replace() -> None:
-    assert replace(retention.Limits(1, 2), steps=3).steps == 3
+    assert replace(TierLimits(1, 2), steps=3).steps == 3
     assert msgspec.structs.replace(record(1), committed=0.0).committed == 0

@@ -1,0 +1,243 @@
+"""The tier's two wrappers: `WriteThroughTier` for writers, `TierReader` for readers.
+
+Purpose: a save's bytes are safe on the node at the speed of memory, however slow the store is; a restore reads them
+from there.
+
+Invariants:
+
+* `WriteThroughTier` writes an object to the tier first and sends it to the store from there. `put_if_absent` returns
+  only after every object before it is in the store, byte for byte. So no object can refer to one that is not there yet.
+  Until then a kept object is not visible in the store. Other operations, such as those of leases, go to the store
+  directly.
+* `TierReader` reads only objects from the tier for which `keeps(key)` holds; these never change. It does not check what
+  it reads: a reader that finds wrong bytes calls `invalidate` and reads again.
+
+Failure behaviour: if the tier is full, read-only or gone, the save goes on without it, after one warning. The bytes
+that the tier took of the current object are sent to the store with the rest. An error of sending is raised by the next
+`put_if_absent`. A copy that is missing, short, unreadable or invalidated is dropped; the next copy is the buddy's, then
+the store's, whose errors are raised.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import chain
+
+import xxhash
+
+from headrace.dataio.core import limits, metrics
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.base import Buffer, Store, writable_bytes
+from headrace.dataio.store.local_tier.objects import Label, TierObject, Writer
+from headrace.dataio.store.local_tier.tier import LocalTier
+from headrace.dataio.store.wrappers import Wrapper
+
+_OPEN = 64
+"""How many objects stay open."""
+FetchFromBuddy = Callable[[str, str], bool]
+"""Copies the object (source, key) from the buddy into the tier; returns whether it is there now."""
+
+
+class TierReader(Wrapper):
+    """Reads from `tier`, then from the buddy, then from `inner`. Safe between threads.
+
+    `bytes` counts how many bytes came from "tier", "buddy" and "store".
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        tier: LocalTier,
+        keeps: Callable[[str], bool],
+        recall: FetchFromBuddy = lambda _source, _key: False,
+    ) -> None:
+        super().__init__(inner)
+        self._tier, self._keeps, self._recall = tier, keeps, recall
+        self._source = inner.location.url
+        self._open: OrderedDict[str, TierObject] = OrderedDict()
+        self._asked, self._not_here = set[str](), set[str]()
+        self._lock, self._locks = threading.Lock(), defaultdict[str, threading.Lock](threading.Lock)
+        self.bytes = {"tier": 0, "buddy": 0, "store": 0}
+
+    def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
+        held = self._find(key)
+        if held is not None and held.size <= max_bytes:
+            data = bytearray(held.size)
+            if _fill(held, 0, memoryview(data)):
+                self._count(key, len(data))
+                return bytes(data)
+        found = super().get(key, max_bytes=max_bytes)
+        self._count(None, len(found))
+        return found
+
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.get_ranges_into(key, [(offset, buffer)])
+
+    def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        held, size = self._find(key), sum(buffer.nbytes for _, buffer in ranges)
+        if held is not None and all(_fill(held, offset, buffer) for offset, buffer in ranges):
+            self._count(key, size)
+            return
+        super().get_ranges_into(key, ranges)
+        self._count(None, size)
+
+    def invalidate(self, key: str) -> bool:
+        with self._lock_of(key):
+            if not self._keeps(key) or key in self._not_here:
+                return super().invalidate(key)
+            self._open.pop(key, None)
+            self._tier.drop(self._source, key)
+            if key in self._asked:  # it came from the buddy
+                self._not_here.add(key)
+            return True
+
+    def _find(self, key: str) -> TierObject | None:
+        if not self._keeps(key) or key in self._not_here:
+            return None
+        with self._lock_of(key):
+            held = self._open.get(key) or self._tier.open(self._source, key)
+            if held is None and key not in self._asked:
+                self._asked.add(key)
+                if self._recall(self._source, key):
+                    held = self._tier.open(self._source, key)
+            if held is None:
+                self._not_here.add(key)
+                return None
+            self._remember(key, held)
+            return held
+
+    def _remember(self, key: str, held: TierObject) -> None:
+        with self._lock:
+            self._open[key] = held
+            self._open.move_to_end(key)
+            if len(self._open) > _OPEN:
+                self._open.popitem(last=False)  # the file closes with its last reader
+
+    def _lock_of(self, key: str) -> threading.Lock:
+        with self._lock:
+            return self._locks[key]
+
+    def _count(self, key: str | None, size: int) -> None:
+        where = "store" if key is None else "buddy" if key in self._asked else "tier"
+        with self._lock:
+            self.bytes[where] += size
+        metrics.tier_read_bytes.labels(where).inc(size)
+
+
+def _fill(held: TierObject, offset: int, buffer: memoryview) -> bool:
+    try:
+        return held.fill(offset, writable_bytes(buffer))
+    except OSError:  # the disk failed: use the next copy
+        return False
+
+
+Keeps = Callable[[str], bool]
+TROUBLE = (OSError, CapacityError)
+"""Errors after which a writer goes on without the tier."""
+_log = get_logger(__name__)
+
+
+class WriteThroughTier(Wrapper):
+    """Writes objects for which `keeps(key)` holds to `tier` first, and sends them to `inner` in the background.
+
+    A context manager that does not close `inner`. For one writing thread at a time.
+    """
+
+    def __init__(self, inner: Store, tier: LocalTier, keeps: Keeps) -> None:
+        super().__init__(inner)
+        self._tier, self._keeps = tier, keeps
+        self._source, self._sent = inner.location.url, list[Future[int]]()
+        self._ends = ExitStack()
+        self._pool = self._ends.enter_context(ThreadPoolExecutor(1, thread_name_prefix="headrace-send"))
+        self.whole = True
+        """Whether every object so far was kept."""
+        self.send = True
+        """Whether kept objects are sent to the store. If not, an object that cannot be kept is an error."""
+        try:
+            self._reservation = self._ends.enter_context(tier.reserve())
+        except OSError as error:
+            self.go_on_without(error)
+
+    def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
+        writer = self._begin(key)
+        if writer is None:
+            return super().put_multipart(key, parts)
+        left = iter(parts)
+        for part in left:
+            try:
+                writer.write(part)
+            except TROUBLE as error:
+                return self._fall_back(key, writer, chain([part], left), error)
+        try:
+            label = writer.commit()
+        except OSError as error:
+            return self._fall_back(key, writer, [], error)
+        if self.send:
+            self._sent.append(self._pool.submit(self.send_to_store, label))
+        return label.size
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        self.flush()
+        return super().put_if_absent(key, data)
+
+    def flush(self) -> None:
+        """Wait until every kept object is in the store; raise the error that prevented it."""
+        while self._sent:
+            self._sent[0].result()
+            self._sent.pop(0)
+
+    def go_on_without(self, error: Exception) -> None:
+        """Go on without the tier."""
+        self.whole = False
+        warn_once(_log, f"the tier in {self._tier.root} cannot be used; the save goes to the store only: {error}")
+
+    def end(self) -> None:
+        """Cancel the sends that have not begun, and release the reservation."""
+        for future in self._sent:
+            future.cancel()
+        self._ends.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _begin(self, key: str) -> Writer | None:
+        if not self.whole or not self._keeps(key):
+            return None
+        try:
+            return self._reservation.writer(self._source, key)
+        except OSError as error:
+            self.go_on_without(error)
+            return None
+
+    def _fall_back(self, key: str, writer: Writer, rest: Iterable[Buffer], error: Exception) -> int:
+        """Write the object to the store directly: the bytes that the tier took, then the rest."""
+        self.go_on_without(error)
+        try:
+            if not self.send:
+                raise error if isinstance(error, HeadraceError) else CapacityError(f"keeping {key}: {error}")
+            return super().put_multipart(key, chain(writer.written(), rest))
+        finally:
+            writer.discard()
+
+    def send_to_store(self, label: Label) -> int:
+        """Send a kept object to the store."""
+        return super().put_multipart(label.key, checked(self._tier, label))
+
+
+def checked(tier: LocalTier, label: Label) -> Iterator[memoryview]:
+    """The object's bytes in pieces; `CorruptionError` at the end if they differ from those that were written."""
+    held, digest = tier.open(label.source, label.key), xxhash.xxh3_128()
+    if held is None:
+        raise CorruptionError(f"the tier's copy of {label.key} is gone", hint="save again")
+    for piece in held.pieces():
+        digest.update(piece)
+        yield piece
+    if digest.digest() != label.digest or held.label != label:
+        raise CorruptionError(
+            f"the tier's copy of {label.key} differs from what was written", hint="check the tier's disk"
+        )
