@@ -281,7 +281,7 @@ def test_a_stuck_read_is_answered_by_a_second_and_never_touches_the_callers_buff
     inner.stuck = 1
     store = _hedged(inner)
     store.get_into("k", 0, memoryview(buffer))
-    assert (buffer, inner.reads, store.tail.hedged) == (b"12345", 2, 1)
+    assert (buffer, inner.reads, store.policy.hedged) == (b"12345", 2, 1)
     inner.go.set()
     store.close()
     assert buffer == b"12345"
@@ -294,7 +294,7 @@ def test_beyond_its_share_a_slow_read_is_waited_for(tmp_path: Path) -> None:
     with _hedged(inner, share=0.0, burst=0) as store:
         threading.Timer(0.05, inner.go.set).start()
         store.get_into("k", 0, memoryview(buffer))
-        assert (inner.reads, store.tail.hedged) == (1, 0)
+        assert (inner.reads, store.policy.hedged) == (1, 0)
 
 
 def test_with_no_thread_free_a_read_is_passed_through(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_large_reads_are_not_hedged(tmp_path: Path) -> None:
     inner.put("k", bytes(9 * MIB))
     with _hedged(inner) as store:
         store.get_into("k", 0, memoryview(buffer))
-        assert store.tail.requests == 0
+        assert store.policy.requests == 0
 
 
 # trace and metrics

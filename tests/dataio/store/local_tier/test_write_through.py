@@ -97,7 +97,7 @@ def test_a_kept_file_that_rots_before_it_is_sent_never_becomes_an_object(remote:
     remote.before = rot
     with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts())
-        with pytest.raises(CorruptionError, match="not what was written"):
+        with pytest.raises(CorruptionError, match="differs from what was written"):
             store.put_if_absent("manifest", b"m")
     assert fired == ["packs/1"]
     assert not remote.exists("packs/1")
