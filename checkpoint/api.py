@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,7 +57,7 @@ class Checkpointer:
     `base`: another run of this repository, or (run, step) of one, that this run starts from: its first save finds there what
     has not changed. A step of another run that was restored is leaned on likewise.
     `keep`: after each commit rank 0 removes the run's steps that this policy does not keep; None keeps all.
-    `failed_saves` is "log" (a save that failed in the background is an error in the log, in metrics, at its handle and at
+    `on_save_error` is "log" (a save that failed in the background is an error in the log, in metrics, at its handle and at
     `close`; training goes on) or "raise" (the next `save` raises it as well). That another trainer took over is always raised.
     `staging` is "eager" (`save` returns when the state is copied) or "lazy" (parameters and optimizer state are copied behind
     what the trainer does next, and the next step of an optimizer in the state waits for what is not copied by then).
@@ -93,30 +93,30 @@ class Checkpointer:
         compression: str = "none",
         base: str | tuple[str, int] | None = None,
         keep: Keep | None = None,
-        failed_saves: str = "log",
+        on_save_error: str = "log",
         staging: str = "eager",
         staging_bytes: int | None = None,
-        replicas: str = "error",
+        check_replicas: str = "error",
         replicated: str | Iterable[str] = (),
         gds: bool | Direct = False,
-        wait_seconds: float = 600.0,
-        **storage_options: object,
+        timeout: float = 600.0,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if compression not in COMPRESSIONS:
             raise UsageError(f"no compression {compression!r}", hint=f"there are: {', '.join(COMPRESSIONS)}")
-        if failed_saves not in ("log", "raise"):
-            raise UsageError(f"failed_saves is {failed_saves!r}", hint="there are: log, raise")
+        if on_save_error not in ("log", "raise"):
+            raise UsageError(f"on_save_error is {on_save_error!r}", hint="there are: log, raise")
         if staging not in ("eager", "lazy"):
             raise UsageError(f"no staging {staging!r}", hint="there are: eager, lazy")
-        if replicas not in POLICIES:
-            raise UsageError(f"replicas is {replicas!r}", hint=f"there are: {', '.join(POLICIES)}")
+        if check_replicas not in POLICIES:
+            raise UsageError(f"check_replicas is {check_replicas!r}", hint=f"there are: {', '.join(POLICIES)}")
         kept: object = keep
         if kept is not None and not isinstance(kept, Keep):
             raise UsageError(f"keep is {kept!r:.200}", hint="give a policy, such as Keep(last=3)")
         self._run = names.check_run(run)
         self._ranks = Ranks.here(rank, world_size)
         self._owns_store = not isinstance(url, Store)
-        self._store = url if isinstance(url, Store) else open_store(url, **storage_options)
+        self._store = url if isinstance(url, Store) else open_store(url, **(storage_options or {}))
         direct = direct_for(self._store, gds)
         if direct is not None:
             staging_bytes = staging_bytes or RING_BYTES
@@ -124,17 +124,17 @@ class Checkpointer:
         self._carriers = Carriers(self._store, sidecar, meter)
         self._retention = Retention(self._store, self._run, keep) if keep and self._ranks.rank == 0 else None
         self._lineage = Lineage(self._store, self._run, base)
-        self._saves = Saves(self._run, self._lineage, failed_saves == "raise", wait_seconds)
+        self._saves = Saves(self._run, self._lineage, on_save_error == "raise", timeout)
         self._saver = Saver(
             *(self._store, self._run, self._ranks, self._lineage, self._saves),
             *(self._carriers, meter, direct, self._retention),
             Options(
-                *(compression, replicas, staging == "lazy", wait_seconds),
+                *(compression, check_replicas, staging == "lazy", timeout),
                 *(check_limit(staging_bytes), matching(replicated)),
             ),
         )
         self._restorer = Restorer(self._store, self._ranks, self._lineage, sidecar, direct)
-        self._wait, self._closed, self._pid = wait_seconds, False, os.getpid()
+        self._wait, self._closed, self._pid = timeout, False, os.getpid()
 
     def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle:
         """Start saving `state` as `step`; return when it is copied and may change again.
@@ -143,7 +143,7 @@ class Checkpointer:
         save's memory, and in the sidecar it overtakes what waits and holds what runs.
 
         A store that is away fails the handle, also at the first save. Raises the error of an earlier save that nobody has fetched
-        (see `failed_saves`), `ConflictError` when this timeline has the step already, `UsageError` naming the path of a value
+        (see `on_save_error`), `ConflictError` when this timeline has the step already, `UsageError` naming the path of a value
         that cannot be saved, `DeadlineError` when the previous save keeps the arena too long.
         """
         return self._save(step, state, None, priority, overwrites=False)
@@ -204,6 +204,7 @@ class Checkpointer:
         state: dict[str, Any],
         step: int | str | Base = "latest",
         *,
+        tag: str | None = None,
         run: str | None = None,
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] = (),
@@ -226,6 +227,8 @@ class Checkpointer:
         restored.
         """
 
+        asked = step if isinstance(step, Base) else repository.step_or_tag(step, tag)
+
         def begin() -> None:
             self._check_open()
             self._saves.wait_for_all(self._wait)
@@ -235,11 +238,11 @@ class Checkpointer:
             return Selection.of(include, exclude, strict, cast)
 
         source = self._run if run is None else run
-        found = self._restorer.restore(state, source, step, begin, select, required)
+        found = self._restorer.restore(state, source, asked, begin, select, required)
         if found is None:
             return None
         base = found.base
-        self._lineage.restored(source, found, latest=step == "latest")
+        self._lineage.restored(source, found, latest=asked == "latest")
         if source == self._run:
             self._saves.start_over()
         return base.step

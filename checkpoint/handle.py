@@ -21,7 +21,7 @@ from headrace.dataio.core.errors import DeadlineError, UsageError
 class SaveResult:
     """A committed save. Bytes are this rank's: of state, written to packs, and not written because they were stored
     already. `seconds` from the end of staging to COMMIT; `stall`: seconds that `save` held the caller; `carrier` is
-    "sidecar" or "process". `waited`: seconds that the trainer was held later, by what was still being copied (an optimizer's
+    "sidecar" or "process". `wait_seconds`: how long the trainer was held later, by what was still being copied (an optimizer's
     step, `copied`, `staged`). `sliced`: the state was larger than the memory for staging it. `kept`:
     seconds after which all of it was in the node's tier, None where there is none; what is only kept is not a result.
     `encodings`: by codec, (raw, stored) bytes of what this rank wrote. `diverged`: tensors that should be the same on several
@@ -38,7 +38,7 @@ class SaveResult:
     seconds: float
     stall: float
     carrier: str
-    waited: float = 0.0
+    wait_seconds: float = 0.0
     sliced: bool = False
     encodings: dict[str, tuple[int, int]] = field(default_factory=dict)
     kept: float | None = None
@@ -49,7 +49,7 @@ class Copy(Protocol):
     """The state on its way into memory that does not change."""
 
     @property
-    def waited(self) -> float: ...
+    def wait_seconds(self) -> float: ...
     def wait(self, timeout: float | None = None) -> None: ...
 
 
@@ -76,7 +76,7 @@ class Handle:
         self.fetched = False
         self.diverged: tuple[str, ...] = ()
         self._copy: Copy | None = None
-        self._waited = 0.0
+        self._wait_seconds = 0.0
         self._staged, self._done = threading.Event(), threading.Event()
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
@@ -92,9 +92,9 @@ class Handle:
         return self._error
 
     @property
-    def waited(self) -> float:
+    def wait_seconds(self) -> float:
         """Seconds that the trainer was held since `save` returned, by what was still being copied."""
-        return copy.waited if (copy := self._copy) is not None else self._waited
+        return copy.wait_seconds if (copy := self._copy) is not None else self._wait_seconds
 
     def copied(self, timeout: float | None = None) -> None:
         """Return once the state may change again.
@@ -166,7 +166,7 @@ class Handle:
 
     def _let_go(self) -> None:
         """Of the copy, which holds the arena."""
-        self._waited, self._copy = self.waited, None
+        self._wait_seconds, self._copy = self.wait_seconds, None
 
     def _late(self, what: str, timeout: float | None) -> DeadlineError:
         return DeadlineError(f"step {self.step} is not {what} after {timeout:g} s", hint="it goes on; wait again")

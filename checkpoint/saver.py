@@ -123,7 +123,7 @@ class Saver:
         self._gates.watch(governed.optimizers_in(state) if self._options.lazy else (), copying)
         if not self._options.lazy:
             self._gates.pass_all()  # a state in slices is copied as fast as it is written
-            copying.waited = 0.0  # that was part of the stall
+            copying.wait_seconds = 0.0  # that was part of the stall
         handle.stall = time.perf_counter() - began
         metrics.checkpoint_stall_seconds.observe(handle.stall)
         self._meter.held(handle.stall)
@@ -207,7 +207,7 @@ class Saver:
                 f"step {step} is not saved: tensors of one name, which would be written once, differ between ranks: "
                 f"{', '.join(map(str, found[:8]))}",
                 hint="give what is a rank's own (a pipeline stage, experts) a name of its own, as in "
-                '{f"stage{stage}": model}; if they should be equal, look at those ranks; replicas="warn" saves one of them',
+                '{f"stage{stage}": model}; if they should be equal, look at those ranks; check_replicas="warn" saves one of them',
             )
         if concerned:
             _log.warning(
@@ -328,11 +328,11 @@ class Saver:
                 name.withdraw(error)
             self._failed(cargo.plan, handle, error)
             return
-        waits = {"stall": handle.stall, "waited": handle.waited, "sliced": isinstance(copying, SlicedState)}
+        waits = {"stall": handle.stall, "waited": handle.wait_seconds, "sliced": isinstance(copying, SlicedState)}
         saved = msgspec.convert(result | waits | {"carrier": handle.carrier, "diverged": handle.diverged}, SaveResult)
         metrics.checkpoint_saves.labels("committed").inc()
-        metrics.checkpoint_waited_seconds.observe(saved.waited)
-        self._meter.waited(saved.waited)
+        metrics.checkpoint_waited_seconds.observe(saved.wait_seconds)
+        self._meter.waited(saved.wait_seconds)
         self._meter.committed(handle.step, msgspec.convert(result["committed"], float))
         for kind in ("state", "written", "deduplicated"):
             metrics.checkpoint_bytes.labels(kind).inc(getattr(saved, f"bytes_{kind}"))

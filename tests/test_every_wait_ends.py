@@ -188,7 +188,7 @@ def test_every_public_call_ends(prepared: str, dripping: FaultProxy, tmp_path: P
     dripping.inject(drip, times=1_000_000)
 
     def checkpointer() -> Checkpointer:
-        return Checkpointer(run, run="exp", sidecar=None, **short)
+        return Checkpointer(run, run="exp", sidecar=None, storage_options=short)
 
     def saved() -> object:
         handle = checkpointer().save(2, {"w": torch.ones(10)})

@@ -24,7 +24,7 @@ def _nothing() -> None:
 class Built:
     """`save` returns when training may go on, its result waits until durable. `guard`: within it the optimizer may step.
 
-    What the wait returns may have `waited`, seconds for which the trainer was held later than in `save`.
+    What the wait returns may have `wait_seconds`, seconds for which the trainer was held later than in `save`.
     """
 
     save: Callable[[State], Wait]

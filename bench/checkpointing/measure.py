@@ -113,7 +113,7 @@ def _save(job: Job, built: Built, training: Training) -> Figures:
     watcher.join(SECONDS)
     if not results:
         raise RuntimeError("a save failed")
-    waited = float(getattr(results[0], "waited", 0.0)) + training.lost
+    waited = float(getattr(results[0], "wait_seconds", 0.0)) + training.lost
     _together()
     return {
         "stall_s": stall + waited,

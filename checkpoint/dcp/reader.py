@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import io
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,12 +68,14 @@ class RepositoryReader(StorageReader):
         *,
         run: str,
         step: int | str = "latest",
+        tag: str | None = None,
         rank: int | None = None,
         resume: bool = False,
         gds: bool | Direct = False,
-        **storage_options: object,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._url, self._options, self._run, self._step = url, storage_options, names.check_run(run), step
+        self._url, self._options, self._run = url, dict(storage_options or {}), names.check_run(run)
+        self._step: int | str = repository.step_or_tag(step, tag)
         self._given_rank, self._resume, self._gds = rank, resume, gds
         self._open = contextlib.ExitStack()
         self._names = document.Names()

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,16 +77,16 @@ class RepositoryWriter(StorageWriter):
         step: int | None = None,
         compression: str = "none",
         gds: bool | Direct = False,
-        wait_seconds: float = 600.0,
-        again: bool = False,
-        **storage_options: object,
+        timeout: float = 600.0,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if compression not in COMPRESSIONS:
             raise UsageError(f"no compression {compression!r}", hint=f"there are: {', '.join(COMPRESSIONS)}")
-        self._url, self._options, self._run = url, storage_options, names.check_run(run)
+        self._url, self._options, self._run = url, dict(storage_options or {}), names.check_run(run)
         self._step = None if step is None else names.check_step(step)
-        self._compression, self._wait, self._gds = compression, wait_seconds, gds
-        self._again = again
+        self._compression, self._timeout, self._gds = compression, timeout, gds
+        self._overwrite = overwrite
         self._own: list[WriteItem] = []
         self._paths: dict[str, document.Path] | None = None
 
@@ -123,7 +123,7 @@ class RepositoryWriter(StorageWriter):
         """On the coordinator: who writes what, as which attempt."""
         assert self._step is not None
         with self._store() as store:
-            ticket = msgspec.msgpack.encode(session.draw(store, self._run, self._step, self._again))
+            ticket = msgspec.msgpack.encode(session.draw(store, self._run, self._step, self._overwrite))
         return [
             dataclasses.replace(plan, items=items, storage_data=_Orders(ticket, rank, len(plans)))
             for rank, (plan, items) in enumerate(zip(plans, _spread(plans), strict=True))
@@ -181,7 +181,7 @@ class RepositoryWriter(StorageWriter):
     def _share(self, orders: _Orders) -> Share:
         assert self._step is not None
         ticket = msgspec.msgpack.decode(orders.ticket, type=Ticket)
-        return Share(self._run, self._step, ticket, orders.rank, orders.world_size, self._compression, self._wait)
+        return Share(self._run, self._step, ticket, orders.rank, orders.world_size, self._compression, self._timeout)
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:

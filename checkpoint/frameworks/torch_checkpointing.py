@@ -61,14 +61,14 @@ _BY = "torch_checkpointing"
 
 @dataclass
 class RepositoryStorageConfig(StorageConfig):  # type: ignore[misc, unused-ignore]
-    """`url`, `run` and `options` as for `Checkpointer`. Goes to the process that writes, so `url` is no open store."""
+    """`url`, `run` and `storage_options` as for `Checkpointer`. Goes to the process that writes, so `url` is no open store."""
 
     url: str
     run: str
-    options: dict[str, Any] = field(default_factory=dict)
+    storage_options: dict[str, Any] = field(default_factory=dict)
     rank: int = 0
     world_size: int = 1
-    wait_seconds: float = 600.0
+    timeout: float = 600.0
 
     def create_storage(self) -> RepositoryStorage:
         return RepositoryStorage(self)
@@ -120,7 +120,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
         specs = [TensorSpec(name, "uint8", whole((tensor.numel(),))) for name, tensor in sized]
         with self._store() as store:
             ticket = place.ticket or session.draw(store, config.run, place.step)
-            share = Share(config.run, place.step, ticket, config.rank, config.world_size, wait=config.wait_seconds)
+            share = Share(config.run, place.step, ticket, config.rank, config.world_size, wait=config.timeout)
             carry_here(store, share, tensors, specs, tree.encode({"by": _BY}))
         del tensors
         self.rmdir(folder)
@@ -195,7 +195,7 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[Store]:
-        with open_store(self._config.url, **self._config.options) as store:
+        with open_store(self._config.url, **self._config.storage_options) as store:
             yield store
 
     @contextlib.contextmanager
@@ -224,11 +224,21 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
 class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
     """`config`: a `CheckpointManager.Config`; its storage is ours. With several ranks `save` and `load` are called on all."""
 
-    def __init__(self, url: str, *, run: str, config: CheckpointManager.Config | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        run: str,
+        config: CheckpointManager.Config | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout: float = 600.0,
+    ) -> None:
         self._ranks, self._run = Ranks.here(None, None), names.check_run(run)
-        self._store = open_store(url, **options)
+        self._store = open_store(url, **(storage_options or {}))
         config = config or CheckpointManager.Config()
-        storage = RepositoryStorageConfig(url, run, options, self._ranks.rank, self._ranks.world_size)
+        storage = RepositoryStorageConfig(
+            url, run, dict(storage_options or {}), self._ranks.rank, self._ranks.world_size, timeout
+        )
         then = functools.partial(_both, config.pre_finalize_callback)
         super().__init__(dataclasses.replace(config, storage_config=storage, pre_finalize_callback=then))
 

@@ -69,7 +69,9 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         """Called by torchtitan's `save` with what is to be saved."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        writer = RepositoryWriter(self._url, run=self._run, step=step_of(checkpoint_id), again=True, **self._options)
+        writer = RepositoryWriter(
+            self._url, run=self._run, step=step_of(checkpoint_id), overwrite=True, storage_options=self._options
+        )
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
             done = None
@@ -95,7 +97,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         if step != -1:
             self._require(step)
         states = self._states_to_load(found == 0)
-        reader = RepositoryReader(self._url, run=self._run, step=found, resume=True, **self._options)
+        reader = RepositoryReader(self._url, run=self._run, step=found, resume=True, storage_options=self._options)
         dcp.load(states, storage_reader=reader)
         self.states[MODEL].load_state_dict(states)
         GarbageCollection.collect("GC collection for checkpoint loading.")

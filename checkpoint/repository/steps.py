@@ -166,7 +166,7 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
             return None
         return _latest(store, run)
     if isinstance(step, str):
-        raise UsageError(f"{step!r:.200} is not a step", hint='give its number, "latest", or "tag:NAME"')
+        raise UsageError(f"{step!r:.200} is not a step", hint='give its number, "latest", or a tag')
     step = names.check_step(step)
     for segment in timeline.branch(store, run):
         if segment.upto is None or step <= segment.upto:
@@ -177,6 +177,22 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
     if repo is None:
         _require_nothing(store)
     raise missing(store, run, step)
+
+
+def step_or_tag(step: int | str, tag: str | None) -> int | str:
+    """The step as `find` takes it, of a caller's two arguments; `UsageError` when both are given.
+
+    A name is for `tag` alone, so that "tag:best" is not two ways to say one thing.
+    """
+    if isinstance(step, str) and step.startswith(tagged.PREFIX):
+        raise UsageError(
+            f"{step!r:.200} is not a step", hint=f"name a tag by tag={step.removeprefix(tagged.PREFIX)!r:.100}"
+        )
+    if tag is None:
+        return step
+    if step != "latest":
+        raise UsageError(f"both step {step!r:.100} and tag {tag!r:.100} are given", hint="give one of them")
+    return f"{tagged.PREFIX}{tag}"
 
 
 def _require_nothing(store: Store) -> None:

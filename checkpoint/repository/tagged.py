@@ -25,7 +25,7 @@ from headrace.dataio.store.base import ObjectInfo, Store
 
 TAGS = "tags/"
 PREFIX = "tag:"
-"""Before a name it makes a step: `restore(state, "tag:best")`."""
+"""Before a name it makes a step: `--step tag:best` of the command line."""
 MOST = 10**9
 """Numbers of records are below this."""
 _KEY = re.compile(r"tags/(?:_([^/]+)\.(\d{9})|([^_/][^/]*))\.json")

@@ -134,12 +134,18 @@ class SavedStep(Mapping[str, Any]):
 
 
 def read(
-    url: str | Store, *, run: str, step: int | str = "latest", rank: int = 0, **storage_options: object
+    url: str | Store,
+    *,
+    run: str,
+    step: int | str = "latest",
+    tag: str | None = None,
+    rank: int = 0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SavedStep:
     """The contents of a step, as `rank` saw it. Talks to no other rank."""
     with contextlib.ExitStack() as stack:
-        store = url if isinstance(url, Store) else stack.enter_context(open_store(url, **storage_options))
-        base = repository.find(store, run, step)
+        store = url if isinstance(url, Store) else stack.enter_context(open_store(url, **(storage_options or {})))
+        base = repository.find(store, run, repository.step_or_tag(step, tag))
         if base is None:
             raise repository.missing(store, run)
         opened = stack.enter_context(restore.reading(store, run, base))

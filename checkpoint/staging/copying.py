@@ -48,7 +48,7 @@ class _Part:
 class Copying:
     """`tensors` on their way into `arena`; those numbered in `late` may still be on it when the constructor returns.
 
-    `waited`: seconds that callers of `wait` and `gate` were held, together.
+    `wait_seconds`: seconds that callers of `wait` and `gate` were held, together.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Copying:
         layout: Layout,
         late: Collection[int] = (),
     ) -> None:
-        self.waited = 0.0
+        self.wait_seconds = 0.0
         self._arena, self._lock = arena, threading.Lock()
         self._error: BaseException | None = None
         self._sealed = False
@@ -134,7 +134,7 @@ class Copying:
             yield
         finally:
             with self._lock:
-                self.waited += time.perf_counter() - began
+                self.wait_seconds += time.perf_counter() - began
 
     def _wait_for_host(self, timeout: float | None) -> None:
         """Until threads have nothing left to copy, and none, the trainer's own included, is still copying."""

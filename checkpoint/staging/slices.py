@@ -58,13 +58,13 @@ def check_limit(limit: int | None) -> int | None:
 class SlicedState:
     """The state's bytes as the carrier sees them: `sliced[at : at + length]` waits for that piece and returns it.
 
-    `waited`: seconds that `wait` and `gate` held their callers.
+    `wait_seconds`: seconds that `wait` and `gate` held their callers.
     """
 
     def __init__(
         self, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
     ) -> None:
-        self.waited = 0.0
+        self.wait_seconds = 0.0
         self._arena, self._total = arena, layout.total
         self._tensors = [tensor.detach() for tensor in tensors]
         self._pieces, spans = layouts.cut_all(specs, layout)
@@ -109,7 +109,7 @@ class SlicedState:
             if not self._copied.wait(timeout):
                 raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="it goes on; wait again")
         finally:
-            self.waited += time.perf_counter() - began
+            self.wait_seconds += time.perf_counter() - began
         if self._error is not None:
             raise self._error
 

@@ -69,7 +69,7 @@ def main(how: str, url: str) -> None:
     with open_store(url) as inner:
         faulty = Faulty(inner, [])
         store = Breaking(faulty)
-        with Checkpointer(store, run="exp", sidecar=None, wait_seconds=WAIT_SECONDS) as checkpointer:
+        with Checkpointer(store, run="exp", sidecar=None, timeout=WAIT_SECONDS) as checkpointer:
             for step, broken in enumerate(
                 ["nothing"] if how in ("kill", "apart") else ["away", "name", "copy", "upload", "nothing"], 1
             ):

@@ -333,7 +333,7 @@ def test_a_failed_save_is_logged_raised_once_and_training_lives_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"a": torch.zeros(2)}
-    with open_store(tmp_path) as inner, open_at(store := Full(inner), failed_saves="raise") as checkpointer:
+    with open_store(tmp_path) as inner, open_at(store := Full(inner), on_save_error="raise") as checkpointer:
         handle = checkpointer.save(1, state)
         assert handle.wait(60)
         assert [r.levelno for r in caplog.records if "step 1 was not saved" in r.getMessage()] == [logging.ERROR]
@@ -381,7 +381,7 @@ def test_a_second_save_waits_for_the_arena_within_its_bound(tmp_path: Path) -> N
             return self.inner.put_multipart(key, parts)
 
     state = {"a": torch.randn(100_000)}
-    with open_store(tmp_path) as store, open_at(Held(store), wait_seconds=0.3) as checkpointer:
+    with open_store(tmp_path) as store, open_at(Held(store), timeout=0.3) as checkpointer:
         first = checkpointer.save(1, state)
         with pytest.raises(DeadlineError, match=r"still holds the staging arena after 0.3 s"):
             checkpointer.save(2, state)
@@ -477,7 +477,7 @@ def test_a_step_that_is_not_there_and_a_bad_step_are_refused(tmp_path: Path) -> 
                 checkpointer.save(bad, {})  # type: ignore[arg-type]
             with pytest.raises(UsageError, match="is not a step"):
                 checkpointer.restore({}, step=bad)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match=r"'newest' is not a step .*latest.*tag:NAME"):
+        with pytest.raises(UsageError, match=r"'newest' is not a step .*latest.*tag"):
             checkpointer.restore({}, step="newest")
 
 

@@ -55,19 +55,19 @@ def test_a_save_that_ends_late_does_not_take_the_place_of_a_newer_one(tmp_path: 
         assert [msgspec.structs.astuple(base)[1:3] for base in lineage.draw(3).bases] == [(2, "B")]
 
 
-@pytest.mark.parametrize("failed_saves", ["log", "raise"])
+@pytest.mark.parametrize("on_save_error", ["log", "raise"])
 def test_the_first_save_while_the_store_is_away_fails_at_its_handle_and_the_next_one_tries_again(
-    tmp_path: Path, failed_saves: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, on_save_error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Faulty(open_store(tmp_path), [Rule(Fault.TRANSIENT)])
     state = {"w": torch.ones(4)}
-    with Checkpointer(store, run="exp", sidecar=None, failed_saves=failed_saves) as checkpointer:
+    with Checkpointer(store, run="exp", sidecar=None, on_save_error=on_save_error) as checkpointer:
         handle = checkpointer.save(1, state)
         assert store.fired[Fault.TRANSIENT]
         assert handle.done
         assert "training goes on without it" in caplog.text
         store.rules.clear()
-        if failed_saves == "raise":
+        if on_save_error == "raise":
             with pytest.raises(TransientError, match="could not open the run's timeline"):
                 checkpointer.save(2, state)
         with pytest.raises(TransientError, match="could not open the run's timeline"):

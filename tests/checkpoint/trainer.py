@@ -61,7 +61,7 @@ def say(**line: Any) -> None:
 def saving(url: str, rank: int) -> None:
     """Save on every rank, then do what only some ranks do wrong."""
     state = state_for(rank, seed=1)
-    with Checkpointer(url, run="exp", sidecar=None, wait_seconds=60) as checkpointer:
+    with Checkpointer(url, run="exp", sidecar=None, timeout=60) as checkpointer:
         result = checkpointer.save(5, state).result(60)
         say(rank=rank, attempt=result.attempt, written=result.bytes_written, state=result.bytes_state, **summary(state))
         fine = state["tag"]

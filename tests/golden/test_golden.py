@@ -62,7 +62,7 @@ def test_every_tensor_of_every_step_is_the_one_that_was_saved(golden: Path) -> N
         assert make.tensors_of(url, run, step) == wanted["tensors"][f"{run} {step}"]
     for tag, step in wanted["tags"].items():
         with Checkpointer(url, run=make.RUN, sidecar=None) as checkpointer:
-            assert checkpointer.restore(make.training(0), step=f"tag:{tag}") == step
+            assert checkpointer.restore(make.training(0), tag=tag) == step
     for run, steps in wanted["steps"].items():
         with Checkpointer(url, run=run, sidecar=None) as checkpointer:
             assert checkpointer.steps() == steps

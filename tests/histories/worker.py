@@ -114,7 +114,7 @@ class Trainer:
             compression=task.compression,
             keep=Keep(last=task.keep) if task.keep else None,
             staging="lazy" if task.lazy else "eager",
-            wait_seconds=60,
+            timeout=60,
         ) as checkpointer:
             self._begin(checkpointer)
             for _ in range(task.steps):

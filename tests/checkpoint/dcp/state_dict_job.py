@@ -89,7 +89,7 @@ def moved(directory: str, way: str, step: int, first: Any, second: Any, options:
         dcp.save(state, storage_writer=RepositoryWriter(directory, run=way, step=step))
         dcp.load(into, storage_reader=RepositoryReader(directory, run=way, step=step))
     else:
-        with Checkpointer(directory, run=way, sidecar=None, wait_seconds=60) as checkpointer:
+        with Checkpointer(directory, run=way, sidecar=None, timeout=60) as checkpointer:
             checkpointer.save(step, state).result(60)
             checkpointer.restore(into, step)
     set_state_dict(*second, model_state_dict=into["model"], optim_state_dict=into["optim"], options=options)

@@ -55,25 +55,25 @@ def test_a_tag_is_restored_in_whichever_timeline_it_lies(url: str, name: str, st
 
     with trainer(url) as checkpointer:
         given = state(0)
-        assert checkpointer.restore(given, f"tag:{name}") == step
+        assert checkpointer.restore(given, tag=name) == step
         assert given["w"].eq(value).all()
         checkpointer.save(step + 1, state(7)).result(60)
         assert checkpointer.steps() == [1, 2, step + 1]
-    with look_into(url, run=RUN, step=f"tag:{name}") as saved:
+    with look_into(url, run=RUN, tag=name) as saved:
         assert saved["w"][0] == value
 
 
 def test_a_tag_of_another_run_needs_its_run(url: str) -> None:
     with trainer(url, run="fork") as checkpointer:
         with pytest.raises(UsageError, match=r"tag best is step 3 of run exp, not of fork \(give run='exp'\)"):
-            checkpointer.restore(state(0), "tag:best")
+            checkpointer.restore(state(0), tag="best")
         given = state(0)
-        assert checkpointer.restore(given, "tag:best", run=RUN) == 3
+        assert checkpointer.restore(given, tag="best", run=RUN) == 3
         assert given["w"].eq(3).all()
         with pytest.raises(NotFoundError, match="no tag worst"):
-            checkpointer.restore(state(0), "tag:worst", run=RUN)
+            checkpointer.restore(state(0), tag="worst", run=RUN)
         with pytest.raises(UsageError):
-            checkpointer.restore(state(0), "tag:../best", run=RUN)
+            checkpointer.restore(state(0), tag="../best", run=RUN)
 
 
 def test_a_tag_whose_step_was_removed_says_so(url: str) -> None:
@@ -83,7 +83,7 @@ def test_a_tag_whose_step_was_removed_says_so(url: str) -> None:
         trainer(url) as checkpointer,
         pytest.raises(NotFoundError, match="step 3 of run exp, which tag best names, was"),
     ):
-        checkpointer.restore(state(0), "tag:best")
+        checkpointer.restore(state(0), tag="best")
 
 
 def test_the_command_takes_a_tag_for_a_step(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def told(case: str, work: Callable[[], object]) -> None:
 
 def restore(url: str) -> None:
     into = {"w": torch.zeros(1000)}
-    with Checkpointer(url, run="exp", sidecar=None, wait_seconds=60) as checkpointer:
+    with Checkpointer(url, run="exp", sidecar=None, timeout=60) as checkpointer:
         checkpointer.restore(into)
     assert into["w"].sum() == 1000
 

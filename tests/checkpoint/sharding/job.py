@@ -169,7 +169,7 @@ def turn(url: str, run: str, kind: str, how: str) -> None:
     rank = dist.get_rank()
     trainer = Trainer(kind, how, seed=len(run) + dist.get_world_size())
     same = ("model", "optimizer") if how == "dicts" else ()  # of plain dicts nothing else says so
-    with Checkpointer(url, run=run, sidecar=None, wait_seconds=60, replicated=same) as checkpointer:
+    with Checkpointer(url, run=run, sidecar=None, timeout=60, replicated=same) as checkpointer:
         step = trainer.restore(checkpointer)
         random = torch.get_rng_state().sum().item()
         say(run=run, rank=rank, restored=step, state=trainer.summary(), position=trainer.loader.position,

@@ -46,7 +46,7 @@ def main(directory: str) -> None:
     logging.getLogger("headrace").addHandler(lines)
     saved = {"model": model()}
     found: dict[str, Any] = {}
-    with Checkpointer(directory, run="warn", sidecar=None, wait_seconds=60, replicas="warn") as checkpointer:
+    with Checkpointer(directory, run="warn", sidecar=None, timeout=60, check_replicas="warn") as checkpointer:
         found["same"] = save(checkpointer, 1, saved)
         if dist.get_rank() == 1:
             with torch.no_grad():
@@ -54,10 +54,10 @@ def main(directory: str) -> None:
         found["differ"] = save(checkpointer, 2, saved)
     found["lines"] = [line for line in lines.lines if "differ" in line]
     found["counted"] = metrics.checkpoint_replicas_diverged._value.get()
-    with Checkpointer(directory, run="error", sidecar=None, wait_seconds=60) as checkpointer:
+    with Checkpointer(directory, run="error", sidecar=None, timeout=60) as checkpointer:
         found["refused"] = save(checkpointer, 1, saved)
         found["steps"] = checkpointer.steps()
-    with Checkpointer(directory, run="trust", sidecar=None, wait_seconds=60, replicas="trust") as checkpointer:
+    with Checkpointer(directory, run="off", sidecar=None, timeout=60, check_replicas="off") as checkpointer:
         found["trusted"] = save(checkpointer, 1, saved)
     found["stages"] = stages(directory)
     print(json.dumps(found), flush=True)
@@ -68,7 +68,7 @@ def stages(directory: str) -> dict[str, Any]:
     torch.manual_seed(min(dist.get_rank(), 1))
     stage, made = min(dist.get_rank(), 1), torch.nn.Linear(40, 40)
     before = made.weight.clone()
-    with Checkpointer(directory, run="stages", sidecar=None, wait_seconds=60) as checkpointer:
+    with Checkpointer(directory, run="stages", sidecar=None, timeout=60) as checkpointer:
         refused = save(checkpointer, 1, {"model": made})
         written = checkpointer.save(2, {f"stage{stage}": made}).result(60).bytes_state
         with torch.no_grad():

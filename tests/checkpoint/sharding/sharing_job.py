@@ -55,7 +55,7 @@ def restore(directory: str, run: str, sharded: bool) -> None:
     with open_store(directory) as inner:
         store = Counting(inner)
         try:
-            with Checkpointer(store, run=run, sidecar=None, wait_seconds=60) as checkpointer:
+            with Checkpointer(store, run=run, sidecar=None, timeout=60) as checkpointer:
                 checkpointer.restore(into)
         except HeadraceError as error:
             say(run=run, error=type(error).__name__, message=str(error))
@@ -67,7 +67,7 @@ def restore(directory: str, run: str, sharded: bool) -> None:
 @in_group
 def main(directory: str, damaged: str) -> None:
     saved = state(1, False)
-    with Checkpointer(directory, run="exp", sidecar=None, wait_seconds=60) as checkpointer:
+    with Checkpointer(directory, run="exp", sidecar=None, timeout=60) as checkpointer:
         checkpointer.save(1, saved).result(60)
     say(
         bytes=sum(p.nbytes for p in saved["model"].parameters()),

@@ -70,7 +70,7 @@ def test_a_failed_save_in_slices_gives_the_arena_back_once_nobody_fills_it(
     monkeypatch.setattr(Staging, "give_back", seen)
     monkeypatch.setattr(SlicedState, "_gather", slowly)
     state = {"x": torch.zeros(70 * MIB, dtype=torch.uint8)}
-    given: dict[str, Any] = {"staging": "lazy", "staging_bytes": 64 * MIB, "failed_saves": "log"}
+    given: dict[str, Any] = {"staging": "lazy", "staging_bytes": 64 * MIB, "on_save_error": "log"}
     with Checkpointer(str(tmp_path), run="exp", sidecar=None, **given) as checkpointer:
         with monkeypatch.context() as patched:
             patched.setattr(carry, "upload", away)

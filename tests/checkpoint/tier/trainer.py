@@ -36,7 +36,7 @@ def save(checkpointer: Checkpointer, steps: range) -> None:
 
 
 def main(mode: str, url: str, socket: str, steps: str) -> None:
-    checkpointer = Checkpointer(url, run="exp", sidecar=socket, wait_seconds=120)
+    checkpointer = Checkpointer(url, run="exp", sidecar=socket, timeout=120)
     if mode == "save":
         save(checkpointer, range(1, int(steps) + 1))
     state = {"w": torch.zeros(900_000), "frozen": torch.zeros(500_000), "step": 0}
