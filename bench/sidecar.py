@@ -29,7 +29,7 @@ from headrace.bench.sidecar_node import DaemonProcess, daemon, run_ranks, server
 from headrace.bench.sidecar_rank import Job, Shape
 from headrace.dataio.core.files import storage_kind
 from headrace.dataio.core.options import count
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.client import Sidecar, open_reader
 from headrace.dataio.store.open import open_store

@@ -29,7 +29,7 @@ from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.core.limits import MIB, parse_bytes
 from headrace.dataio.core.options import count
 from headrace.dataio.sidecar.client import Sidecar
-from headrace.dataio.sidecar.tier.protocol import Pace
+from headrace.dataio.sidecar.tier.protocol import RateLimit
 from headrace.dataio.testing.s3server import start_seaweedfs
 
 CERTIFICATES = Path(__file__).resolve().parents[1] / "deploy" / "buddies" / "certificates.sh"
@@ -152,7 +152,7 @@ class Relay:
 
     def __init__(self, upstream: str, rate: int) -> None:
         host, _, port = upstream.removeprefix("http://").partition(":")
-        self._upstream, self._pace, self._lock = (host, int(port)), Pace(rate), threading.Lock()
+        self._upstream, self._pace, self._lock = (host, int(port)), RateLimit(rate), threading.Lock()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 

@@ -36,7 +36,7 @@ from headrace.checkpoint.tier import saving
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, TransientError, UsageError
-from headrace.dataio.sidecar.transfer.gate import pass_by
+from headrace.dataio.sidecar.jobs.gate import pass_by
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_location

@@ -23,7 +23,7 @@ import msgspec
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from headrace.dataio.cache.sized import Sized
+from headrace.dataio.cache.objects import KnownSizes
 from headrace.dataio.core import metrics
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import UsageError
@@ -327,7 +327,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         how, plan = self._delivery, self._plan
         sources = list[SampleReader]()
         for dataset in plan.datasets:
-            sized = Sized(dataset.store, dataset.document.shard_sizes)
+            sized = KnownSizes(dataset.store, dataset.document.shard_sizes)
             reader = open_reader(sized, how.sidecar, self._meter)
             sources.append(SampleReader(reader, dataset.store, HELD_BYTES // len(plan.datasets)))
             undo.callback(sources[-1].close)

@@ -21,7 +21,7 @@ from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.dataio import Dataset, append, cli, index, open_store, pack, preview, verify
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, HeadraceError, TransientError
-from headrace.dataio.sidecar import status
+from headrace.dataio.sidecar import status_server
 from headrace.dataio.store import fsspec as fsspec_store
 from headrace.dataio.store import retry, s3, s3config
 from headrace.dataio.store.base import Store
@@ -252,10 +252,10 @@ def test_what_is_read_once_all_is_open_ends(prepared: str, dripping: FaultProxy,
 
 @pytest.mark.parametrize("part", [b"GET /livez HTTP/1.1\r\nX: ", b"G"])
 def test_the_status_server_waits_for_no_slow_client(part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "HEAD_SECONDS", SECONDS)
+    monkeypatch.setattr(status_server, "HEAD_SECONDS", SECONDS)
 
     async def drip() -> int:
-        server = status.StatusServer(dict, dict, lambda: True)
+        server = status_server.StatusServer(dict, dict, lambda: True)
         reader, writer = await asyncio.open_connection("127.0.0.1", await server.start(0))
         writer.write(part)
         dripped = 0

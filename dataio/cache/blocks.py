@@ -1,19 +1,29 @@
-"""The cache's disk: one sparse file per cached object, without a name.
+"""Cache files, the descriptors that refer to them, and the buffers that blocks pass through.
 
-Purpose: somewhere to put blocks that can be mapped, handed to another process and dropped at any moment.
-Invariant: a file is unlinked as soon as it is open (but see `kept`), so its bytes live exactly as long as somebody holds a
-descriptor or a mapping: dropping it never changes what a holder sees, and a killed process leaves nothing behind.
-Descriptors handed out are read-only. No file is ever truncated or punched.
-Failure behaviour: `OSError` (no space, directory gone) goes to the caller, who continues without the cache.
+Purpose: a place for blocks that can be mapped, handed to another process, and dropped at any moment.
+Invariants: an unnamed cache file is unlinked as soon as it is open, so its bytes live exactly as long as a descriptor or a
+mapping of it (files with a name: see `disks`). Dropping a file never changes what a holder sees, and a killed process leaves
+nothing behind. Descriptors handed out are read-only. No file is ever truncated or punched. `FdCache` keeps at most `FILES`
+descriptors, and `Buffers` at most `count` buffers.
+Failure behaviour: `OSError` (no space, directory gone) goes to the caller, which continues without the cache. A store's errors
+pass through. When the process has too many open files, `FdCache` closes its own first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import secrets
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from pathlib import Path
+
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.store.base import Store
 
 
 class Descriptor:
@@ -95,3 +105,110 @@ def map_file(fd: int, size: int, lease: object) -> MappedFile:
     mapped = MappedFile(fd, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
     mapped.lease = lease
     return mapped
+
+
+IDLE_SECONDS = 5.0
+
+
+class Buffers:
+    """At most `most` buffers of `size` bytes, last in, first out. Safe to share between threads."""
+
+    def __init__(self, size: int, most: int, clock: Clock) -> None:
+        self._size, self._clock = size, clock
+        self._lock, self._left = threading.Lock(), threading.Semaphore(most)
+        self._free: list[tuple[memoryview, float]] = []  # with the time of its last use; the latest last
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[memoryview]:
+        """A buffer, until the block ends. Its bytes are whatever they were."""
+        with self._left:
+            with self._lock:
+                buffer = self._free.pop()[0] if self._free else None
+            if buffer is None:
+                buffer = memoryview(mmap.mmap(-1, self._size))  # and no bytearray: malloc keeps what it was given
+            try:
+                yield buffer
+            finally:
+                with self._lock:
+                    self._free.append((buffer, self._clock.monotonic()))
+
+    def trim(self) -> int:
+        """Give back what has been idle for `IDLE_SECONDS`; returns how many are left."""
+        oldest = self._clock.monotonic() - IDLE_SECONDS
+        with self._lock:
+            self._free = [(buffer, used) for buffer, used in self._free if used > oldest]
+            return len(self._free)
+
+
+class Lease:
+    """A file that holds the asked-for ranges. While it lives, its bytes count as held. `once`: the cache has forgotten it
+    already, so there is no use in keeping its mapping."""
+
+    __slots__ = ("_ended", "descriptor", "file", "once", "present", "size")
+
+    def __init__(
+        self, file: int, opened: BlockFile, present: list[tuple[int, int]], ended: deque[int], once: bool = False
+    ) -> None:
+        self.file, self.size, self.present, self.once = file, opened.size, present, once
+        self.descriptor: Descriptor = opened.reader
+        self._ended = ended
+
+    def __del__(self) -> None:
+        self._ended.append(self.file)  # runs in any thread, under any lock: the engine reads it later
+
+
+FILES = 128
+BELIEVED_SECONDS = 30.0
+
+
+class _File:
+    """An open object; without a descriptor one that is no file of this machine."""
+
+    __slots__ = ("descriptor", "since")
+
+    def __init__(self, descriptor: Descriptor | None, since: float) -> None:
+        self.descriptor, self.since = descriptor, since
+
+
+class FdCache:
+    """The descriptors that were used last, of any stores."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._files: OrderedDict[tuple[Store, str], _File] = OrderedDict()
+
+    def get(self, store: Store, key: str) -> Descriptor | None:
+        """The object's file; None where it is none of this machine."""
+        now = self._clock.monotonic()
+        with self._lock:
+            file = self._files.get((store, key))
+            if file is not None and now - file.since < BELIEVED_SECONDS:
+                self._files.move_to_end((store, key))
+                return file.descriptor
+        return self._open(store, key, now)
+
+    def forget(self, store: Store, key: str) -> None:
+        """Open it anew the next time."""
+        with self._lock:
+            gone = self._files.pop((store, key), None)
+        del gone
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            gone, self._files = self._files, OrderedDict()
+        del gone
+
+    def _open(self, store: Store, key: str, now: float) -> Descriptor | None:
+        try:
+            fd = store.open_file(key)
+        except CapacityError:  # too many open files, of which some may be ours
+            self.clear()
+            fd = store.open_file(key)
+        file = _File(None if fd is None else Descriptor(fd), now)
+        with self._lock:
+            before = self._files.pop((store, key), None)
+            self._files[store, key] = file
+            oldest = self._files.popitem(last=False) if len(self._files) > FILES else None
+        del before, oldest  # closed outside the lock, when the last read of them is over
+        return file.descriptor

@@ -1,20 +1,35 @@
-"""The directories of a cache's tiers, and the files in them.
+"""The directories of a cache's tiers, the files in them, and how blocks are written to those files.
 
-Purpose: make, adopt and remove cache files, and remember which disks are in trouble.
-Invariants: the engine calls under its lock. A tier in trouble is tried again after `RECOVER_SECONDS`.
-Failure behaviour: a disk that cannot be written costs one warning; what it has is still served.
+Purpose: make, adopt and remove cache files, and remember which disks fail. A `PersistentFile` is `<name>.blocks` with a
+map `<name>.map` that lists its blocks, so a restarted daemon begins with what the last one had fetched
+(docs/design/0002).
+Invariants: the engine calls `Disks` under its lock. A block is listed only after it was written, and its digest is
+checked before any reader gets the bytes. A file that does not match its map (size, owner, kind) is removed unread. One
+daemon at a time owns a directory. Of two attempts at a block, only one writes piece by piece; the attempt that
+completes the block first wins, and the other one writes nothing afterwards. So a block's bytes, and its digest, come
+from one attempt.
+Failure behaviour: a disk that cannot be written costs one warning and is tried again after `RECOVER_SECONDS`; blocks
+that it holds are still served. A write error is a `DiskError`. A failed fetch may leave bytes in the file: they are not
+listed, and the next fetch overwrites them. If a map cannot be written, its blocks are lost at the next start; damaged
+maps are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import stat
+import struct
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import xxhash
 
-from headrace.dataio.cache import kept
-from headrace.dataio.cache.blocks import BlockDirectory, BlockFile
-from headrace.dataio.cache.events import Create
+from headrace.dataio.cache.blocks import BlockDirectory, BlockFile, Descriptor
+from headrace.dataio.cache.plan.events import Create, ObjectId
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.log import get_logger, warn_once
 
@@ -23,9 +38,9 @@ RECOVER_SECONDS = 30.0
 _log = get_logger(__name__)
 
 
-class Place(msgspec.Struct, frozen=True):
-    """A directory for cache files, and how many bytes it may hold. With `keep`, files outlive the engine, and what an earlier
-    one left is adopted; then the directory must belong to this engine alone."""
+class TierDirectory(msgspec.Struct, frozen=True):
+    """A directory for cache files, and how many bytes it may hold. With `keep`, files outlive the engine, and what an
+    earlier one left is adopted; then the directory must belong to this engine alone."""
 
     path: Path
     budget: int
@@ -35,7 +50,7 @@ class Place(msgspec.Struct, frozen=True):
 class Disks:
     """The files by number. `places` are the tiers, the fast one first."""
 
-    def __init__(self, places: Sequence[Place], block_bytes: int, clock: Clock) -> None:
+    def __init__(self, places: Sequence[TierDirectory], block_bytes: int, clock: Clock) -> None:
         self.places, self._block_bytes, self._clock = places, block_bytes, clock
         self.files: dict[int, BlockFile] = {}
         self._paused: dict[int, float] = {}  # tiers in trouble, and when to try them again
@@ -44,7 +59,7 @@ class Disks:
         """An empty file; `OSError` when its disk has none."""
         place = self.places[create.tier]
         self.files[create.file] = (
-            kept.create(place.path, create.object, self._block_bytes)
+            create_persistent(place.path, create.object, self._block_bytes)
             if create.keep and place.keep
             else BlockDirectory(place.path).create(create.object.size)
         )
@@ -56,11 +71,11 @@ class Disks:
             dropped.unlink()
         return dropped is not None
 
-    def left(self) -> Iterator[tuple[int, kept.Adopted]]:
+    def left(self) -> Iterator[tuple[int, AdoptedFile]]:
         """What an earlier engine left, by tier: its blocks are to be checked when they are first asked for."""
         for tier, place in enumerate(self.places):
             if place.keep:
-                for found in kept.adopt(place.path, self._block_bytes):
+                for found in adopt(place.path, self._block_bytes):
                     yield tier, found
 
     # trouble
@@ -82,3 +97,196 @@ class Disks:
         for tier in found:
             del self._paused[tier]
         return found
+
+
+_MAGIC = b"headrace-cache-1"
+_HEAD = struct.Struct("<16sIIQ")  # magic, block size, bytes of the object's name, digest of it
+_RECORD = struct.Struct("<IQ")  # block, XXH3-64 of its bytes
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+NAME_BYTES = 16 << 10
+MAP_BYTES = 64 << 20
+
+_log = get_logger(__name__)
+_encode = msgspec.msgpack.Encoder().encode
+_decode: msgspec.msgpack.Decoder[tuple[str, str, int, float]] = msgspec.msgpack.Decoder(tuple[str, str, int, float])
+
+
+def digest(data: memoryview | bytes) -> int:
+    """What a map says of a block."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class PersistentFile(BlockFile):
+    """A cache file with a name; `listing` is its map, open to be appended to. `digests` are those of the blocks that an
+    earlier daemon listed."""
+
+    __slots__ = ("_listing", "_path", "digests")
+
+    def __init__(self, path: Path, writer: Descriptor, reader: Descriptor, listing: Descriptor, size: int) -> None:
+        super().__init__(writer, reader, size)
+        self._path, self._listing = path, listing
+        self.digests: dict[int, int] = {}
+
+    def wrote(self, block: int, digest: int) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._listing.fileno(), _RECORD.pack(block, digest))
+
+    def unlink(self) -> None:
+        for path in (_map_of(self._path), self._path):  # without its map a file is nothing
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+class AdoptedFile(msgspec.Struct, frozen=True):
+    """What a directory held of one object."""
+
+    object: ObjectId
+    file: PersistentFile
+
+
+def create_persistent(directory: Path, obj: ObjectId, block_bytes: int) -> PersistentFile:
+    """A new empty file for `obj`; OSError when there is no room or no directory."""
+    path = directory / f"{secrets.token_hex(8)}.blocks"
+    writer = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        os.ftruncate(writer.fileno(), obj.size)
+        reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        listing = Descriptor(os.open(_map_of(path), _APPEND | os.O_CREAT | os.O_EXCL, 0o600))
+        name = _encode((obj.source, obj.key, obj.size, obj.modified))
+        os.write(listing.fileno(), _HEAD.pack(_MAGIC, block_bytes, len(name), digest(name)) + name)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+    return PersistentFile(path, writer, reader, listing, obj.size)
+
+
+def adopt(directory: Path, block_bytes: int) -> Iterator[AdoptedFile]:
+    """What is in `directory`, the file last written to last. Whatever cannot be used is removed."""
+    maps = [(path.stat().st_mtime_ns, path) for path in directory.glob("*.map")]
+    mapped = {path.with_suffix(".blocks") for _, path in maps}
+    for orphan in set(directory.glob("*.blocks")) - mapped:
+        _remove(orphan)
+    for _, path in sorted(maps):
+        try:
+            found = _open(path, block_bytes)
+        except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
+            _log.warning("a cache file that an earlier daemon left is of no use and removed: %s", error)
+            _remove(path, path.with_suffix(".blocks"))
+            continue
+        yield found
+
+
+def _open(map_path: Path, block_bytes: int) -> AdoptedFile:
+    obj, digests = _read_map(map_path, block_bytes)
+    path = map_path.with_suffix(".blocks")
+    writer = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    found = os.fstat(writer.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != obj.size:
+        raise ValueError(f"{path.name} is not the file that its map describes")
+    reader = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    file = PersistentFile(path, writer, reader, Descriptor(os.open(map_path, _APPEND)), obj.size)
+    file.digests = digests
+    return AdoptedFile(obj, file)
+
+
+def _read_map(path: Path, block_bytes: int) -> tuple[ObjectId, dict[int, int]]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_size > MAP_BYTES:
+            raise ValueError(f"{path.name} is too large for a map")
+        data = memoryview(os.read(fd, MAP_BYTES))
+    finally:
+        os.close(fd)
+    magic, size, length, expected = _HEAD.unpack_from(data)
+    name = bytes(data[_HEAD.size : _HEAD.size + min(length, NAME_BYTES)])
+    if magic != _MAGIC or size != block_bytes or digest(name) != expected:
+        raise ValueError(f"{path.name} is not a map of blocks of {block_bytes} bytes")
+    obj = ObjectId(*_decode.decode(name))
+    blocks = -(-obj.size // block_bytes)
+    records = data[_HEAD.size + length :]
+    whole = records[: len(records) // _RECORD.size * _RECORD.size]  # the last one may be torn
+    return obj, {block: found for block, found in _RECORD.iter_unpack(whole) if block < blocks}
+
+
+def _map_of(path: Path) -> Path:
+    return path.with_suffix(".map")
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+class DiskError(Exception):
+    """The cache's own disk failed; `error` says how."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class SupersededError(Exception):
+    """Another attempt has all of it in the file."""
+
+
+class PendingBlock:
+    """A part of a file that is being written. Safe to share between the threads of its attempts."""
+
+    __slots__ = ("_block", "_file", "_first", "_lock", "_there")
+
+    def __init__(self, file: BlockFile, block: int, first: int) -> None:
+        self._file, self._block, self._first = file, block, first
+        self._lock, self._there = threading.Lock(), False
+
+    def begin(self) -> BlockWriter:
+        """For the attempt that goes by pieces."""
+        return BlockWriter(self._first, xxhash.xxh3_64() if isinstance(self._file, PersistentFile) else None, self)
+
+    def whole(self, view: memoryview) -> None:
+        """For the other one, or where the bytes come from several places: all of it."""
+        with self._lock:
+            if not self._there:
+                self._write(self._first, view)
+                self._file.wrote(self._block, digest(view) if isinstance(self._file, PersistentFile) else 0)
+                self._there = True
+
+    def piece(self, offset: int, piece: memoryview) -> None:
+        """Write a piece; `SupersededError` when the other attempt has written all."""
+        with self._lock:
+            if self._there:
+                raise SupersededError
+            self._write(offset, piece)
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        try:
+            self._file.write(offset, data)
+        except OSError as error:
+            raise DiskError(error) from None
+
+    def end(self, found: int) -> None:
+        """All pieces are written, and `found` is their digest."""
+        with self._lock:
+            if not self._there:
+                self._file.wrote(self._block, found)
+            self._there = True
+
+
+class BlockWriter:
+    """One attempt: `take` every piece in order, from the first one again where a store begins anew, then `end`."""
+
+    __slots__ = ("_first", "_hash", "_part")
+
+    def __init__(self, first: int, hash: xxhash.xxh3_64 | None, part: PendingBlock) -> None:
+        self._first, self._hash, self._part = first, hash, part
+
+    def take(self, offset: int, piece: memoryview) -> None:
+        if self._hash is not None:
+            if offset == self._first:
+                self._hash.reset()
+            self._hash.update(piece)
+        self._part.piece(offset, piece)
+
+    def end(self) -> None:
+        self._part.end(self._hash.intdigest() if self._hash is not None else 0)

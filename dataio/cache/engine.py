@@ -19,17 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from headrace.dataio.cache.announced import Announced, Upcoming, check_inside
-from headrace.dataio.cache.disks import Disks, Place
-from headrace.dataio.cache.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready
-from headrace.dataio.cache.fetcher import Fetcher
-from headrace.dataio.cache.flight import Flight, Landed
-from headrace.dataio.cache.forecast import Forecast
-from headrace.dataio.cache.lease import Lease
+from headrace.dataio.cache.announcements import AnnouncementList, Forecast, Upcoming, check_inside
+from headrace.dataio.cache.blocks import Lease
+from headrace.dataio.cache.disks import DiskError, Disks, TierDirectory
+from headrace.dataio.cache.fetcher import Fetcher, FetchResult, FetchTask
 from headrace.dataio.cache.objects import Objects
-from headrace.dataio.cache.passing import DiskError
 from headrace.dataio.cache.plan import CachePlan
-from headrace.dataio.cache.turns import JobLimits
+from headrace.dataio.cache.plan.events import Bypass, Create, Drop, Failed, Fetch, Instruction, ObjectId, Ready
+from headrace.dataio.cache.scheduling import JobLimits
 from headrace.dataio.core import limits, metrics
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import HeadraceError, RangeError, TransientError
@@ -55,7 +52,7 @@ Ranges = Sequence[tuple[int, int]]
 class _Stream:
     """A loader that announces. `newest` is what nobody has looked at yet, `busy` whether somebody is about to."""
 
-    announced: Announced = field(default_factory=Announced)
+    announced: AnnouncementList = field(default_factory=AnnouncementList)
     newest: tuple[Store, Upcoming] | None = None
     busy: bool = False
 
@@ -73,12 +70,12 @@ class Engine:
         block_bytes: int = limits.CACHE_BLOCK_BYTES,
         clock: Clock = SYSTEM_CLOCK,
         keep: bool = False,
-        slower: Sequence[Place] = (),
+        slower: Sequence[TierDirectory] = (),
         buffers: int | None = None,
     ) -> None:
         """At most `threads` requests to stores and `buffers` blocks (as many as threads by default) are in flight."""
         buffers = buffers or threads
-        places = (Place(directory, budget, keep), *slower)
+        places = (TierDirectory(directory, budget, keep), *slower)
         self._clock, self._disks, self._objects = clock, Disks(places, block_bytes, clock), Objects(clock)
         self._listeners: list[Callable[[int], None]] = []
         self._plan = CachePlan(
@@ -356,7 +353,7 @@ class Engine:
             except HeadraceError as error:
                 _log.debug("not prefetching: %s", error)
 
-    def _follow(self, stream: int, announced: Announced, store: Store, upcoming: Upcoming) -> None:
+    def _follow(self, stream: int, announced: AnnouncementList, store: Store, upcoming: Upcoming) -> None:
         reads = announced.renew(upcoming, self._plan.block_bytes, self._objects.finder(store))
         with self._lock:
             if self._closed or stream not in self._announcing:
@@ -430,7 +427,7 @@ class Engine:
         sources = [file for file in here if file is not None]
         job = self._jobs.get(fetch.stream, str(fetch.stream))
         within = self._within.get(fetch.stream, "")
-        self._fetcher.start(Flight(fetch, opened, store, obj.key, sources, waited_for, job, within))
+        self._fetcher.start(FetchTask(fetch, opened, store, obj.key, sources, waited_for, job, within))
 
     def _lease(self, file: int, once: bool) -> Lease | None:
         opened = self._disks.files.get(file)
@@ -449,7 +446,7 @@ class Engine:
 
     # threads
 
-    def _landed(self, landed: Sequence[Landed]) -> None:
+    def _landed(self, landed: Sequence[FetchResult]) -> None:
         """All that one thread has done is told at once: what follows from it is decided once, and wakes others once."""
         later = list[Callable[[], None]]()
         with self._lock:

@@ -1,29 +1,34 @@
-"""The engine's threads: fetch parts of objects into cache files, check what an earlier daemon left, ask again when it is late.
+"""The engine's threads: they fetch parts of objects into cache files, verify adopted blocks, and hedge late requests.
 
-Invariants: each fetch reports once, whichever of its attempts ends first; a second attempt is started only while somebody waits
-for the bytes, for at most one in a hundred fetches, and not of files of this machine, of which several go together (`together`).
-Jobs take turns (`turns`). A fetch, or those that go together, takes one buffer of a block, and nothing else that grows.
-Failure behaviour: the store's error is reported when no other attempt is under way; trouble with the
-cache's own disk comes as `DiskError`.
+Blocks of local files are fetched in batches of up to `BATCH_BLOCKS` through one buffer (`BatchedFetch`). The engine's decisions
+and wake-ups take a good part of the time that reading a block from the page cache takes, and a batch needs them once.
+
+Invariants: each fetch reports once, whichever of its attempts ends first. A second attempt is started only while a request waits
+for the bytes, for at most one in a hundred fetches, and never for local files. Jobs take turns (`scheduling`). A fetch or a batch
+takes one buffer of one block, and no other memory that grows.
+Failure behaviour: a store's error is reported when no other attempt is running; an error of the cache's own disk is a
+`DiskError`. A local file that cannot be read whole (truncated, gone, bad disk) is left to the store, whose errors pass through.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from headrace.dataio.cache import kept
-from headrace.dataio.cache.buffers import IDLE_SECONDS, Buffers
-from headrace.dataio.cache.events import Fetch
-from headrace.dataio.cache.flight import Flight, Landed
-from headrace.dataio.cache.passing import OvertakenError
-from headrace.dataio.cache.together import TOGETHER, Together
-from headrace.dataio.cache.turns import JobLimits, Turns
-from headrace.dataio.cache.window import Window
-from headrace.dataio.core import tracing
+from headrace.dataio.cache import disks
+from headrace.dataio.cache.blocks import IDLE_SECONDS, BlockFile, Buffers, Descriptor, FdCache
+from headrace.dataio.cache.disks import DiskError, PendingBlock, SupersededError
+from headrace.dataio.cache.plan.events import Fetch
+from headrace.dataio.cache.scheduling import FairQueue, FetchWindow, JobLimits
+from headrace.dataio.core import metrics, tracing
 from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.base import Store
 
 LOOK_SECONDS = 0.25
 QUIET_LOOKS = 4
@@ -41,16 +46,16 @@ class Fetcher:
         buffers: int,
         block_bytes: int,
         clock: Clock,
-        landed: Callable[[Sequence[Landed]], None],
+        landed: Callable[[Sequence[FetchResult]], None],
     ) -> None:
         self._clock, self._landed = clock, landed
         self._ahead = max(1, min(threads // 2, buffers * 2 // 3)), block_bytes
-        self._together = Together(clock)
+        self._together = BatchedFetch(clock)
         self._buffers = Buffers(block_bytes, buffers, clock)
-        self.window = Window(2 * block_bytes, max(2, buffers) * block_bytes)
+        self.window = FetchWindow(2 * block_bytes, max(2, buffers) * block_bytes)
         self._lock = threading.Condition()
-        self._flights: dict[Flight, None] = {}
-        self._turns: Turns[Job | Flight] = Turns()
+        self._flights: dict[FetchTask, None] = {}
+        self._turns: FairQueue[Job | FetchTask] = FairQueue()
         self._turn = threading.Condition()
         self._closed = self._watching = self._woken = False
         self._mine = threading.local()
@@ -67,7 +72,7 @@ class Fetcher:
             self._turns.add_first(job)
             self._wake()
 
-    def start(self, flight: Flight) -> None:
+    def start(self, flight: FetchTask) -> None:
         """Fetch it when it is its turn. A thread of this fetcher's that ends a flight takes it by itself, and wakes another for
         whatever else there is: being woken and finding nothing costs as much as a small read."""
         with self._turn:
@@ -90,7 +95,7 @@ class Fetcher:
         """How many prefetches may be in flight, bytes of them, and how many of them are best started together."""
         parts, block_bytes = self._ahead
         if self._together.lately and not self._flights:
-            return 2 * TOGETHER, 2 * TOGETHER * block_bytes, TOGETHER
+            return 2 * BATCH_BLOCKS, 2 * BATCH_BLOCKS * block_bytes, BATCH_BLOCKS
         with self._lock:
             return parts, self.window.bytes(), 1
 
@@ -116,7 +121,7 @@ class Fetcher:
                 _log.exception("a job of the cache failed")
             del job  # or it would keep its file open while this thread waits for the next one
 
-    def _next(self) -> Job | list[Flight] | None:
+    def _next(self) -> Job | list[FetchTask] | None:
         """The next job, or fetches that go together; None at the end."""
         with self._turn:
             idle = IDLE_SECONDS
@@ -127,12 +132,12 @@ class Fetcher:
                 if not self._turn.wait(soon if soon is not None else idle or None) and soon is None:
                     self._together.rest()
                     idle = IDLE_SECONDS if self._buffers.trim() else 0.0  # an idle daemon is a small one
-            found = [job, *self._more(job, now)] if isinstance(job, Flight) else job
+            found = [job, *self._more(job, now)] if isinstance(job, FetchTask) else job
             if self._turns:
                 self._wake()  # what a limit held may go as well, now that something ended
             return found
 
-    def _look(self, now: float) -> Job | Flight | None:
+    def _look(self, now: float) -> Job | FetchTask | None:
         self._woken = False
         return self._turns.next(now)
 
@@ -143,13 +148,13 @@ class Fetcher:
             self._woken = True
             self._turn.notify()
 
-    def _more(self, first: Flight, now: float) -> Iterator[Flight]:
-        fits, left = self._together.fits, TOGETHER - 1
-        while left and fits(first) and isinstance(more := self._turns.next(now, fits), Flight):
+    def _more(self, first: FetchTask, now: float) -> Iterator[FetchTask]:
+        fits, left = self._together.fits, BATCH_BLOCKS - 1
+        while left and fits(first) and isinstance(more := self._turns.next(now, fits), FetchTask):
             yield more
             left -= 1
 
-    def _fly(self, flights: list[Flight]) -> None:
+    def _fly(self, flights: list[FetchTask]) -> None:
         self._mine.looks_again = True
         try:
             left = self._pass_together(flights) if self._together.takes(flights[0]) else flights
@@ -162,11 +167,11 @@ class Fetcher:
                 for flight in flights:
                     self._turns.done(flight.job, flight.cost, now)
 
-    def _pass_together(self, flights: list[Flight]) -> list[Flight]:
+    def _pass_together(self, flights: list[FetchTask]) -> list[FetchTask]:
         """One after the other through one buffer, and told of at once; what somebody waits for goes first and is told of by
         itself. Returns what the store has to be asked for."""
         order = sorted([(not flight.wanted(), number) for number, flight in enumerate(flights)])
-        done, left = list[Landed](), dict.fromkeys(flights)
+        done, left = list[FetchResult](), dict.fromkeys(flights)
         try:
             with self._buffers.one() as buffer:
                 for later, number in order:
@@ -189,7 +194,7 @@ class Fetcher:
             self._landed(done)
         return list(left)
 
-    def _passed(self, flight: Flight, landed: Landed, began: float) -> None:
+    def _passed(self, flight: FetchTask, landed: FetchResult, began: float) -> None:
         _, error, size = landed
         with self._lock:
             seconds = self._clock.monotonic() - began
@@ -199,7 +204,7 @@ class Fetcher:
 
     # one attempt
 
-    def _attempt(self, flight: Flight) -> None:
+    def _attempt(self, flight: FetchTask) -> None:
         if flight.done:
             return
         fetched, failed, began = 0, None, self._clock.monotonic()
@@ -216,33 +221,33 @@ class Fetcher:
             self._record(flight, began, fetched, failed)
         self._end(flight, failed, fetched)
 
-    def _is_right(self, flight: Flight, view: memoryview) -> bool:
+    def _is_right(self, flight: FetchTask, view: memoryview) -> bool:
         """Whether the part was left by an earlier daemon, and is what it said."""
-        if not flight.fetch.adopted or not isinstance(flight.file, kept.KeptFile):
+        if not flight.fetch.adopted or not isinstance(flight.file, disks.PersistentFile):
             return False
         try:
             flight.file.read(flight.fetch.offset, view)
         except OSError:
             return False
-        right = kept.digest(view) == flight.file.digests.get(flight.fetch.block)
+        right = disks.digest(view) == flight.file.digests.get(flight.fetch.block)
         if not right:
             _log.warning("a block of %s on the cache's disk had other bytes than were written; fetching it", flight.key)
         return right
 
-    def _pass(self, flight: Flight, view: memoryview) -> int:
+    def _pass(self, flight: FetchTask, view: memoryview) -> int:
         """Bring the part into its file; returns the bytes from the store."""
         if flight.fetch.here or flight.attempts > 1:
             fetched = self._gathered(flight, view)
             flight.part.whole(view)
             return fetched
         passing, fetched = flight.part.begin(), 0
-        with contextlib.suppress(OvertakenError):
+        with contextlib.suppress(SupersededError):
             key, offset = flight.key, flight.fetch.offset
             fetched = self._timed(flight, len(view), lambda: flight.store.get_pieces(key, offset, view, passing.take))
             passing.end()
         return fetched
 
-    def _gathered(self, flight: Flight, view: memoryview) -> int:
+    def _gathered(self, flight: FetchTask, view: memoryview) -> int:
         """Fill `view`: from other cache files what they have, from the store the rest; returns the bytes from the store."""
         start, fetched, at = flight.fetch.offset, 0, flight.fetch.offset
         for (_, offset, length), file in zip(flight.fetch.here, flight.here, strict=True):
@@ -251,12 +256,12 @@ class Fetcher:
             at = offset + length
         return fetched + self._get(flight, at, view[at - start :])
 
-    def _get(self, flight: Flight, offset: int, view: memoryview) -> int:
+    def _get(self, flight: FetchTask, offset: int, view: memoryview) -> int:
         if not view:
             return 0
         return self._timed(flight, len(view), lambda: flight.store.get_into(flight.key, offset, view))
 
-    def _timed(self, flight: Flight, size: int, read: Callable[[], None]) -> int:
+    def _timed(self, flight: FetchTask, size: int, read: Callable[[], None]) -> int:
         """A read of `size` bytes from the store, watched and measured; returns `size`."""
         began = self._clock.monotonic()
         with self._lock:
@@ -272,7 +277,7 @@ class Fetcher:
             self.window.landed(size, self._clock.monotonic() - began, delivered)
         return size
 
-    def _record(self, flight: Flight, began: float, fetched: int, error: BaseException | None) -> None:
+    def _record(self, flight: FetchTask, began: float, fetched: int, error: BaseException | None) -> None:
         if not tracing.recording():
             return
         seconds = self._clock.monotonic() - began
@@ -290,7 +295,7 @@ class Fetcher:
             with self._lock:
                 self.window.stored(self._clock.monotonic() - began)
 
-    def _end(self, flight: Flight, error: BaseException | None, fetched: int) -> None:
+    def _end(self, flight: FetchTask, error: BaseException | None, fetched: int) -> None:
         with self._lock:
             flight.attempts -= 1
             first = not flight.done and (error is None or not flight.attempts)
@@ -331,3 +336,97 @@ def _often(late: float) -> float:
 
 _NOTHING = Fetch(-1, 0, 0, 0)
 """Stands for the slower of two attempts: only its bytes count."""
+
+
+FetchResult = tuple[Fetch, BaseException | None, int]
+"""A fetch that is over, its error, and the bytes from the store."""
+
+
+@dataclass(slots=True, eq=False)
+class FetchTask:
+    """A fetch for a job, asked for `within` a span. `here` are the files that have some of its bytes; `wanted()` whether
+    somebody waits for it."""
+
+    fetch: Fetch
+    file: BlockFile
+    store: Store
+    key: str
+    here: Sequence[BlockFile]
+    wanted: Callable[[], bool]
+    job: str = ""
+    within: str = ""
+    attempts: int = 1
+    done: bool = False
+    since: float = 0.0
+    part: PendingBlock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.part = PendingBlock(self.file, self.fetch.block, self.fetch.offset)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all of it comes from the store, and is asked for the first time."""
+        return self.attempts == 1 and not self.fetch.here and not self.fetch.adopted
+
+    @property
+    def cost(self) -> int:
+        """Bytes that the store is asked for, as far as can be known: none where an earlier daemon left them."""
+        return 0 if self.fetch.adopted else self.fetch.length - sum(size for _, _, size in self.fetch.here)
+
+
+BATCH_BLOCKS = 4
+
+_READ = metrics.store_bytes.labels("posix", "read")
+
+
+class BatchedFetch:
+    """Safe to share between threads. `lately`: the last fetch was one of these."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._opened, self._clock, self._used = FdCache(clock), clock, 0.0
+        self._here: weakref.WeakKeyDictionary[Store, bool] = weakref.WeakKeyDictionary()
+        self.lately = False
+
+    def fits(self, item: object) -> bool:
+        """Whether it may go together with others."""
+        return isinstance(item, FetchTask) and item.plain and self._here.get(item.store, False)
+
+    def takes(self, flight: FetchTask) -> bool:
+        """Whether it is to be fetched here: its store's objects are files of this machine."""
+        if flight.plain and flight.store not in self._here:
+            self._file(flight)
+        return self.fits(flight)
+
+    def fetch(self, flight: FetchTask, buffer: memoryview) -> FetchResult | None:
+        """Bring it into its file; None where that is left to the store."""
+        fetch, file = flight.fetch, self._file(flight)
+        if file is None:
+            return None
+        view = buffer[: fetch.length]
+        try:
+            whole = os.preadv(file.fileno(), [view], fetch.offset) == fetch.length
+        except OSError:
+            whole = False
+        if not whole:
+            self._opened.forget(flight.store, flight.key)
+            return None
+        self.lately, self._used = True, self._clock.monotonic()
+        _READ.inc(fetch.length)
+        try:
+            flight.part.whole(view)  # written at once, it is mapped by large pages
+        except DiskError as error:
+            return fetch, error, fetch.length
+        return fetch, None, fetch.length
+
+    def rest(self) -> None:
+        """Let go of all files, if nobody asked for any in the last `IDLE_SECONDS`."""
+        if self._clock.monotonic() - self._used >= IDLE_SECONDS:
+            self._opened.clear()
+
+    def _file(self, flight: FetchTask) -> Descriptor | None:
+        try:
+            file = self._opened.get(flight.store, flight.key)
+        except HeadraceError:  # said by the store, when it is asked
+            return None
+        self._here[flight.store] = file is not None
+        return file

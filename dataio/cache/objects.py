@@ -1,9 +1,11 @@
-"""Which version of an object a cache is about: how large it is, and when it changed.
+"""Which version of an object the cache holds: its size, and when it was modified.
 
-Invariants: an object's size is believed for `STAT_SECONDS`, since shards are immutable, but a dataset may be deleted and made
-again under the same names; at most `KNOWN_OBJECTS` are remembered. Safe to share between threads; a store is asked outside
-the lock, and once by those who want to know the same at the same time.
-Failure behaviour: the store's errors pass through and are not kept.
+Purpose: the cache needs an object's size before it fetches a part of it. `KnownSizes` takes the sizes of a dataset's
+shards from the dataset version, which saves a round trip for each shard.
+Invariants: an object's size is trusted for `STAT_SECONDS`: shards are immutable, but a dataset may be deleted and made
+again under the same names. At most `KNOWN_OBJECTS` are remembered. Safe to share between threads; a store is asked
+outside the lock, and once when several threads ask for the same object.
+Failure behaviour: the store's errors pass through and are not cached.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import cached_property
 
-from headrace.dataio.cache.events import ObjectId
+from headrace.dataio.cache.plan.events import ObjectId
 from headrace.dataio.core.clock import Clock
-from headrace.dataio.store.base import Location, Store
+from headrace.dataio.store.base import Location, ObjectInfo, Store
+from headrace.dataio.store.wrappers import Wrapper
 
 STAT_SECONDS = 30.0
 KNOWN_OBJECTS = 100_000
@@ -107,3 +111,22 @@ def source_of(location: Location) -> str:
 def source_named(url: str, options: Mapping[str, object]) -> str:
     """The same of a location's parts."""
     return f"{url} {json.dumps(options, sort_keys=True, default=str) if options else ''}"
+
+
+class KnownSizes(Wrapper):
+    """`inner`, with the sizes that `say` says, which is called once they are wanted."""
+
+    def __init__(self, inner: Store, say: Callable[[], Mapping[str, int]]) -> None:
+        super().__init__(inner)
+        self._say = say
+
+    def stat(self, key: str) -> ObjectInfo:
+        size = self._sizes.get(key)
+        return self.inner.stat(key) if size is None else ObjectInfo(key, size, 0.0)
+
+    def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
+        self.inner.get_pieces(key, offset, buffer, take)
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        return self._say()

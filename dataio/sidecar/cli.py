@@ -1,18 +1,26 @@
-"""`headrace sidecar run`, `headrace sidecar status` and `headrace sidecar forget`."""
+"""`headrace sidecar run`, `headrace sidecar status` and `headrace sidecar forget`.
+
+Invariant: `forget` removes nothing without `--apply`, and with it exactly the steps that it lists.
+Failure behaviour: `NotFoundError` when no daemon answers, the daemon has no local tier, or no kept step matches.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.dataio.core import log
-from headrace.dataio.core.errors import TransientError
+from headrace.dataio.core.errors import NotFoundError, TransientError
 from headrace.dataio.core.options import Parser
-from headrace.dataio.sidecar import notify, settings
+from headrace.dataio.sidecar import settings, systemd
+from headrace.dataio.sidecar.cli_status import ask
+from headrace.dataio.store.local_tier.records import Record, TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "headrace.checkpoint.carry")}
 """What carries out a staged job, by its kind. Named here by a string: this floor knows nothing of what it starts."""
@@ -51,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from headrace.dataio.sidecar.server import Daemon
+    from headrace.dataio.sidecar.daemon import Daemon
     from headrace.dataio.store.open import open_location
 
     given = {name: text for name, text in vars(options).items() if name != "action" and text is not None}
@@ -59,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
     log.setup(found.log_level)
     daemon = Daemon(found.config, open_location, lambda: settings.read(given, commands=COMMANDS).config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        drained = runner.run(daemon.serve(notify.ready))
+        drained = runner.run(daemon.serve(systemd.ready))
     return 0 if drained else TransientError.exit_code
 
 
@@ -80,6 +88,33 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _forget(options: argparse.Namespace) -> int:
-    from headrace.dataio.sidecar.tier.cli_forget import forget
+    from headrace.dataio.sidecar.cli import forget
 
     return forget(options)
+
+
+def forget(options: argparse.Namespace) -> int:
+    """The command; `options` has socket, run, step, yes and json."""
+    tier = ask(options).get("tier")
+    if not tier:
+        raise NotFoundError("this sidecar has no tier", hint="see tier_dir in docs/sidecar.md")
+    shelf = LocalTier(Path(tier["directory"]), TierLimits(tier["budget_bytes"], tier["steps"]))
+    chosen = [r for r in shelf.records(run=options.run) if options.step in (None, r.step)]
+    if not chosen:
+        raise NotFoundError(f"no such step of run {options.run} is kept here", hint="see headrace sidecar status")
+    if options.yes:
+        shelf.forget(chosen)
+    print(json.dumps([_line(r) for r in chosen]) if options.json else _text(chosen, options.yes))
+    return 0
+
+
+def _line(record: Record) -> dict[str, object]:
+    return {"run": record.run, "step": record.step, "rank": record.rank, "committed": record.committed > 0}
+
+
+def _text(records: list[Record], done: bool) -> str:
+    lines = [
+        f"step {r.step} of run {r.run}, rank {r.rank}: " + ("committed" if r.committed else "NOT KNOWN TO BE COMMITTED")
+        for r in records
+    ]
+    return "\n".join([*lines, "removed" if done else "nothing was removed: say --yes"])

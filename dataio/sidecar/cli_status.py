@@ -1,8 +1,8 @@
-"""`headrace sidecar status`: what the page shows, in the terminal.
+"""`headrace sidecar status`: the contents of the status page, in the terminal.
 
 Invariant: text from the daemon is printed as text, never as markup or control characters.
-Failure behaviour: `NotFoundError` when no daemon answers, `AccessDeniedError` where this user may not ask; with `--watch`
-that is said, and looked for again.
+Failure behaviour: `NotFoundError` when no daemon answers, `AccessDeniedError` when this user may not connect. With `--watch`
+the error is shown and the command tries again. Fields that an older daemon does not send are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rich.text import Text
 
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, translate_os_errors
 from headrace.dataio.core.limits import format_bytes
-from headrace.dataio.sidecar import cli_cache
 from headrace.dataio.sidecar.connection import Sidecar
 from headrace.dataio.sidecar.paths import default_socket
 
@@ -60,7 +59,7 @@ def ask(options: argparse.Namespace) -> State:
 
 def view(state: State) -> RenderableType:
     """The status for people."""
-    lines = [_head(state), _cache(state), *cli_cache.lines(state), *_tier(state)]
+    lines = [_head(state), _cache(state), *cache_lines(state), *_tier(state)]
     tables = [table for table in (_jobs(state), _saves(state)) if table.row_count]
     errors = [
         Text(f"{_clean(e['text'])}  {_ago(e['age_seconds'])}, {e['times']} times", "red")
@@ -96,6 +95,50 @@ def _cache(state: State) -> Text:
         f"{cache['waiting']} requests wait"
     )
     return Text(text + (", PAUSED: its disk cannot be written" if cache["paused"] else ""))
+
+
+def cache_lines(state: State) -> list[Text]:
+    """Of tiers, where there are several; of prefetching, once something was announced; of jobs that wait for the store."""
+    return [*_tiers(state["cache"]), *_prefetch(state.get("prefetch", {})), *_fetching(state.get("fetching", {}))]
+
+
+def _tiers(cache: State) -> list[Text]:
+    tiers = cache.get("tiers", [])
+    return [Text(_cache_tier(number, tier, cache)) for number, tier in enumerate(tiers) if len(tiers) > 1]
+
+
+def _cache_tier(number: int, tier: State, cache: State) -> str:
+    text = f"  tier {number}  {format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])} "
+    text += f"in {_clean(tier['directory'])}" + (f" ({_clean(tier['medium'])})" if "medium" in tier else "")
+    if "hit_bytes" in tier:
+        asked = cache.get("asked_bytes", 0)
+        share = f" ({100 * tier['hit_bytes'] / asked:.1f} % of what was asked for)" if asked else ""
+        text += f", {format_bytes(tier['hit_bytes'])} hits{share}"
+    return text + (", PAUSED: it cannot be written" if tier["paused"] else "")
+
+
+def _prefetch(found: State) -> list[Text]:
+    ready, late = found.get("reads_ready", 0), found.get("reads_late", 0)
+    if not ready + late:
+        return []
+    text = (
+        f"ahead   {ready} of {ready + late} reads were there in time ({100 * ready / (ready + late):.1f} %); "
+        f"{format_bytes(found['window_bytes'])} may be in flight, {found['hedged']} asked for twice"
+    )
+    if found.get("forecasts"):
+        error, worst = found["forecast_error_median_s"], found["forecast_error_p95_s"]
+        when = "later" if error > 0 else "sooner"
+        text += f"; needed {abs(error):.2g} s {when} than foreseen, 95 % within {worst:.2g} s"
+    return [Text(text)]
+
+
+def _fetching(jobs: State) -> list[Text]:
+    shown = sorted(jobs.items(), key=lambda entry: -entry[1]["waiting"])[:6]
+    text = ", ".join(
+        f"{_clean(name)} {turn['connections']} ({format_bytes(turn['bytes_in_flight'])}), {turn['waiting']} waiting"
+        for name, turn in shown
+    )
+    return [Text(f"stores  {text}")] if text else []
 
 
 def _tier(state: State) -> list[Text]:
@@ -177,8 +220,8 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
+def _clean(text: object) -> str:
+    return "".join(c if c.isprintable() else " " for c in str(text))
 
 
 def _share(value: float | None) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from headrace.dataio.cache.contract import ShardReader
-from headrace.dataio.cache.own import own_reader
+from headrace.dataio.cache.readers.base import ShardReader, open_local_reader
 from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.sidecar.meters import LoaderMeter, SaveMeter
 from headrace.dataio.sidecar.paths import chosen
-from headrace.dataio.sidecar.reporting import LoaderMeter, SaveMeter
 from headrace.dataio.store.base import Store
 
 if TYPE_CHECKING:
@@ -35,11 +34,11 @@ def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter 
     it is back; the bytes are the same.
     """
     if chosen(sidecar) is None:
-        return own_reader(store)
+        return open_local_reader(store)
     if not store.location.shareable:
         why = "it was opened with secrets or other options that never leave this process"
         warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}")
-        return own_reader(store)
+        return open_local_reader(store)
     from headrace.dataio.sidecar.reader import SidecarReader
 
     return SidecarReader(store, sidecar, meter=meter)

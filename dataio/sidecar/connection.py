@@ -29,10 +29,9 @@ from typing import Self
 from headrace.dataio.core.errors import ConflictError, DeadlineError, HeadraceError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.core.tracing import context, span
-from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar import paths, wire
-from headrace.dataio.sidecar.spin import Spin
-from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar.jobs.memfd import sealed
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 30.0
@@ -147,7 +146,7 @@ class Sidecar:
         self._early: deque[m.JobEvent] = deque(maxlen=BATCH)
         self._lock = threading.Lock()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self.spin = Spin()
+        self.spin = AdaptivePoll()
         self._events, self._poll = select.epoll(), select.poll()
         self._events.register(sock, select.EPOLLIN)
         self._poll.register(sock, select.POLLIN)
@@ -514,3 +513,34 @@ def _send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], time
             ready.register(sock, select.POLLOUT)
             if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
                 raise DeadlineError(f"the sidecar took nothing for {timeout:g} s") from None
+
+
+SPIN_SECONDS = 100e-6
+_NEW = 1 / 8
+_MOST = 8
+"""Times `seconds` that a longer wait counts for: one fetch ends the looking, and some quick answers later it begins again."""
+
+
+class AdaptivePoll:
+    """For one connection; its caller sees to one wait at a time. `looked` counts waits that began with looking, `helped` those
+    of them that ended with it."""
+
+    __slots__ = ("_alone", "_usual", "helped", "looked", "seconds")
+
+    def __init__(self, seconds: float = SPIN_SECONDS, processors: int | None = None) -> None:
+        self.seconds = seconds
+        self._alone = (processors or len(os.sched_getaffinity(0))) < 2
+        self._usual = _MOST * seconds
+        self.looked = self.helped = 0
+
+    @property
+    def worth(self) -> bool:
+        """Whether to look first now."""
+        return self._usual < self.seconds and not self._alone
+
+    def waited(self, seconds: float, *, looked: bool) -> None:
+        """An answer took so long, forever where none came; `looked`: it was looked for first."""
+        self._usual += (min(seconds, _MOST * self.seconds) - self._usual) * _NEW
+        if looked:
+            self.looked += 1
+            self.helped += seconds < self.seconds

@@ -16,21 +16,20 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from headrace.dataio.cache.announced import gone_from
+from headrace.dataio.cache.announcements import dropped_count
 from headrace.dataio.cache.blocks import MappedFile, map_file
-from headrace.dataio.cache.contract import Read, ShardReader, copy_into, one_by_one
-from headrace.dataio.cache.own import own_reader
-from headrace.dataio.cache.reader import Ranges, covered, stream
+from headrace.dataio.cache.readers.base import Read, ShardReader, copy_into, one_by_one, open_local_reader
+from headrace.dataio.cache.readers.cached import Ranges, covered, stream
 from headrace.dataio.core import limits, metrics
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.core.tracing import context, span
-from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar import paths
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar.connection import Sidecar, SidecarName
-from headrace.dataio.sidecar.reporting import LoaderMeter
+from headrace.dataio.sidecar.meters import LoaderMeter
 from headrace.dataio.sidecar.wire import close_all
 from headrace.dataio.store.base import Store
 
@@ -220,7 +219,7 @@ class SidecarReader:
         """What is new in it, where the daemon knows the rest."""
         last = self._announced if self._told is connection and connection.goes_on else []
         self._told = connection
-        gone = gone_from(last, list(upcoming))
+        gone = dropped_count(last, list(upcoming))
         gone = len(last) if gone is None else gone
         known = len(last) - gone
         more = _fitting(upcoming[known : m.RANGES])
@@ -342,7 +341,7 @@ class SidecarReader:
     def _own(self) -> ShardReader:
         with self._lock:
             if self._private is None:
-                self._private = own_reader(self._store)
+                self._private = open_local_reader(self._store)
             return self._private
 
 

@@ -1,10 +1,11 @@
-"""Reads that clients ask the daemon for: opens, answered when the cache has the bytes, and announcements.
+"""Reads that clients request from the daemon: opens, answered when the cache has the bytes, and announcements.
 
-Purpose: between the sessions' state machines and the cache engine, with the stores in between.
-Invariants: lives on the loop's thread, which never waits for a store: one that must be opened first, and an open that must wait,
-go on in tasks and threads. A store is in use for as long as an open of it is in progress.
-Failure behaviour: whatever a location or a store does, the client that asked hears of it and nobody else. While the daemon
-drains, opens are answered with "read it yourself" and announcements are dropped.
+Purpose: connects the sessions' state machines with the cache engine, and keeps the stores open that clients read from.
+Invariants: runs on the loop's thread, which never waits for a store: a store that must be opened first, and an open
+that must wait, continue in tasks and threads. Stores are opened with the daemon's own credentials. At most `limit` are
+open, and a store is never closed while an open of it is in progress.
+Failure behaviour: any error of a location or a store goes to the client that asked, and to no other. `CapacityError`
+when all stores are in use. While the daemon drains, opens are answered with `bypassed` and announcements are dropped.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
+from headrace.dataio.cache.blocks import Lease
 from headrace.dataio.cache.engine import Engine
-from headrace.dataio.cache.lease import Lease
-from headrace.dataio.cache.objects import source_named
+from headrace.dataio.cache.objects import source_named, source_of
+from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.sidecar import machine
-from headrace.dataio.sidecar import messages as m
-from headrace.dataio.sidecar.board import Board
-from headrace.dataio.sidecar.reporting import group_of
-from headrace.dataio.sidecar.served import Client, Tasks
-from headrace.dataio.sidecar.stores import Stores
+from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar import session
+from headrace.dataio.sidecar.job_stats import JobStats
+from headrace.dataio.sidecar.meters import group_of
 from headrace.dataio.store.base import Location, Store
+
+if TYPE_CHECKING:
+    from headrace.dataio.sidecar.connections import BackgroundTasks, ClientState
 
 _log = get_logger(__name__)
 
@@ -36,17 +41,22 @@ _log = get_logger(__name__)
 class _Waiting:
     """An open in progress. `location` is the store that is in use for it."""
 
-    client: Client
+    client: ClientState
     request: int
     location: Location | None
     timer: asyncio.TimerHandle
 
 
-class Reads:
+class ReadService:
     """For all clients of one daemon."""
 
     def __init__(
-        self, engine: Engine, stores: Stores, board: Board, loop: asyncio.AbstractEventLoop, tasks: Tasks
+        self,
+        engine: Engine,
+        stores: StoreCache,
+        board: JobStats,
+        loop: asyncio.AbstractEventLoop,
+        tasks: BackgroundTasks,
     ) -> None:
         self._engine, self._stores, self._board = engine, stores, board
         self._loop, self._tasks = loop, tasks
@@ -54,7 +64,7 @@ class Reads:
         self._arrived: list[tuple[_Waiting, Future[Lease | None]]] = []
         self.draining = False
 
-    def present(self, client: Client, request: m.Open) -> Lease | None:
+    def present(self, client: ClientState, request: m.Open) -> Lease | None:
         """A lease where all is present, the quick way for most reads: no store is looked at."""
         if self.draining:
             return None
@@ -64,11 +74,11 @@ class Reads:
             return None
         return self._engine.present(source, request.key, request.ranges, id(client))
 
-    def grown(self, client: Client) -> machine.Grown:
+    def grown(self, client: ClientState) -> session.Grown:
         """Files that the client holds of which more is there than it knows: each that is told saves it a question."""
         return self._engine.grown(client.session.told)
 
-    def open(self, client: Client, request: m.Open) -> None:
+    def open(self, client: ClientState, request: m.Open) -> None:
         """Answer when all is present."""
         if self.draining:
             client.carry_out(client.session.opened(request.id, None))
@@ -95,7 +105,7 @@ class Reads:
         self._stores.release(location)
         client.carry_out(self._outcome(client, request.id, found))
 
-    def prefetch(self, client: Client, request: m.Announce) -> None:
+    def prefetch(self, client: ClientState, request: m.Announce) -> None:
         """Follow an announcement."""
         if self.draining or client.opening:
             return
@@ -107,8 +117,9 @@ class Reads:
             client.opening = True
             self._tasks.spawn(self._open_and_announce(client, location, request))
 
-    def assign(self, client: Client, trace: str = "") -> None:
-        """What the client reads from stores counts for its job: by its own report, before that for its process group."""
+    def assign(self, client: ClientState, trace: str = "") -> None:
+        """What the client reads from stores counts for its job: by its own report, before that for its process
+        group."""
         job = self._board.job_of(client.process) or client.job or group_of(client.process)
         if job != client.job and client.ready:
             client.job = job
@@ -116,12 +127,14 @@ class Reads:
         if trace and client.job:
             self._engine.asked_within(id(client), trace)
 
-    def ended(self, client: Client) -> None:
+    def ended(self, client: ClientState) -> None:
         """The client is gone."""
         if client.job:
             self._engine.withdraw(id(client))
 
-    def _wait(self, client: Client, request: m.Open, location: Location, future: Future[Lease | None] | None) -> None:
+    def _wait(
+        self, client: ClientState, request: m.Open, location: Location, future: Future[Lease | None] | None
+    ) -> None:
         self._board.waited(client.process, sum(length for _, length in request.ranges))
         timer = self._loop.call_later(request.deadline, lambda: client.carry_out(client.session.late(request.id)))
         if future is None:
@@ -130,7 +143,7 @@ class Reads:
             self._await(_Waiting(client, request.id, location, timer), future)
 
     async def _open_store(
-        self, client: Client, request: m.Open, location: Location, timer: asyncio.TimerHandle
+        self, client: ClientState, request: m.Open, location: Location, timer: asyncio.TimerHandle
     ) -> None:
         """The open of a store that must be opened first, in one of the loop's threads."""
         waiting = _Waiting(client, request.id, None, timer)
@@ -145,8 +158,8 @@ class Reads:
             self._await(waiting, future)
 
     def _await(self, waiting: _Waiting, future: Future[Lease | None]) -> None:
-        """Answer when the cache has the bytes. What its threads have at once is handed over together: waking the loop costs as
-        much as an answer."""
+        """Answer when the cache has the bytes. What its threads have at once is handed over together: waking the loop
+        costs as much as an answer."""
 
         def arrived(future: Future[Lease | None]) -> None:
             with self._arriving:
@@ -167,19 +180,19 @@ class Reads:
             except Exception:
                 _log.exception("an answer could not be given")
 
-    def _over(self, waiting: _Waiting, answer: Callable[[], list[machine.Instruction]]) -> None:
+    def _over(self, waiting: _Waiting, answer: Callable[[], list[session.Instruction]]) -> None:
         waiting.timer.cancel()
         if waiting.location is not None:
             self._stores.release(waiting.location)
         waiting.client.carry_out(answer())
 
-    def _outcome(self, client: Client, request: int, future: Future[Lease | None]) -> list[machine.Instruction]:
+    def _outcome(self, client: ClientState, request: int, future: Future[Lease | None]) -> list[session.Instruction]:
         error = future.exception()
         if error is not None:
             return client.session.open_failed(request, error)
         return client.session.opened(request, future.result(), self.grown(client))
 
-    async def _open_and_announce(self, client: Client, location: Location, request: m.Announce) -> None:
+    async def _open_and_announce(self, client: ClientState, location: Location, request: m.Announce) -> None:
         try:
             store = await self._loop.run_in_executor(None, self._stores.acquire, location)
             self._announce(client, store, location, request)
@@ -188,8 +201,95 @@ class Reads:
         finally:
             client.opening = False
 
-    def _announce(self, client: Client, store: Store, location: Location, request: m.Announce) -> None:
+    def _announce(self, client: ClientState, store: Store, location: Location, request: m.Announce) -> None:
         if client.ready:
             self.assign(client, request.trace)
             self._engine.announce(id(client), store, request.upcoming)
         self._stores.release(location)
+
+
+OLD_SECONDS = 60.0
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Open:
+    store: Store
+    users: int = 0
+
+
+class StoreCache:
+    """Safe to use from several threads: opening a store may take a while. `closing` hears of a store before it
+    closes."""
+
+    def __init__(
+        self, opener: Callable[[Location], Store], closing: Callable[[str], None] = lambda _: None, limit: int = 32
+    ) -> None:
+        self._opener, self._closing, self._limit = opener, closing, limit
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+
+    def acquire_open(self, location: Location) -> Store | None:
+        """The store, in use until `release`, when it is open already."""
+        with self._lock:
+            entry = self._open.get(source_of(location))
+            return self._use(source_of(location), entry) if entry else None
+
+    def acquire(self, location: Location) -> Store:
+        """The store, in use until `release`."""
+        if found := self.acquire_open(location):
+            return found
+        made = self._opener(location)
+        source = source_of(location)
+        with self._lock:
+            spare = self._make_room(source)
+            entry = self._open.setdefault(source, _Open(made))
+            store = self._use(source, entry)
+        for gone, old in spare:
+            self._closing(gone)
+            old.close()
+        if store is not made:
+            made.close()
+        return store
+
+    def release(self, location: Location) -> None:
+        with self._lock:
+            self._open[source_of(location)].users -= 1
+
+    def renew(self, replaced: Callable[[str, Store], None]) -> None:
+        """Open every store again, with the credentials of now; `replaced` hears of the new ones. The old ones are
+        closed after `OLD_SECONDS`, when what they were doing is done. One that cannot be opened stays as it is."""
+        with self._lock:
+            locations = {source: entry.store.location for source, entry in self._open.items()}
+        for source, location in locations.items():
+            try:
+                fresh = self._opener(location)
+            except Exception as error:  # whatever a back-end does
+                _log.error("%s cannot be opened again and is used as it was: %s", location.url, error)
+                continue
+            with self._lock:
+                entry = self._open.get(source)
+                old = fresh if entry is None else entry.store
+                if entry is not None:
+                    entry.store = fresh
+                    replaced(source, fresh)
+            timer = threading.Timer(OLD_SECONDS, old.close)
+            timer.daemon = True
+            timer.start()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def _use(self, source: str, entry: _Open) -> Store:
+        entry.users += 1
+        self._open.move_to_end(source)
+        return entry.store
+
+    def _make_room(self, source: str) -> list[tuple[str, Store]]:
+        if source in self._open or len(self._open) < self._limit:
+            return []
+        for name, entry in self._open.items():
+            if not entry.users:
+                del self._open[name]
+                return [(name, entry.store)]
+        raise CapacityError(f"the sidecar uses {self._limit} stores at once; the most is {self._limit}")

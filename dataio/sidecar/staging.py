@@ -1,33 +1,45 @@
-"""Checkpoints that clients hand over: staged, followed, shown on the page, recalled from a buddy.
+"""Checkpoints that clients hand over: staged, followed, shown on the status page, fetched from a buddy.
 
-Purpose: between the sessions' state machines and the jobs. Invariants: lives on the loop's thread; jobs belong to the daemon, so
-a client's end withdraws only those that were not acknowledged to it. Failure behaviour: a plan that is refused is the answer.
+Purpose: connects the sessions' state machines with the jobs.
+Invariants: runs on the loop's thread. Jobs belong to the daemon: when a client disconnects, only the jobs that were not yet
+acknowledged to it are withdrawn. A job's trace span is recorded once, when the job ends.
+Failure behaviour: a plan that is refused is answered with the error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from headrace.dataio.core import tracing
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.sidecar import machine
-from headrace.dataio.sidecar import messages as m
-from headrace.dataio.sidecar.saves import Saves
-from headrace.dataio.sidecar.served import Client, Tasks
-from headrace.dataio.sidecar.spans import job_span
-from headrace.dataio.sidecar.tier.room import Tier
-from headrace.dataio.sidecar.transfer.job import Job
-from headrace.dataio.sidecar.transfer.jobs import Jobs
+from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar import session
+from headrace.dataio.sidecar.job_stats import SaveStats
+from headrace.dataio.sidecar.jobs.job_service import JobService
+from headrace.dataio.sidecar.jobs.job_table import Job
+from headrace.dataio.sidecar.tier.tier_service import TierService
+
+if TYPE_CHECKING:
+    from headrace.dataio.sidecar.connections import BackgroundTasks, ClientState
 
 
-class Staging:
+class StagingService:
     """For all clients of one daemon."""
 
     def __init__(
-        self, jobs: Jobs, tier: Tier | None, saves: Saves, loop: asyncio.AbstractEventLoop, tasks: Tasks
+        self,
+        jobs: JobService,
+        tier: TierService | None,
+        saves: SaveStats,
+        loop: asyncio.AbstractEventLoop,
+        tasks: BackgroundTasks,
     ) -> None:
         self._jobs, self._tier, self._saves, self._loop, self._tasks = jobs, tier, saves, loop, tasks
 
-    def stage(self, client: Client, request: machine.StartJob) -> None:
+    def stage(self, client: ClientState, request: session.StartJob) -> None:
         """Check and queue a checkpoint."""
         job = self._jobs.submit(
             request.kind,
@@ -43,7 +55,7 @@ class Staging:
             self.show(job)
             self._jobs.follow(job, job_span(request.kind, request.about, request.trace))
 
-    def follow(self, client: Client, request: int, token: str) -> None:
+    def follow(self, client: ClientState, request: int, token: str) -> None:
         """Tell the client of a job that was staged earlier."""
         try:
             job = self._jobs.find(token)
@@ -52,7 +64,7 @@ class Staging:
             return
         self._answer(client, request, job)
 
-    def recall(self, client: Client, request: m.Recall) -> None:
+    def recall(self, client: ClientState, request: m.Recall) -> None:
         """Bring the buddy's copy into the tier."""
         self._tasks.spawn(self._recall(client, request))
 
@@ -62,27 +74,48 @@ class Staging:
         listener = self._saves.listener(*about, lambda: self._jobs.state(job), lambda: self._jobs.trouble(job))
         self._jobs.follow(job, listener)
 
-    def ended(self, client: Client) -> None:
+    def ended(self, client: ClientState) -> None:
         """The client is gone."""
         if client.listener is not None:
             self._jobs.leave(client.listener)
         for job in client.staging:
             self._jobs.withdraw(job)
 
-    def _staged(self, client: Client, request: int, answer: Job | HeadraceError) -> None:
+    def _staged(self, client: ClientState, request: int, answer: Job | HeadraceError) -> None:
         client.staging = [job for job in client.staging if job is not answer]
         if isinstance(answer, HeadraceError):
             client.carry_out(client.session.refused(request, answer))
         else:
             self._answer(client, request, answer)
 
-    def _answer(self, client: Client, request: int, job: Job) -> None:
+    def _answer(self, client: ClientState, request: int, job: Job) -> None:
         client.carry_out(client.session.staged(request, job.token))
         if client.listener is not None and client.ready:
             self._jobs.attend(job, client.listener)
 
-    async def _recall(self, client: Client, request: m.Recall) -> None:
+    async def _recall(self, client: ClientState, request: m.Recall) -> None:
         there = False
         if self._tier is not None:
             there = await self._loop.run_in_executor(self._tier.pool, self._tier.recall, request.source, request.key)
         client.carry_out(client.session.recalled(request.id, there))
+
+
+def job_span(kind: str, about: str, within: str) -> Callable[[m.JobEvent], None]:
+    """What is returned wants the events of a job that begins now: `sidecar.job`, from its acceptance to its end."""
+    began, clock = time.time(), time.monotonic()
+
+    def heard(event: m.JobEvent) -> None:
+        if isinstance(event, m.Done | m.JobFailed) and tracing.recording():
+            error = event.code if isinstance(event, m.JobFailed) else ""
+            tracing.record(
+                "sidecar.job",
+                began,
+                time.monotonic() - clock,
+                within,
+                error=error,
+                kind=kind,
+                about=about,
+                token=event.token,
+            )
+
+    return heard

@@ -1,182 +1,169 @@
-"""The daemon's read-only HTTP endpoint on loopback: /livez, /readyz, /metrics, /status.json, /history.json and a page at /.
+"""The contents of the status page: jobs, saves, rates, charts, and the latest warnings and errors.
 
-Invariants: only GET and HEAD of these paths are answered, nothing is changed by them, and nothing but loopback is listened on.
-A request whose Host is not this machine's own name is refused, so a page from elsewhere cannot read this one by pointing
-its domain here (DNS rebinding). The page may load and ask nothing but this server, and runs no script but its own.
-Any user of the machine may ask for /livez, /readyz and /metrics; what names paths is for the daemon's user and root.
-Failure behaviour: a request head over `HEAD_BYTES`, or one that takes longer than `HEAD_SECONDS`, is cut off. Of more than
-`CONNECTIONS` at once the oldest is cut off, so connections that are only held keep no request out.
+Invariants: `status` fits into one message of the socket; only `history` is long, and is served over HTTP alone. Chart points are
+taken while the daemon is busy and when the status is requested; the points in between are filled in, as nothing changed. All
+state belongs to the loop's thread, except log records. At most `KEPT_MESSAGES` different log messages are kept, cut to
+`MESSAGE_CHARS` characters; repeated messages are counted. The loggers have removed secrets before.
+Failure behaviour: none; the oldest messages are dropped first.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hashlib
 import json
-import os
-import re
-import socket
-import sys
-from collections.abc import Callable
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from pathlib import Path
 
-from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
+from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.core.metrics import REGISTRY
+from headrace.dataio.sidecar.job_stats import (
+    POINT_SECONDS,
+    POINTS,
+    WINDOW_POINTS,
+    JobStats,
+    SaveStats,
+    Totals,
+    rates,
+    slept,
+)
+from headrace.dataio.sidecar.metrics import Figures, JobMetrics
 
-HEAD_BYTES = 8 << 10
-HEAD_SECONDS = 5.0
-ACCEPTED = 64
-"""The most connections that are accepted before the loop reads again."""
-CONNECTIONS = 4 * ACCEPTED
-QUEUED = 1024
-"""Connections that wait in the kernel until they are accepted."""
-_TEXT = "text/plain; charset=utf-8"
-_JSON = "application/json"
-_METRICS = "text/plain; version=0.0.4; charset=utf-8"
-_ANYBODYS = (b"/livez", b"/readyz", b"/metrics")
-_ESTABLISHED = "01"
-_PATHS = b"/ /livez /readyz /metrics /status.json /history.json\n"
-_OWN_NAME = re.compile(rb"(?i)(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
-_HOST = re.compile(rb"(?im)^host:[ \t]*([^\r\n]*?)[ \t]*\r?$")
+_Point = tuple[float, int, Totals]
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """The status page as one document, and the policy that allows it its own style and script and nothing else."""
+class StatusView(Collector):
+    """Between `start` and `close` it listens to the log and answers for the metrics. `figures()`: the cache's, its tiers'."""
 
-    body: bytes
-    policy: str
+    def __init__(self, figures: Callable[[], Figures], clock: Callable[[], float] = time.monotonic) -> None:
+        self._figures, self._clock = figures, clock
+        self.board = JobStats(clock)
+        self.saves = SaveStats(self.board.commit)
+        self._recent = RecentMessages()
+        self._points: deque[_Point] = deque(maxlen=POINTS)
+        self._metrics = JobMetrics(self.board, self.saves, figures)
 
-
-class StatusServer:
-    """Serves `status()` and `history()`; `ready()` says whether new work is taken."""
-
-    def __init__(
-        self,
-        status: Callable[[], dict[str, object]],
-        history: Callable[[], dict[str, object]],
-        ready: Callable[[], bool],
-    ) -> None:
-        self._status, self._history, self._ready = status, history, ready
-        self._server: asyncio.Server | None = None
-        self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
-        self._looking = asyncio.Lock()
-
-    async def start(self, port: int) -> int:
-        """Listen on `port` of 127.0.0.1, any free one for 0; returns it. OSError when it is taken."""
-        listening = socket.create_server(("127.0.0.1", port))
-        self._server = await asyncio.start_server(self._serve, sock=listening, limit=HEAD_BYTES, backlog=ACCEPTED)
-        listening.listen(QUEUED)
-        chosen: int = listening.getsockname()[1]
-        return chosen
+    def start(self) -> None:
+        logging.getLogger("headrace").addHandler(self._recent)
+        REGISTRY.register(self)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        logging.getLogger("headrace").removeHandler(self._recent)
+        REGISTRY.unregister(self)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open[writer] = None
-        if len(self._open) > CONNECTIONS:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
+    def tick(self) -> bool:
+        """A point of the charts; whether anything happened since the last one."""
+        self.board.tick()
+        now, fetched, delivered = self._clock(), int(self._figures()[0]["fetched_bytes"]), self._delivered()
+        moved = bool(self._points) and self._points[-1][1:] != (fetched, delivered)
+        if self._points and not moved:
+            self._points.extend((then, fetched, delivered) for then in slept(self._points[-1][0], now))
+        self._points.append((now, fetched, delivered))
+        return moved
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry would else collect before there is a cache."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics of now, for whoever scrapes."""
+        self._catch_up()
+        return self._metrics.collect()
+
+    def status(self, now: float) -> dict[str, object]:
+        """`now` is Unix time."""
+        self._catch_up()
+        recent = list(self._points)[-WINDOW_POINTS // 6 - 1 :]
+        return {
+            "window_seconds": WINDOW_POINTS * POINT_SECONDS,
+            "rates": _rates(recent[0], recent[-1]) if len(recent) > 1 else {},
+            "training": self.board.jobs(now),
+            "saves": self.saves.listed(),
+            "errors": self._recent.latest(now),
+        }
+
+    def history(self) -> dict[str, object]:
+        """The charts: of the node, and of each job."""
+        self._catch_up()
+        now, points = self._clock(), list(self._points)
+        node = [
+            {"age": round(now - points[i][0], 1), **_rates(points[max(0, i - 5)], points[i])}
+            for i in range(1, len(points))
+        ]
+        return {"point_seconds": POINT_SECONDS, "node": node, "jobs": self.board.history()}
+
+    def _catch_up(self) -> None:
+        """The points of the time in which none was drawn."""
+        if self._points and self._clock() - self._points[-1][0] > 1.5 * POINT_SECONDS:
+            self.tick()
+
+    def _delivered(self) -> Totals:
+        return sum(self.board.totals().values(), Totals())
+
+
+def fitting(status: dict[str, object], most: int) -> str:
+    """`status` as JSON of at most `most` bytes: its longest lists lose their ends where they must."""
+    lists = list(_lists(status))
+    while len(text := json.dumps(status, ensure_ascii=False)) * 4 > most and len(text.encode()) > most:
+        longest = max(lists, key=lambda found: len(json.dumps(found)), default=[])
+        if not longest:
+            raise CapacityError("the status does not fit into a message")
+        del longest[len(longest) // 2 :]
+    return text
+
+
+def _lists(value: object) -> Iterator[list[object]]:
+    if isinstance(value, list):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _lists(inner)
+
+
+def _rates(before: _Point, after: _Point) -> dict[str, float | None]:
+    seconds = after[0] - before[0]
+    own = rates(after[2] - before[2], seconds)
+    fetched = max(after[1] - before[1], 0) / seconds if seconds > 0 else 0.0
+    kept = ("cache_bytes_per_second", "store_bytes_per_second", "hit_ratio")
+    return {**{name: own[name] for name in kept}, "fetched_bytes_per_second": round(fetched)}
+
+
+KEPT, TEXT = 20, 400
+
+
+@dataclass(slots=True)
+class _Said:
+    level: str
+    when: float
+    times: int = 1
+
+
+class RecentMessages(logging.Handler):
+    """A handler of the logger `headrace`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: OrderedDict[str, _Said] = OrderedDict()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        text = text if len(text) <= TEXT else text[: TEXT - 1] + "…"
+        known = self._said.pop(text, None)
+        self._said[text] = _Said(record.levelname.lower(), record.created, known.times + 1 if known else 1)
+        while len(self._said) > KEPT:
+            self._said.popitem(last=False)
+
+    def latest(self, now: float) -> list[dict[str, object]]:
+        """Newest first; `age_seconds` before `now`, which is Unix time."""
+        self.acquire()
         try:
-            async with asyncio.timeout(HEAD_SECONDS):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await self._answer(head, writer.get_extra_info("socket")))
-                await writer.drain()
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass
+            return [
+                {"text": text, "level": said.level, "age_seconds": round(now - said.when, 1), "times": said.times}
+                for text, said in reversed(self._said.items())
+            ]
         finally:
-            self._open.pop(writer, None)
-            writer.close()
-
-    async def _answer(self, head: bytes, connection: socket.socket) -> bytes:
-        line, _, fields = head.partition(b"\r\n")
-        method, _, rest = line.partition(b" ")
-        if not is_own(fields):
-            return _response(421, _TEXT, b"this is not the name of this machine's loopback\n")
-        if method not in (b"GET", b"HEAD"):
-            return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
-        path = rest.split(b" ")[0].split(b"?")[0]
-        if path in _PATHS.split() and path not in _ANYBODYS:
-            async with self._looking:  # the kernel's table is long where there are many connections: one look at a time
-                user = await asyncio.to_thread(user_of, connection)
-            if user not in (os.geteuid(), 0):
-                return _response(403, _TEXT, b"this is for the daemon's user and root\n")
-        answer, length = self._page(path)
-        return answer if method == b"GET" else answer[: len(answer) - length]
-
-    def _page(self, path: bytes) -> tuple[bytes, int]:
-        """The answer to a GET, and the length of its body."""
-        status, kind, body, more = 200, _TEXT, b"ok\n", ""
-        if path == b"/":
-            shown = page()
-            kind, body, more = "text/html; charset=utf-8", shown.body, f"Content-Security-Policy: {shown.policy}\r\n"
-        elif path == b"/readyz" and not self._ready():
-            status, body = 503, b"draining\n"
-        elif path == b"/metrics":
-            kind, body = _METRICS, generate_latest(REGISTRY)
-        elif path == b"/status.json":
-            kind, body = _JSON, json.dumps(self._status()).encode()
-        elif path == b"/history.json":
-            kind, body = _JSON, json.dumps(self._history()).encode()
-        elif path not in (b"/livez", b"/readyz"):
-            status, body = 404, _PATHS
-        return _response(status, kind, body, more), len(body)
-
-
-def user_of(connection: socket.socket) -> int | None:
-    """The user that holds the other end of a connection within this machine; None where that is closed."""
-    ends = [_end(*address) for address in (connection.getpeername(), connection.getsockname())]
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        _, *theirs, state, _, _, _, user, _ = line.split(maxsplit=8)
-        if theirs == ends and state == _ESTABLISHED:
-            return int(user)
-    return None
-
-
-def _end(host: str, port: int) -> str:
-    """An address as the kernel's table has it."""
-    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
-
-
-def is_own(fields: bytes) -> bool:
-    """Whether every Host in a request's head is a name of loopback; a request without one came from no browser."""
-    return all(_OWN_NAME.fullmatch(host) for host in _HOST.findall(fields))
-
-
-@cache
-def page() -> Page:
-    """The document, put together from its parts once."""
-    folder = resources.files("headrace.dataio.sidecar") / "page"
-    parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    body = parts["html"].replace("/*css*/", parts["css"]).replace("/*js*/", parts["js"])
-    hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{hashes['css']}'; script-src 'sha256-{hashes['js']}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return Page(body.encode(), policy)
-
-
-_REASONS = {
-    200: "OK",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    421: "Misdirected Request",
-    503: "Service Unavailable",
-}
-
-
-def _response(status: int, kind: str, body: bytes, more: str = "") -> bytes:
-    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-    head += "Connection: close\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
-    head += f"Referrer-Policy: no-referrer\r\nX-Frame-Options: DENY\r\n{more}"
-    return head.encode() + b"\r\n" + body
+            self.release()

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import xxhash
 
-from headrace.dataio.cache.contract import GAP_BYTES, Read, ShardReader, one_by_one
+from headrace.dataio.cache.readers.base import GAP_BYTES, Read, ShardReader, one_by_one
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, RangeError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.contract import Files, Member, Sample

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from headrace.dataio.cache.events import Bypass, Fetch, Instruction, ObjectId, Ready, Want
 from headrace.dataio.cache.plan import CachePlan
+from headrace.dataio.cache.plan.events import Bypass, Fetch, Instruction, ObjectId, Ready, Want
 from headrace.dataio.cache.plan.ring import Ring
 from headrace.loaders.sampling.order import Order
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.dataio.cache.events import ObjectId, Want
 from headrace.dataio.cache.plan import CachePlan
-from headrace.dataio.cache.plan.apart import Apart
+from headrace.dataio.cache.plan.events import ObjectId, Want
+from headrace.dataio.cache.plan.ring import ScatteredReads
 from tests.bench.test_cache_epochs import Node
 
 MIB = 1 << 20
@@ -56,7 +56,7 @@ def test_of_films_little_more_comes_than_is_read(budget: int) -> None:
 
 def test_in_many_epochs_no_more_than_twice_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [fetched for fetched, _ in sent(4096 * MIB)]
-    monkeypatch.setattr(Apart, "takes", lambda *_: False)
+    monkeypatch.setattr(ScatteredReads, "takes", lambda *_: False)
     blocks = list(sent(4096 * MIB))
     more = [number for number in range(EPOCHS) if sum(alone[:number]) > sum(fetched for fetched, _ in blocks[:number])]
     print(

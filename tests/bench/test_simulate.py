@@ -25,7 +25,7 @@ from headrace.bench.simulate.cli import main
 from headrace.bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, costs, daly, young
 from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, SimulationError, Sleep, Transfer
 from headrace.bench.simulate.training import best_interval, simulate
-from headrace.dataio.cache.headstart import MOST_BYTES
+from headrace.dataio.cache.readers.bypass import MOST_BYTES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import CACHE_BLOCK_BYTES
 from headrace.loaders.sampling.order import Order

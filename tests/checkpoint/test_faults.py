@@ -20,7 +20,7 @@ from headrace.checkpoint.lifecycle.keep import Keep
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, TransientError
-from headrace.dataio.sidecar.transfer.gate import Gate
+from headrace.dataio.sidecar.jobs.gate import PriorityGate
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.clock import ManualClock
 from headrace.dataio.testing.proxy import Fault, FaultProxy
@@ -50,8 +50,8 @@ def _flags(arena: int, plan: int, gate: int) -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    made = Gate(tmp_path / "gate")
+def gate(tmp_path: Path) -> Iterator[PriorityGate]:
+    made = PriorityGate(tmp_path / "gate")
     made.close_for_others(True)
     yield made
     made.close()
@@ -59,7 +59,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 @pytest.mark.parametrize("collected", [True, False], ids=["fenced meanwhile", "left alone"])
 def test_a_saver_that_is_stopped_for_longer_than_its_lease_does_no_harm(
-    tmp_path: Path, gate: Gate, collected: bool
+    tmp_path: Path, gate: PriorityGate, collected: bool
 ) -> None:
     with open_store(tmp_path / "repo") as store:
         number = begin(store)

@@ -22,8 +22,8 @@ from headrace.checkpoint.saving import carriers
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.sidecar import connection
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
-from headrace.dataio.sidecar.transfer.memfd import sealed
-from headrace.dataio.sidecar.transfer.runner import TRIES
+from headrace.dataio.sidecar.jobs.memfd import sealed
+from headrace.dataio.sidecar.jobs.runner import TRIES
 from headrace.dataio.store.base import Location
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped

@@ -16,11 +16,11 @@ import yaml
 from prometheus_client import generate_latest
 
 from headrace.dataio.core.metrics import REGISTRY
-from headrace.dataio.sidecar import activation
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar import systemd
+from headrace.dataio.sidecar.metrics import TierMetrics
 from headrace.dataio.sidecar.settings import PREFIX, SETTINGS
-from headrace.dataio.sidecar.tier.metrics import TierMetrics
-from headrace.dataio.sidecar.view import View
+from headrace.dataio.sidecar.status import StatusView
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "headrace-sidecar@.service"
@@ -44,7 +44,7 @@ MANIFESTS = sorted({*(DEPLOY / "kubernetes").glob("*.yaml")} - {POLICY})
 def metrics() -> set[str]:
     """The names of all series that a daemon with a job and a save shows."""
     cache = {"budget_bytes": 1, "in_flight_bytes": 0, "waiting": 0, "paused": False, "fetched_bytes": 0}
-    view, tier = View(lambda: (cache, ())), TierMetrics(lambda: TIER)
+    view, tier = StatusView(lambda: (cache, ())), TierMetrics(lambda: TIER)
     view.start()
     REGISTRY.register(tier)
     try:
@@ -104,7 +104,7 @@ def test_promtool_accepts_the_scrape_and_the_rules_and_the_alerts_fire_as_they_s
 @pytest.mark.skipif(PROMTOOL is None, reason="no promtool here (Debian's package: prometheus)")
 def test_the_metrics_follow_prometheus_conventions(metrics: set[str]) -> None:
     cache = {"fetched_bytes": 0, "budget_bytes": 1, "in_flight_bytes": 0, "waiting": 0, "paused": False}
-    view = View(lambda: (cache, ()))
+    view = StatusView(lambda: (cache, ()))
     view.start()
     try:
         view.board.report(1, 1, m.Report(1, "g", 'exp"\n\\', wall=1.0, steps=1))
@@ -202,7 +202,7 @@ def test_the_socket_unit_makes_the_socket_that_the_service_and_trainers_are_told
     path = re.search(r"^ListenStream=(.*)$", text, re.M)
     assert path is not None
     assert _unit()["Environment"][0] == f"{PREFIX}SOCKET={path[1]}"
-    assert re.search(rf"^FileDescriptorName={activation.NAME}$", text, re.M)
+    assert re.search(rf"^FileDescriptorName={systemd.NAME}$", text, re.M)
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here")

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from headrace.checkpoint.saving import plan
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
-from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin as begin
 from tests.checkpoint.making import make

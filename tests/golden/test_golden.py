@@ -20,7 +20,7 @@ from headrace.checkpoint.lifecycle import collect
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN as STAGED
 from tests.checkpoint.making import load

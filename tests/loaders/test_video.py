@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from headrace.dataio import pack
-from headrace.dataio.cache.contract import ShardReader
+from headrace.dataio.cache.readers.base import ShardReader
 from headrace.dataio.core.errors import (
     CorruptionError,
     HeadraceError,

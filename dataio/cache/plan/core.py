@@ -19,14 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from headrace.dataio.cache.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
-from headrace.dataio.cache.plan.apart import Apart
-from headrace.dataio.cache.plan.files import CacheFile, blocks_of
-from headrace.dataio.cache.plan.flights import Flights, Ticket
+from headrace.dataio.cache.plan.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
+from headrace.dataio.cache.plan.files import CacheFile, Tiers, blocks_of
+from headrace.dataio.cache.plan.in_flight import InFlight, Ticket
 from headrace.dataio.cache.plan.pinned import Pinned
-from headrace.dataio.cache.plan.ring import Ring
+from headrace.dataio.cache.plan.ring import Ring, ScatteredReads
 from headrace.dataio.cache.plan.streams import Streams
-from headrace.dataio.cache.plan.tiers import Tiers
 from headrace.dataio.core import limits
 
 
@@ -52,8 +50,8 @@ class CachePlan:
         self._streams = Streams()
         self._ring = Ring(self._tiers, self._streams)
         self._pinned = Pinned(self._tiers, self._ring, self._streams)
-        self._flights = Flights(self._tiers, self._streams)
-        self._apart = Apart(block_bytes)
+        self._flights = InFlight(self._tiers, self._streams)
+        self._apart = ScatteredReads(block_bytes)
 
     # events
 

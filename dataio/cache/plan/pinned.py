@@ -10,11 +10,10 @@ Failure behaviour: None where there is no room; nothing waits.
 
 from __future__ import annotations
 
-from headrace.dataio.cache.events import Instruction, ObjectId, Ranges
-from headrace.dataio.cache.plan.files import CacheFile, blocks_of
+from headrace.dataio.cache.plan.events import Instruction, ObjectId, Ranges
+from headrace.dataio.cache.plan.files import CacheFile, Tier, Tiers, blocks_of
 from headrace.dataio.cache.plan.ring import Ring
 from headrace.dataio.cache.plan.streams import Streams
-from headrace.dataio.cache.plan.tiers import Tier, Tiers
 
 
 class Pinned:

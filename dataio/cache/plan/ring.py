@@ -1,23 +1,34 @@
-"""The ring: files of single reads that found no room among the blocks, for as long as somebody awaits them.
+"""The ring: files of single reads that are not kept as blocks, held until every stream that announced them has read
+them.
 
-Purpose: an announced read passes through a small file with exactly its bytes, in the fastest tier, and is dropped once
-everybody who announced it has read it. So a byte that is not kept is fetched once for each time that it is read, and never in
-blocks that are thrown away. A read that is announced *again* before that (its source is weighted up) is kept in between: the
-next use of such reads is known, so where room is short the one that is used last goes first, which is Belady's rule.
-Invariants: reads that come once have `base` bytes; those that come again have the ring's `reserve` beside it, which grows in
-sixteenths of the budget to less than half of it, at the cost of blocks, which are read once an epoch.
-Failure behaviour: None where there is no room. A read that nobody read and that `PATIENCE` announcements of its stream no longer
-named is given up when room is short.
+An announced read without room among the blocks passes through a small file with exactly its bytes, in the fastest tier.
+So a byte that is not kept is fetched once for each time that it is read, and never as part of a block that is thrown
+away. A read that is announced *again* before that (its source has a higher weight) is kept in between. The next use of
+such reads is known, so when room is short the read that is used last is evicted first, which is Belady's rule.
+
+`ScatteredReads` decides which reads use the ring although their blocks would fit: a clip of a long video reads the
+header and some hundred kilobytes far behind it, and the rest of those blocks may not be read for many epochs. A read
+that skips blocks between its ranges identifies such a store. Once as many bytes of a block were read this way as the
+block holds, the block is worth keeping, so a store sends at most about twice what it would if all reads were known in
+advance.
+
+Invariants: reads that are named once have `base` bytes. Reads that are named again use the ring's `reserve` in
+addition, which grows in steps of a sixteenth of the budget to less than half of it, at the cost of blocks.
+`ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first. Sans-I/O.
+Failure behaviour: None when there is no room. An unread file is given up when room is short and the last `PATIENCE`
+announcements of its stream did not name it.
 
 Belady: "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966.
 """
 
 from __future__ import annotations
 
-from headrace.dataio.cache.events import Instruction, ObjectId, Ranges
-from headrace.dataio.cache.plan.files import Awaited, CacheFile, Readers, extents_of
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from headrace.dataio.cache.plan.events import Instruction, ObjectId, Ranges
+from headrace.dataio.cache.plan.files import Awaited, CacheFile, Readers, Tier, Tiers, blocks_of, extents_of
 from headrace.dataio.cache.plan.streams import Streams
-from headrace.dataio.cache.plan.tiers import Tier, Tiers
 
 SHARE = 64
 """The ring is this part of the budget while somebody announces, but at least `BLOCKS` blocks or half of its tier."""
@@ -68,7 +79,8 @@ class Ring:
     def open(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, asked: bool
     ) -> CacheFile | None:
-        """A new file for this read, which is due then. Prefetching leaves a quarter to reads that are `asked` for now."""
+        """A new file for this read, which is due then. Prefetching leaves a quarter to reads that are `asked` for
+        now."""
         tier = self.tier
         parts = extents_of(ranges, self._tiers.block_bytes)
         cost = sum(length for _, length in parts)
@@ -87,8 +99,9 @@ class Ring:
         return tier.ring.used - reused + cost > limit
 
     def _make_room(self, tier: Tier, cost: int, limit: int, due: float, out: list[Instruction]) -> None:
-        """Drop reads that were announced, and then neither announced again nor read; then those that come again, but later
-        than this one; and, where there are more blocks than there may be since somebody announces, some of these."""
+        """Drop reads that were announced, and then neither announced again nor read; then those that come again, but
+        later than this one; and, where there are more blocks than there may be since somebody announces, some of
+        these."""
         if self._over(tier, cost, limit):
             for file in list(self._tiers.ring_files.values()):
                 if not file.flying and all(self._given_up(stream, r.number) for stream, r in file.awaited.items()):
@@ -138,8 +151,8 @@ class Ring:
             self._keep(file)
 
     def asked(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
-        """The file is made for a read that the stream asks for now. Named once, that may be this read, by an announcement that
-        the next one is about to replace; named more often, it comes again, and stays."""
+        """The file is made for a read that the stream asks for now. Named once, that may be this read, by an
+        announcement that the next one is about to replace; named more often, it comes again, and stays."""
         if self._streams.times(stream, file.object, ranges) > 1:
             self.fetching(file, stream, ranges, self._streams.due(stream, file.object, ranges))
 
@@ -200,3 +213,50 @@ def _renew(readers: Readers, due: float) -> None:
     readers.due = due
     for entry in readers.ranges.values():
         entry.making, entry.named = entry.making + entry.named, 0
+
+
+HOLE = 2
+KNOWN, STORES = 1 << 14, 1 << 10
+
+
+class ScatteredReads:
+    """What is known of the reads of all stores."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._with_holes: OrderedDict[str, None] = OrderedDict()
+        self._counted: OrderedDict[tuple[ObjectId, int], int] = OrderedDict()
+
+    def read(self, obj: ObjectId, ranges: Ranges) -> None:
+        """Somebody reads this now: all of it belongs to one sample."""
+        if obj.source not in self._with_holes and self._has_hole(ranges):
+            self._with_holes[obj.source] = None
+            if len(self._with_holes) > STORES:
+                self._with_holes.popitem(last=False)
+
+    def takes(self, obj: ObjectId, ranges: Ranges) -> bool:
+        """Whether these ranges had better come without the rest of their blocks."""
+        if obj.source not in self._with_holes:
+            return False
+        size = len(blocks_of(ranges, self._block_bytes)) * self._block_bytes
+        return 2 * sum(length for _, length in ranges) <= size
+
+    def took(self, obj: ObjectId, ranges: Ranges) -> Iterator[int]:
+        """They go so; the blocks that are worth keeping now."""
+        for offset, length in ranges:
+            for block in blocks_of(((offset, length),), self._block_bytes):
+                first = block * self._block_bytes
+                size = min(first + self._block_bytes, offset + length) - max(first, offset)
+                counted = self._counted.pop((obj, block), 0) + size
+                if counted >= self._block_bytes:
+                    yield block
+                else:
+                    self._counted[obj, block] = counted
+        while len(self._counted) > KNOWN:
+            self._counted.popitem(last=False)
+
+    def _has_hole(self, ranges: Ranges) -> bool:
+        if len(ranges) < 2:
+            return False
+        first, end = min(offset for offset, _ in ranges), max(offset + length for offset, length in ranges)
+        return end - first - sum(length for _, length in ranges) >= HOLE * self._block_bytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
 
-from headrace.dataio.cache.events import ObjectId, Ranges, Want
+from headrace.dataio.cache.plan.events import ObjectId, Ranges, Want
 
 Read = tuple[ObjectId, Ranges]
 

@@ -1,13 +1,19 @@
-"""What the daemon is told of its tier and its buddy, as plain values.
+"""Configuration of the local tier and its buddy, and the TLS contexts made from it.
 
-Invariant: what `TierConfig.check` returned for is complete: whoever talks to buddies has a tier and all three TLS files.
-Failure behaviour: `UsageError` naming the setting that is missing or wrong.
+Invariants: after `TierConfig.check` the configuration is complete: a daemon that talks to buddies has a tier and all three TLS
+files. Buddies use TLS 1.3 with certificates of one CA on both sides. No byte from a peer is read before its certificate was
+checked against the CA, and its names against the configured ones. Only OpenSSL reads the keys.
+Failure behaviour: `UsageError` names the missing or wrong setting. A refused peer raises `ssl.SSLError` or `StrangerError`.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import GIB, parse_bytes
@@ -96,3 +102,64 @@ def rate(text: str) -> int | None:
     if size < 1 << 16:
         raise UsageError(f"{text!r} is less than 64 KiB a second")
     return size
+
+
+class StrangerError(Exception):
+    """A certificate of the CA, but not of a name that is let in."""
+
+
+def server_context(config: TierConfig) -> ssl.SSLContext:
+    """For whoever listens."""
+    return _context(ssl.PROTOCOL_TLS_SERVER, config)
+
+
+def client_context(config: TierConfig) -> ssl.SSLContext:
+    """For whoever connects; the server's name is checked by `wrap_socket(server_hostname=…)`."""
+    return _context(ssl.PROTOCOL_TLS_CLIENT, config)
+
+
+def require_name(peer: ssl.SSLSocket, welcome: Sequence[str]) -> str:
+    """The name by which this peer is let in."""
+    certificate = peer.getpeercert() or {}
+    found = names_of(certificate)
+    for name in found:
+        if any(same_name(name, wanted) for wanted in welcome):
+            return name
+    raise StrangerError(f"a certificate for {', '.join(found)[:200] or 'nobody'}")
+
+
+def names_of(certificate: dict[str, Any]) -> list[str]:
+    """DNS names and addresses of a certificate, in the form of `getpeercert`."""
+    return [str(value) for kind, value in certificate.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+
+
+def same_name(name: str, wanted: str) -> bool:
+    """Addresses by their value, names without regard to case; no wildcards."""
+    try:
+        return ipaddress.ip_address(name) == ipaddress.ip_address(wanted)
+    except ValueError:
+        return name.lower() == wanted.lower()
+
+
+def _context(side: int, config: TierConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    assert config.cert is not None
+    assert config.key is not None
+    assert config.ca is not None
+    try:
+        context.load_cert_chain(config.cert, config.key, password=_no_password)
+        context.load_verify_locations(config.ca)
+    except (OSError, ssl.SSLError) as error:
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or "it is not PEM"
+        raise UsageError(
+            f"tls_cert {config.cert}, tls_key and tls_ca {config.ca} cannot be used together: {why}",
+            hint="PEM files; the key is the certificate's and has no password",
+        ) from None
+    return context
+
+
+def _no_password() -> str:
+    raise UsageError("tls_key is protected by a password", hint="give a key without one, in a file with mode 0600")

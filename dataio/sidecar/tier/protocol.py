@@ -117,7 +117,7 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 M = TypeVar("M")
 
 
-class Pace:
+class RateLimit:
     """At most `rate` bytes a second, on average over a tenth of a second."""
 
     def __init__(self, rate: int | None, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -136,8 +136,8 @@ class Pace:
 class Channel:
     """Messages and bytes over a connected socket. For one thread at a time."""
 
-    def __init__(self, sock: socket.socket, pace: Pace | None = None) -> None:
-        self._sock, self._pace = sock, pace or Pace(None)
+    def __init__(self, sock: socket.socket, pace: RateLimit | None = None) -> None:
+        self._sock, self._pace = sock, pace or RateLimit(None)
         sock.settimeout(IO_SECONDS)
         if sock.family != socket.AF_UNIX:  # a message must not wait for the answer to the one before
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

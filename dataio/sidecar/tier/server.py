@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from headrace.dataio.core.errors import CapacityError, HeadraceError, UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.tier import protocol as p
-from headrace.dataio.sidecar.tier import tls
-from headrace.dataio.sidecar.tier.config import TierConfig
+from headrace.dataio.sidecar.tier.config import StrangerError, TierConfig, require_name, server_context
 from headrace.dataio.store.local_tier import records as documents
 from headrace.dataio.store.local_tier.objects import Writer
 from headrace.dataio.store.local_tier.tier import LocalTier
@@ -64,12 +63,12 @@ class BuddyServer:
 
     def __init__(self, config: TierConfig, shelf: LocalTier) -> None:
         self._config, self._shelf = config, shelf
-        self._context = tls.server_context(config)
+        self._context = server_context(config)
         self._lock = threading.Lock()
         self._peers: dict[socket.socket, str] = {}  # each with its address, in the order of their coming
         self._known: set[socket.socket] = set()
         self._partials: dict[_Name, _Partial] = {}
-        self._pace = p.Pace(config.rate)
+        self._pace = p.RateLimit(config.rate)
         self._closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.received = 0
@@ -185,7 +184,7 @@ class BuddyServer:
                 self._talk(p.Channel(peer, self._pace))
         except _BusyError as error:
             self._refuse("busy", address, error)
-        except tls.StrangerError as error:
+        except StrangerError as error:
             self._refuse("name", address, error)
         except ssl.SSLError as error:
             self._refuse("tls", address, error)
@@ -209,7 +208,7 @@ class BuddyServer:
             peer.do_handshake()
         finally:
             timer.cancel()
-        tls.require_name(peer, self._config.welcome)
+        require_name(peer, self._config.welcome)
         with self._lock:
             if len(self._known) >= CONNECTIONS:
                 raise _BusyError(f"{CONNECTIONS} buddies are connected")

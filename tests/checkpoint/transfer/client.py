@@ -13,7 +13,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.saving.carriers import Cargo, Carriers
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar.client import SaveMeter
-from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, make
 

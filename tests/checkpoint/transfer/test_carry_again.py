@@ -17,7 +17,7 @@ from headrace.checkpoint.format.documents import Fate, encode
 from headrace.checkpoint.repository.commit import Attempt, FinalError, LateError
 from headrace.checkpoint.repository.lease import lost
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, SlowDownError, TransientError
-from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import Made, begin, make, tiny_state

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataio.cache.disks import RECOVER_SECONDS, Place
+from headrace.dataio.cache.disks import RECOVER_SECONDS, TierDirectory
 from headrace.dataio.cache.engine import Engine
-from headrace.dataio.cache.reader import CachedReader
+from headrace.dataio.cache.readers.cached import CachedReader
 from headrace.dataio.testing.clock import ManualClock
 from tests.support.disks import disk, read_only
-
-from .memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 BLOCK = 4096
 SIZE = 20 * BLOCK
@@ -53,7 +52,7 @@ def tiers(store: MemoryStore, folders: tuple[Path, Path]) -> Iterator[Callable[.
                 block_bytes=BLOCK,
                 clock=clock or ManualClock(),
                 keep=keep,
-                slower=[Place(folders[1], slow * BLOCK, keep)],
+                slower=[TierDirectory(folders[1], slow * BLOCK, keep)],
             )
             stack.callback(engine.close)
             reader = CachedReader(store, engine)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.sidecar.server import Config, Daemon
+from headrace.dataio.sidecar.daemon import Config, Daemon
 from headrace.dataio.sidecar.settings import cache_tiers
 from headrace.dataio.store.open import open_location
 

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import AccessDeniedError, ConflictError, HeadraceError, UsageError
-from headrace.dataio.sidecar import messages as m
 from headrace.dataio.sidecar import paths, wire
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar.client import Sidecar, open_reader
 from headrace.dataio.sidecar.reader import SidecarReader
 from headrace.dataio.store.base import Store
-
-from .conftest import RunningDaemon, wait_for
+from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 
 @pytest.fixture

@@ -15,20 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataio.cache.headstart import HeadStart
+from headrace.dataio.cache.readers.bypass import BypassReader
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar import connection, wire
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar.client import Sidecar, Staged, open_reader
-from headrace.dataio.sidecar.spin import Spin
+from headrace.dataio.sidecar.connection import AdaptivePoll
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import stopped
+from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 from tests.support.denied import denied
-
-from .conftest import RunningDaemon, wait_for
 
 FORKED = """
 import os, sys
@@ -73,7 +72,7 @@ def test_a_store_opened_with_secrets_stays_in_the_process(
     secret = Location("s3://bucket/with-secrets", {}, shareable=False)
     monkeypatch.setattr(type(store), "location", property(lambda _: secret))
     reader = open_reader(store, daemon.socket)
-    assert isinstance(reader, HeadStart)
+    assert isinstance(reader, BypassReader)
     assert "never leave this process" in caplog.text
     reader.close()
 
@@ -151,9 +150,9 @@ def test_a_closed_connection_refuses_to_be_used(daemon: RunningDaemon) -> None:
         sidecar.status()
 
 
-def quick() -> Spin:
+def quick() -> AdaptivePoll:
     """Where all answers have come quickly, and minutes count as quick."""
-    spin = Spin(600.0, processors=2)
+    spin = AdaptivePoll(600.0, processors=2)
     for _ in range(100):
         spin.waited(0.0, looked=False)
     return spin

@@ -12,10 +12,10 @@ import time
 import pytest
 
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
-from headrace.dataio.sidecar.peer import Peer
-from headrace.dataio.sidecar.transfer.memfd import sealed
+from headrace.dataio.sidecar.connections import ClientSocket
+from headrace.dataio.sidecar.jobs.memfd import sealed
 from tests.dataio.sidecar.conftest import RunningDaemon
 from tests.dataio.sidecar.test_abuse import quiet as quiet
 
@@ -102,7 +102,9 @@ def test_hanging_up_on_a_client_that_is_gone_already_is_nothing() -> None:
     async def run() -> int:
         ours, theirs = socket.socketpair()
         ends = list[int]()
-        peer = Peer(ours, asyncio.get_running_loop(), lambda _payload, _descriptors: None, lambda: ends.append(1))
+        peer = ClientSocket(
+            ours, asyncio.get_running_loop(), lambda _payload, _descriptors: None, lambda: ends.append(1)
+        )
         theirs.close()
         peer.send(m.encode(m.Refused("unsupported", "another version")))
         assert not peer.open

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.sidecar.wire import close_all
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.s3server import Keys, S3Server, start_seaweedfs
-
-from .conftest import RunningDaemon, wait_for
+from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 DATA = random.Random("limits").randbytes(9 * MIB)
 

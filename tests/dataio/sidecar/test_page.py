@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from headrace.dataio import pack
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.client import SaveMeter
 from tests.dataio.sidecar.conftest import HERE, RunningDaemon, wait_for

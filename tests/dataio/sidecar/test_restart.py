@@ -11,8 +11,7 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.client import open_reader
 from headrace.dataio.sidecar.connection import Sidecar
 from headrace.dataio.store.base import Store
-
-from .conftest import RunningDaemon, wait_for
+from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 
 def read(daemon: RunningDaemon, store: Store, key: str) -> bytes:

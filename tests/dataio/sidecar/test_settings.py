@@ -11,9 +11,8 @@ import pytest
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import GIB, MIB
 from headrace.dataio.sidecar import settings
-from headrace.dataio.sidecar.config import CacheTier
-
-from .conftest import RunningDaemon, wait_for
+from headrace.dataio.sidecar.settings import CacheTier
+from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 
 def file(tmp_path: Path, text: str) -> dict[str, str]:

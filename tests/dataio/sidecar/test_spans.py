@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from headrace.dataio.sidecar import messages as m
-from headrace.dataio.sidecar.spans import job_span
+from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar.staging import job_span
 from headrace.dataio.store.base import Store
-
-from .conftest import RunningDaemon, wait_for
+from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import ConflictError, HeadraceError, UsageError
-from headrace.dataio.sidecar import messages as m
+from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
 
 

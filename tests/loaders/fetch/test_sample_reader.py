@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from headrace.dataio.cache.contract import Read
-from headrace.dataio.cache.own import own_reader
+from headrace.dataio.cache.readers.base import Read, open_local_reader
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
 from headrace.dataio.shards import members
 from headrace.dataio.shards.contract import Files, Member, Sample
@@ -49,7 +48,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def source(store: Store) -> Iterator[SampleReader]:
-    made = SampleReader(own_reader(store), store)
+    made = SampleReader(open_local_reader(store), store)
     yield made
     made.close()
 

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.tier.config import Address, TierConfig
-from headrace.dataio.sidecar.tier.room import Tier
+from headrace.dataio.sidecar.tier.tier_service import TierService
 
 SCRIPT = Path(__file__).parents[4] / "deploy" / "buddies" / "certificates.sh"
 
@@ -49,12 +49,12 @@ def config(folder: Path, certificates: Path, node: str = "127.0.0.1", **more: ob
 
 
 @pytest.fixture
-def open_tier() -> Iterator[Callable[[TierConfig], Tier]]:
+def open_tier() -> Iterator[Callable[[TierConfig], TierService]]:
     """Starts tiers, and closes them when the test is over."""
-    opened: list[Tier] = []
+    opened: list[TierService] = []
 
-    def start(config: TierConfig) -> Tier:
-        tier = Tier(config)
+    def start(config: TierConfig) -> TierService:
+        tier = TierService(config)
         opened.append(tier)
         tier.start()
         return tier
@@ -65,19 +65,21 @@ def open_tier() -> Iterator[Callable[[TierConfig], Tier]]:
 
 
 @pytest.fixture
-def listening(tmp_path: Path, certificates: Path, open_tier: Callable[[TierConfig], Tier]) -> tuple[Tier, Address]:
+def listening(
+    tmp_path: Path, certificates: Path, open_tier: Callable[[TierConfig], TierService]
+) -> tuple[TierService, Address]:
     """A buddy at 127.0.0.1 that lets 127.0.0.2 in."""
     tier = open_tier(config(tmp_path / "b", certificates, listen=Address("127.0.0.1", 0), names=("127.0.0.2",)))
     return tier, Address("127.0.0.1", port_of(tier))
 
 
-def port_of(tier: Tier) -> int:
+def port_of(tier: TierService) -> int:
     guests = tier.status()["guests"]
     assert isinstance(guests, dict)
     return int(guests["port"])
 
 
-def refused(tier: Tier) -> dict[str, int]:
+def refused(tier: TierService) -> dict[str, int]:
     """Peers that were hung up on, by reason."""
     guests = tier.status()["guests"]
     assert isinstance(guests, dict)

@@ -24,10 +24,9 @@ from headrace.dataio.core.errors import CapacityError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.sidecar.tier import protocol as p
 from headrace.dataio.sidecar.tier import server as servers
-from headrace.dataio.sidecar.tier import tls
-from headrace.dataio.sidecar.tier.client import Buddy, BuddyError
-from headrace.dataio.sidecar.tier.config import Address, TierConfig, address, names
-from headrace.dataio.sidecar.tier.room import Tier
+from headrace.dataio.sidecar.tier.client import BuddyClient, BuddyError
+from headrace.dataio.sidecar.tier.config import Address, TierConfig, address, client_context, names, same_name
+from headrace.dataio.sidecar.tier.tier_service import TierService
 from headrace.dataio.store.local_tier.objects import TierObject
 from headrace.dataio.store.local_tier.records import TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
@@ -35,12 +34,12 @@ from tests.dataio.sidecar.conftest import wait_for
 from tests.dataio.sidecar.tier.conftest import config, make_certificates, refused
 from tests.support.local_tier import record
 
-Listening = tuple[Tier, Address]
+Listening = tuple[TierService, Address]
 DATA = random.Random(1).randbytes(3 * MIB + 17)
 
 
-def connect(config: TierConfig) -> Buddy:
-    return Buddy.connect(config, tls.client_context(config), p.Pace(config.rate))
+def connect(config: TierConfig) -> BuddyClient:
+    return BuddyClient.connect(config, client_context(config), p.RateLimit(config.rate))
 
 
 @pytest.fixture
@@ -237,7 +236,11 @@ def test_a_certificate_of_another_ca_is_refused_on_both_sides(
 
 
 def test_a_name_that_is_not_expected_is_refused_on_both_sides(
-    guest: TierConfig, certificates: Path, tmp_path: Path, listening: Listening, open_tier: Callable[[TierConfig], Tier]
+    guest: TierConfig,
+    certificates: Path,
+    tmp_path: Path,
+    listening: Listening,
+    open_tier: Callable[[TierConfig], TierService],
 ) -> None:
     stranger = replace(guest, cert=certificates / "stranger.example.pem", key=certificates / "stranger.example.key")
     with pytest.raises(BuddyError), connect(stranger) as buddy:
@@ -262,7 +265,7 @@ def test_an_expired_certificate_is_refused(guest: TierConfig, certificates: Path
 
 
 def test_older_tls_is_refused(guest: TierConfig, listening: Listening) -> None:
-    context = tls.client_context(guest)
+    context = client_context(guest)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError):
@@ -285,7 +288,7 @@ def test_garbage_of_a_peer_that_was_let_in_ends_its_connection_only(
     guest: TierConfig, listening: Listening, frame: bytes, after_hello: bool
 ) -> None:
     with connect(guest) as other:
-        sock = wrapped(listening[1], tls.client_context(guest))
+        sock = wrapped(listening[1], client_context(guest))
         channel = p.Channel(sock)
         if after_hello:
             channel.send(p.Hello(p.VERSION))
@@ -297,7 +300,7 @@ def test_garbage_of_a_peer_that_was_let_in_ends_its_connection_only(
 
 
 def test_a_newer_version_is_refused_by_name(guest: TierConfig, listening: Listening) -> None:
-    with wrapped(listening[1], tls.client_context(guest)) as sock:
+    with wrapped(listening[1], client_context(guest)) as sock:
         channel = p.Channel(sock)
         channel.send(p.Hello(9))
         answer = channel.answer()
@@ -412,7 +415,7 @@ def test_peers_that_vanish_in_the_middle_leave_no_descriptor_and_no_byte(
     still_serves(guest)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(12):
-        sock = wrapped(listening[1], tls.client_context(guest))
+        sock = wrapped(listening[1], client_context(guest))
         channel = p.Channel(sock)
         channel.send(p.Hello(p.VERSION))
         channel.answer()
@@ -441,7 +444,7 @@ def test_keys_and_what_they_protect_are_in_no_text(
     os.system(f"openssl ec -in {secret} -aes256 -passout pass:hunter22 -out {locked} 2>/dev/null")
     for broken in (replace(guest, key=locked), replace(guest, key=certificates / "127.0.0.1.key")):
         with pytest.raises(UsageError) as error:
-            tls.client_context(broken)
+            client_context(broken)
         assert "hunter22" not in str(error.value)
     text = secret.read_text().splitlines()[1]
     still_serves(guest)
@@ -453,7 +456,7 @@ def test_a_buddy_without_its_files_is_refused_by_name(guest: TierConfig, name: s
     with pytest.raises(UsageError, match=f"a buddy needs tls_{name}"):
         replace(guest, **{name: None}).check()
     with pytest.raises(UsageError, match=f"a buddy needs tls_{name}"):
-        Tier(replace(guest, **{name: Path("/nowhere/x.pem")}))  # type: ignore[arg-type]
+        TierService(replace(guest, **{name: Path("/nowhere/x.pem")}))  # type: ignore[arg-type]
 
 
 def test_settings_of_buddies_are_checked() -> None:
@@ -470,8 +473,8 @@ def test_settings_of_buddies_are_checked() -> None:
         TierConfig(
             Path("/x"), listen=Address("::", 1), cert=Path(__file__), key=Path(__file__), ca=Path(__file__)
         ).check()
-    assert tls.same_name("2001:DB8::1", "2001:db8:0::1")
-    assert not tls.same_name("*.example", "a.example")
+    assert same_name("2001:DB8::1", "2001:db8:0::1")
+    assert not same_name("*.example", "a.example")
 
 
 def test_two_that_send_the_same_object_at_once_do_not_mix(
@@ -499,7 +502,11 @@ def test_two_that_send_the_same_object_at_once_do_not_mix(
 
 
 def test_what_is_kept_is_sent_by_itself_and_recalled(
-    guest: TierConfig, mine: LocalTier, listening: Listening, open_tier: Callable[[TierConfig], Tier], tmp_path: Path
+    guest: TierConfig,
+    mine: LocalTier,
+    listening: Listening,
+    open_tier: Callable[[TierConfig], TierService],
+    tmp_path: Path,
 ) -> None:
     theirs = listening[0].shelf
     near = open_tier(guest)
@@ -523,7 +530,7 @@ def test_what_is_kept_is_sent_by_itself_and_recalled(
 def test_a_buddy_that_is_gone_is_said_once_and_found_again(
     guest: TierConfig,
     mine: LocalTier,
-    open_tier: Callable[[TierConfig], Tier],
+    open_tier: Callable[[TierConfig], TierService],
     caplog: pytest.LogCaptureFixture,
     certificates: Path,
     tmp_path: Path,

@@ -1,0 +1,201 @@
+"""What loaders announce: from ranges to the reads that the plan knows, and when those reads are due.
+
+Purpose: with every batch a loader names its next few hundred ranges, most of them for the eighth time. A list that continues
+the last one keeps its `Want` objects, so the plan also looks only at what is new. How far the list has moved since the last
+announcement shows how fast the loader reads.
+Invariants: the wants are those of the whole list, however much of it was known; neighbouring ranges of one sample are one want.
+Wants are made anew when their forecast is off by more than `SHIFT` of the time that the list covers. Memory is bounded by one
+announcement per stream and `KEPT_ERRORS` forecast errors.
+Failure behaviour: a range outside its object, or of an object that cannot be found, is left out; the read itself reports the
+error. A list that does not continue the last one (a loader was moved) starts a new forecast.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from headrace.dataio.cache.plan.events import ObjectId, Ranges, Want
+from headrace.dataio.core.errors import HeadraceError, RangeError
+from headrace.dataio.core.log import get_logger
+
+SHIFT = 0.25
+T = TypeVar("T")
+Upcoming = Sequence[tuple[str, int, int]]
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Neighbours, from the `at`-th range that the loader has ever named on. Without `object` it is left out."""
+
+    at: int
+    key: str
+    ranges: Ranges
+    object: ObjectId | None = None
+    want: Want | None = None
+
+
+class AnnouncementList:
+    """The newest list of one loader."""
+
+    def __init__(self) -> None:
+        self._list: list[tuple[str, int, int]] = []
+        self._first = 0  # its place in all that the loader has ever named
+        self._groups: deque[_Group] = deque()
+
+    def renew(self, upcoming: Upcoming, at_most: int, find: Callable[[str], ObjectId]) -> list[tuple[str, int]]:
+        """The list is `upcoming` now, neighbours together up to `at_most` bytes; (key, offset) of its reads."""
+        new = list(upcoming)
+        last = self._keep(new)
+        start = last.at if last else self._first
+        for at, key, ranges in _grouped(new[start - self._first :], at_most):
+            if last is not None and (last.key, last.ranges) == (key, ranges):
+                self._groups.append(last)
+            else:
+                self._groups.append(_Group(start + at, key, ranges, _object(key, ranges, find)))
+            last = None
+        self._list = new
+        return [(group.key, group.ranges[0][0]) for group in self._groups if group.object is not None]
+
+    def wants(self, due: Sequence[float], now: float) -> list[Want]:
+        """The reads, which are due then."""
+        groups = [group for group in self._groups if group.object is not None]
+        if _shifted(groups, due, now):
+            for group in groups:
+                group.want = None
+        out: list[Want] = []
+        for group, when in zip(groups, due, strict=True):
+            if group.want is None and group.object is not None:
+                group.want = Want(group.object, group.ranges, when)
+            if group.want is not None:
+                out.append(group.want)
+        return out
+
+    def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
+        """Keep the groups that `new` goes on with. The last of them is returned instead: it may have got more neighbours."""
+        gone = dropped_count(self._list, new)
+        if gone is not None:
+            self._first += gone
+            while self._groups and self._groups[0].at < self._first:
+                self._groups.popleft()
+            if self._groups and self._groups[0].at == self._first:
+                return self._groups.pop()
+        self._first += len(self._list)  # nothing of it is left, and every number is used once
+        self._groups.clear()
+        return None
+
+
+def dropped_count(old: Sequence[T], new: Sequence[T]) -> int | None:
+    """How many of the first of `old` are missing in `new`, which goes on with the others; None when it is another list. A film's
+    head is named with each of its clips, so what is named first may be there several times."""
+    gone = -1
+    while new:
+        try:
+            gone = old.index(new[0], gone + 1)
+        except ValueError:
+            return None
+        if old[gone:] == new[: len(old) - gone]:
+            return gone
+    return None
+
+
+def _shifted(groups: Sequence[_Group], due: Sequence[float], now: float) -> bool:
+    known = [(group.want.due, when) for group, when in zip(groups, due, strict=True) if group.want is not None]
+    return bool(known) and max(abs(was - when) for was, when in (known[0], known[-1])) > SHIFT * (due[-1] - now)
+
+
+def _grouped(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
+    """(place of the first, key, ranges) of neighbours in `upcoming`, which belong to one sample as a rule."""
+    first, key, ranges, size = 0, "", list[tuple[int, int]](), 0
+    for place, (name, offset, length) in enumerate(upcoming):
+        if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
+            yield first, key, tuple(ranges)
+            first, ranges, size = place, [], 0
+        key, size = name, size + length
+        ranges.append((offset, length))
+    if ranges:
+        yield first, key, tuple(ranges)
+
+
+def _object(key: str, ranges: Ranges, find: Callable[[str], ObjectId]) -> ObjectId | None:
+    try:
+        obj = find(key)
+        check_inside(obj, ranges)
+    except HeadraceError as error:
+        _log.debug("not prefetching: %s", error)
+        return None
+    return obj
+
+
+def check_inside(obj: ObjectId, ranges: Sequence[tuple[int, int]]) -> None:
+    """`RangeError` for a range that is not inside the object."""
+    for offset, length in ranges:
+        if offset < 0 or length < 0 or offset + length > obj.size:
+            raise RangeError(
+                f"bytes [{offset}, {offset + length}) are not inside {obj.key}, which has {obj.size} bytes",
+                hint="the index does not fit the shard: run verify on the dataset",
+            )
+
+
+KEPT = 1024
+FIRST_GUESS = 0.05
+"""Seconds per read of a stream that has announced only once."""
+WEIGHT = 0.3
+
+Read = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Stream:
+    at: float
+    reads: list[Read]
+    due: list[float]
+    pace: float = FIRST_GUESS
+    judged: bool = False
+
+
+class Forecast:
+    """The paces of all streams."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, _Stream] = {}
+        self._errors: deque[float] = deque(maxlen=KEPT)
+
+    def announced(self, stream: int, reads: Sequence[Read], now: float) -> list[float]:
+        """When each of `reads` ((key, offset), soonest first) is due."""
+        old = self._streams.get(stream)
+        new = _Stream(now, list(reads), [])
+        gone = dropped_count(old.reads, new.reads) if old is not None else None
+        if old is not None and gone is not None:
+            self._judge(old, gone, now)
+            new.pace, new.judged = old.pace, old.judged
+            if gone:
+                seen = (now - old.at) / gone
+                new.pace, new.judged = seen if not old.judged else old.pace + WEIGHT * (seen - old.pace), True
+            else:
+                new.at = old.at  # nothing moved: the clock goes on
+        new.due = [now + (n + 1) * new.pace for n in range(len(reads))]
+        self._streams[stream] = new
+        return new.due
+
+    def over(self, stream: int) -> None:
+        self._streams.pop(stream, None)
+
+    def _judge(self, old: _Stream, gone: int, now: float) -> None:
+        if old.judged:
+            self._errors.extend(now - due for due in old.due[:gone])
+
+    def report(self) -> dict[str, float | int]:
+        """Actual minus predicted need in seconds: median, and the 95th percentile of its size."""
+        errors = sorted(self._errors)
+        sizes = sorted(abs(error) for error in errors)
+        return {
+            "forecasts": len(errors),
+            "forecast_error_median_s": round(statistics.median(errors), 6) if errors else 0.0,
+            "forecast_error_p95_s": round(sizes[len(sizes) * 95 // 100], 6) if sizes else 0.0,
+        }

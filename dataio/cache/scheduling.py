@@ -1,0 +1,177 @@
+"""Which fetch starts next, how many bytes may be in flight, and when a fetch counts as late.
+
+`FairQueue` is start-time fair queueing: the job that has received the fewest bytes is next, so a job that asks for a
+thousand blocks at once does not delay another job's single block. `FetchWindow` measures bandwidth and latency. The
+bytes in flight are bandwidth × latency × `SAFETY`, from the best bandwidth and the shortest latency of the last `KEPT`
+fetches: the window grows while more requests bring more bytes, and stops when they only wait for each other. A fetch is
+late when it takes longer than 95 % of the last fetches.
+
+Invariants: a job has no more fetches and bytes in flight than its limits allow, but at least one fetch; over time it
+receives no more bytes a second than its bandwidth. A job that was idle does not catch up. Work that belongs to no job
+(an object's size, an announcement) goes first. Bounded and sans-I/O; the caller holds its lock.
+Failure behaviour: none; the callers bound the queues.
+
+Start-time fair queueing: Goyal, Vin, Cheng, SIGCOMM 1996.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class JobLimits(msgspec.Struct, frozen=True):
+    """Of each job: requests and bytes in flight, and bytes a second. 0 is no limit."""
+
+    connections: int = 0
+    bytes_in_flight: int = 0
+    bandwidth: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Job(Generic[T]):
+    waiting: deque[tuple[T, int]] = field(default_factory=deque)
+    given: float = 0.0
+    """Its virtual time: bytes that it was given, or would have been while it was idle."""
+    active: int = 0
+    bytes: int = 0
+    free_at: float = 0.0
+
+
+class FairQueue(Generic[T]):
+    """All queues. A job is forgotten when it has nothing waiting or in flight and its bandwidth is paid for."""
+
+    def __init__(self, limits: JobLimits | None = None) -> None:
+        self._limits = limits or JobLimits()
+        self._jobs: dict[str, _Job[T]] = {}
+        self._first: deque[T] = deque()
+        self._now = 0.0  # the virtual time
+
+    def limit(self, limits: JobLimits) -> None:
+        """Other limits from now on; what is in flight above them is not recalled."""
+        self._limits = limits
+        if not limits.bandwidth:
+            for job in self._jobs.values():
+                job.free_at = 0.0
+
+    def add_first(self, item: T) -> None:
+        """Something of no job."""
+        self._first.append(item)
+
+    def add(self, item: T, name: str, cost: int) -> None:
+        """A fetch of `cost` bytes for a job."""
+        job = self._jobs.setdefault(name, _Job())
+        if not job.waiting:
+            job.given = max(job.given, self._now)
+        job.waiting.append((item, cost))
+
+    def next(self, now: float, fits: Callable[[T], bool] = lambda _: True) -> T | None:
+        """What goes now, if anything may, and if it fits."""
+        if self._first:
+            return self._first.popleft() if fits(self._first[0]) else None
+        able = [job for job in self._jobs.values() if job.waiting and self._may(job, now)]
+        if not able:
+            return None
+        job = min(able, key=lambda job: job.given)
+        if not fits(job.waiting[0][0]):
+            return None
+        item, cost = job.waiting.popleft()
+        self._now = job.given
+        job.given += cost
+        job.active, job.bytes = job.active + 1, job.bytes + cost
+        if self._limits.bandwidth:
+            job.free_at = max(job.free_at, now) + cost / self._limits.bandwidth
+        return item
+
+    def done(self, name: str, cost: int, now: float) -> None:
+        """A fetch that `next` gave is over."""
+        job = self._jobs[name]
+        job.active, job.bytes = job.active - 1, job.bytes - cost
+        if not job.active and not job.waiting and job.free_at <= now:
+            del self._jobs[name]
+
+    def wake_in(self, now: float) -> float | None:
+        """Seconds until a job may go on that only its bandwidth holds; None when there is none."""
+        held = [job.free_at - now for job in self._jobs.values() if job.waiting and self._has_room(job)]
+        return max(0.0, min(held)) if held else None
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """What each job has waiting and in flight."""
+        return {
+            name: {"waiting": len(job.waiting), "connections": job.active, "bytes_in_flight": job.bytes}
+            for name, job in self._jobs.items()
+            if job.waiting or job.active
+        }
+
+    def __len__(self) -> int:
+        return len(self._first) + sum(len(job.waiting) for job in self._jobs.values())
+
+    def _may(self, job: _Job[T], now: float) -> bool:
+        return self._has_room(job) and (not self._limits.bandwidth or job.free_at <= now)
+
+    def _has_room(self, job: _Job[T]) -> bool:
+        if not job.active:
+            return True
+        few = not self._limits.connections or job.active < self._limits.connections
+        cost = job.waiting[0][1]
+        return few and (not self._limits.bytes_in_flight or job.bytes + cost <= self._limits.bytes_in_flight)
+
+
+KEPT = 64
+ENOUGH = 20
+"""Fetches before anything is called late."""
+SAFETY = 2.0
+LEAST_LATE_SECONDS = 0.02
+HEDGED_SHARE = 0.01
+"""At most so many fetches of all are asked for twice, so that hedging costs no more than that in bytes."""
+
+
+class FetchWindow:
+    """For one engine."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+        self._rates: deque[float] = deque(maxlen=KEPT)
+        self._times: deque[float] = deque(maxlen=KEPT)
+        self._flights: deque[float] = deque(maxlen=KEPT)
+        self.delivered = 0
+        self.fetches = self.hedges = 0
+
+    def landed(self, size: int, seconds: float, delivered_before: int) -> None:
+        """A fetch of `size` bytes took `seconds`; `delivered` was so much when it began."""
+        seconds = max(seconds, 1e-6)
+        self.delivered += size
+        self.fetches += 1
+        self._rates.append((self.delivered - delivered_before) / seconds)
+        self._times.append(seconds)
+
+    def stored(self, seconds: float) -> None:
+        """A block was in the cache's file `seconds` after it had been asked for."""
+        self._flights.append(max(seconds, 1e-6))
+
+    def bytes(self) -> int:
+        """What may be in flight."""
+        if not self._rates or not self._flights:
+            return self._least
+        return int(min(self._most, max(self._least, max(self._rates) * min(self._flights) * SAFETY)))
+
+    def late_after(self) -> float | None:
+        """Seconds after which a fetch is asked for again, or None while nothing may be."""
+        if len(self._times) < ENOUGH or self.hedges + 1 > self.fetches * HEDGED_SHARE:
+            return None
+        return max(LEAST_LATE_SECONDS, sorted(self._times)[len(self._times) * 95 // 100])
+
+    def report(self) -> dict[str, float | int]:
+        times = sorted(self._times)
+        return {
+            "window_bytes": self.bytes(),
+            "bandwidth_bytes_per_s": int(max(self._rates, default=0)),
+            "fetch_median_s": round(times[len(times) // 2], 6) if times else 0.0,
+            "hedged": self.hedges,
+        }

@@ -1,0 +1,294 @@
+"""The daemon: one process per node that owns the cache and the staged checkpoints, in one asyncio loop.
+
+Purpose: its life cycle, from the lock of the socket to the drain, and its status. Client requests are served by `connections`,
+`reads` and `staging`.
+Invariants: all state except the cache engine's belongs to the loop's thread. An idle daemon does not wake up (`Ticker`).
+Failure behaviour: SIGTERM and SIGINT drain the daemon. It accepts no new clients or jobs, answers opens with `bypassed`, and
+finishes staged checkpoints within `drain_seconds`. Then `serve` returns True, or False when jobs were still running; those go on
+without the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from headrace.dataio.cache.engine import Engine
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.core.files import storage_kind
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import daemon, paths, systemd
+from headrace.dataio.sidecar.cache_directory import CacheDirectories
+from headrace.dataio.sidecar.connections import BackgroundTasks, ConnectionManager
+from headrace.dataio.sidecar.job_stats import POINT_SECONDS
+from headrace.dataio.sidecar.jobs.job_service import JobService
+from headrace.dataio.sidecar.jobs.schedule import RetrySchedule, Schedule
+from headrace.dataio.sidecar.metrics import Figures
+from headrace.dataio.sidecar.protocol import VERSION
+from headrace.dataio.sidecar.reads import ReadService, StoreCache
+from headrace.dataio.sidecar.settings import RESTART, Config
+from headrace.dataio.sidecar.staging import StagingService
+from headrace.dataio.sidecar.status import StatusView
+from headrace.dataio.sidecar.status_server import StatusServer
+from headrace.dataio.sidecar.tier.tier_service import TierService
+from headrace.dataio.store.base import Location, Store
+
+_log = get_logger(__name__)
+
+
+class Daemon:
+    """One daemon; `serve` runs it to its end."""
+
+    def __init__(
+        self, config: Config, opener: Callable[[Location], Store], reload: Callable[[], Config] | None = None
+    ) -> None:
+        """`reload` reads the configuration again, for SIGHUP."""
+        self._config, self._reload_config = config, reload
+        self._started = time.time()
+        self._port: int | None = None
+        self._stopping = False
+        self._opener = opener
+        self._view = StatusView(self._figures)
+        self._tier: TierService | None = None
+
+    async def serve(self, ready: Callable[[], None] = lambda: None) -> bool:
+        """Run until SIGTERM or SIGINT; whether every staged checkpoint was finished."""
+        daemon.settle()
+        self._given = systemd.listening()
+        if self._given is not None:
+            self._config = replace(self._config, socket=systemd.path_of(self._given))
+        lock = paths.claim(self._config.socket, there=self._given is not None)
+        self._cache = CacheDirectories()
+        try:
+            self._loop = asyncio.get_running_loop()
+            self._view.start()
+            self._build()
+            await self._serve(ready)
+            return await self._drain()
+        finally:
+            if self._tier is not None:
+                self._tier.close()
+            self._view.close()
+            self._cache.close()
+            os.close(lock)
+
+    def _build(self) -> None:
+        files = _raise_descriptor_limit() // 5  # of three descriptors each
+        self._cache = CacheDirectories.claim(self._config.tiers, self._config.keep_cache)
+        first, *slower = self._cache.places(self._config.cache_bytes)
+        self._engine = Engine(
+            first.path,
+            first.budget,
+            threads=self._config.fetch_threads,
+            max_files=max(16, min(8192, files)),
+            keep=first.keep,
+            slower=slower,
+            buffers=max(2, self._config.fetch_memory // limits.CACHE_BLOCK_BYTES),
+        )
+        self._engine.limit(self._config.job_limits)
+        self._media = {str(place.path): storage_kind(place.path) for place in (first, *slower)}
+        self._stores = StoreCache(self._opener, self._engine.forget)
+        wanted = self._config.tier
+        self._tier = TierService(wanted) if wanted is not None else None
+        commands = self._config.commands if self._tier is None else self._tier.commands(self._config.commands)
+        self._jobs = JobService(
+            Path(f"{self._config.socket}.jobs"),
+            commands,
+            self._call,
+            self._later,
+            Schedule(self._config.running_jobs, self._config.queued_jobs, self._config.arena_bytes),
+            self._config.lost_seconds,
+            RetrySchedule(self._config.retry_seconds),
+        )
+        self._view.saves.room = self._jobs.room
+        self._pulse = Ticker(POINT_SECONDS, self._view.tick, self._busy, self._loop.call_later)
+        self._tasks = BackgroundTasks(self._loop)
+        self._reads = ReadService(self._engine, self._stores, self._view.board, self._loop, self._tasks)
+        staging = StagingService(self._jobs, self._tier, self._view.saves, self._loop, self._tasks)
+        self._clients = ConnectionManager(
+            self._loop,
+            self._engine,
+            self._view.board,
+            self._reads,
+            staging,
+            lambda: self._config.clients,
+            self.status,
+            self._pulse.wake,
+        )
+        self._engine.subscribe(lambda file: self._call(partial(self._clients.dropped, file)))
+        self._jobs.adopt(staging.show)
+
+    async def _serve(self, ready: Callable[[], None]) -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, stop.set)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
+        http = StatusServer(self.status, self._view.history, lambda: not self._stopping)
+        if self._config.http_port is not None:
+            try:
+                self._port = await http.start(self._config.http_port)
+            except OSError as error:
+                raise UsageError(
+                    f"port {self._config.http_port} cannot be used: {error.strerror}",
+                    hint="give another --http-port, or off",
+                ) from None
+        listening = self._given or _listen(self._config.socket)
+        self._clients.listen(listening)
+        _log.info("ready on %s, cache in %s, status on port %s", self._config.socket, self._cache_names, self._port)
+        self._pulse.wake()
+        if self._tier is not None:
+            self._tier.start()
+        ready()
+        await stop.wait()
+        self._stopping = self._reads.draining = True
+        self._clients.stop_listening()
+        if self._given is None:
+            self._config.socket.unlink(missing_ok=True)
+        self._http = http
+
+    def _reload(self) -> None:
+        """SIGHUP: limits from the configuration, and stores opened anew, with the credentials of now."""
+        try:
+            config = self._reload_config() if self._reload_config is not None else self._config
+        except HeadraceError as error:
+            _log.error("the configuration stays as it was: %s", error)
+            return
+        if self._given is not None:
+            config = replace(config, socket=self._config.socket)
+        fixed = [name for name in RESTART if getattr(config, name) != getattr(self._config, name)]
+        if fixed:
+            _log.warning("%s can only be changed by a restart", ", ".join(fixed))
+        self._config = replace(config, **{name: getattr(self._config, name) for name in RESTART})
+        self._engine.resize(*(place.budget for place in self._cache.places(self._config.cache_bytes)))
+        self._engine.limit(self._config.job_limits)
+        self._jobs.schedule.budget = self._config.arena_bytes
+        self._loop.run_in_executor(None, self._stores.renew, self._engine.replace)
+        _log.info("configuration and credentials were read again")
+
+    async def _drain(self) -> bool:
+        self._jobs.drain()
+        until = self._loop.time() + self._config.drain_seconds
+        _log.info("draining: %s to finish", limits.counted(self._jobs.busy, "staged checkpoint"))
+        while self._jobs.busy and self._loop.time() < until:
+            await asyncio.sleep(0.05)
+        if left := self._jobs.busy:
+            _log.error("stopping with %d staged checkpoints unfinished; those that run go on by themselves", left)
+        self._clients.close()
+        self._tasks.cancel()
+        self._http.close()
+        self._jobs.close()
+        self._engine.close()
+        return not left
+
+    # state
+
+    def status(self) -> dict[str, object]:
+        """The daemon's state, fit for JSON and bounded in size."""
+        return {
+            "pid": os.getpid(),
+            "protocol": VERSION,
+            "socket": str(self._config.socket),
+            "http_port": self._port,
+            "draining": self._stopping,
+            "uptime_seconds": round(time.time() - self._started, 3),
+            "cache": {
+                "directory": self._cache_names,
+                **self._engine.stats(),
+                "tiers": [
+                    {**tier, "medium": self._media[str(tier["directory"])]} for tier in self._engine.tier_stats()
+                ],
+            },
+            "prefetch": self._engine.prefetch_stats(),
+            "fetching": self._engine.turns(),
+            "stores": len(self._stores),
+            "clients": len(self._clients),
+            "client_list": list(self._clients.listed()),
+            "jobs": self._jobs.status(),
+            "tier": self._tier.status() if self._tier is not None else None,
+            **self._view.status(time.time()),
+        }
+
+    @property
+    def _cache_names(self) -> str:
+        return ", ".join(str(tier) for tier in self._config.tiers)
+
+    def _figures(self) -> Figures:
+        return self._engine.stats(), self._engine.tier_stats()
+
+    def _busy(self) -> bool:
+        """Whether anything can happen that nobody asks for now."""
+        return bool(len(self._clients) or self._jobs.busy)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+        return self._loop.call_later(seconds, action).cancel
+
+    def _call(self, action: Callable[[], None]) -> None:
+        """Run `action` on the loop's thread, from any thread; nothing once the loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(action)
+
+
+def _listen(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.bind(os.fspath(path))
+    path.chmod(0o600)  # the directory is private already
+    sock.listen(1024)
+    return sock
+
+
+def _raise_descriptor_limit() -> int:
+    """As many descriptors as this user may have; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+_M_ARENA_MAX = -8
+
+
+def settle() -> None:
+    """One heap from now on."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+class Ticker:
+    """`draw()` draws a point and says whether it differs from the last one, `busy()` whether anything can happen by itself;
+    `later(seconds, action)` is the loop's."""
+
+    def __init__(
+        self,
+        seconds: float,
+        draw: Callable[[], bool],
+        busy: Callable[[], bool],
+        later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self._seconds, self._draw, self._busy, self._later = seconds, draw, busy, later
+        self._due = False
+
+    def wake(self) -> None:
+        """Something may happen from now on: a point of how it was until now, and then one every few seconds."""
+        if not self._due:
+            self._due = True
+            self._draw()
+            self._later(self._seconds, self._beat)
+
+    def _beat(self) -> None:
+        self._due = self._draw() or self._busy()
+        if self._due:
+            self._later(self._seconds, self._beat)

@@ -1,0 +1,404 @@
+"""Statistics of the node's training jobs and of its staged checkpoints. Sans-I/O.
+
+Purpose: goodput, data wait and save stall of each job over the last minute, and over the last ten minutes for the charts; and the
+progress of every staged checkpoint.
+Invariants: totals only grow, even if reports are lost, repeated or reordered. A process counts once, however many loaders and
+checkpointers it has. Jobs, processes, sources and history are bounded (docs/design/0003). At most `KEPT_SAVES` ended saves are
+remembered; a save in flight is remembered until it ends.
+Failure behaviour: above a bound a job is counted as "other", and a process or source is not counted. A result without run or
+step is a save without a committed step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+
+from headrace.dataio.sidecar import protocol as m
+
+JOBS, PROCESSES, DEPARTED, SOURCES = 32, 2048, 256, 64
+OTHER = "other"
+POINT_SECONDS = 2.0
+POINTS = 300
+WINDOW_POINTS = 30
+"""A minute: what the numbers of a job are about."""
+SMOOTH_POINTS = 5
+"""Ten seconds: what one point of a chart is about."""
+FORGET_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a job's processes have done so far, summed. Seconds, bytes, numbers."""
+
+    wall: float = 0.0
+    wait: float = 0.0
+    stall: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    read: int = 0
+    waited: int = 0
+    saves: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(getattr(self, name) + getattr(other, name) for name in _NAMES))
+
+    def __sub__(self, other: Totals) -> Totals:
+        return Totals(*(max(getattr(self, name) - getattr(other, name), 0) for name in _NAMES))
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which a trainer was neither waiting for data nor held by a save."""
+        return max(self.wall - self.wait - self.stall, 0.0)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of wall time that was computed; None when no loader ran."""
+        return self.compute / self.wall if self.wall > 0 else None
+
+
+_NAMES = tuple(f.name for f in fields(Totals))
+
+
+@dataclass(slots=True)
+class _Source:
+    """One loader or checkpointer: what it said last, and since when it exists."""
+
+    report: m.Report
+    began: float
+    heard: float
+
+
+@dataclass(slots=True)
+class _Process:
+    job: str
+    connections: set[int] = field(default_factory=set)
+    sources: dict[int, _Source] = field(default_factory=dict)
+    waited: int = 0
+
+    def totals(self) -> Totals:
+        loaders = [s for s in self.sources.values() if s.report.wall > 0]
+        wall = max((s.heard for s in loaders), default=0.0) - min((s.began for s in loaders), default=0.0)
+        own = [s.report for s in self.sources.values()]
+        return Totals(
+            wall,
+            sum(r.wait for r in own),
+            sum(r.stall for r in own),
+            sum(r.steps for r in own),
+            sum(r.samples for r in own),
+            sum(r.read for r in own),
+            self.waited,
+            sum(r.saves for r in own),
+        )
+
+
+@dataclass(slots=True)
+class _Job:
+    ended: Totals = field(default_factory=Totals)
+    points: deque[tuple[float, Totals]] = field(default_factory=lambda: deque(maxlen=POINTS))
+    step: int | None = None
+    committed: float = 0.0
+    seen: float = 0.0
+
+
+class JobStats:
+    """Told by the daemon what clients say; asked by the status page and the metrics. `clock` gives seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._processes: dict[int, _Process] = {}
+        self._early: OrderedDict[int, int] = OrderedDict()
+        self._departed: OrderedDict[int, _Process] = OrderedDict()
+        self._jobs: dict[str, _Job] = {}
+
+    # events
+
+    def report(self, connection: int, process: int, report: m.Report) -> None:
+        """`process`, through this connection, says what its time went to."""
+        found = self._processes.get(process) or self._new(process, report)
+        if found is None:
+            return
+        found.connections.add(connection)
+        if report.run:
+            self._rename(found, plain(report.run))
+        self._keep(found, report)
+        if report.step is not None:
+            self.commit(found.job, report.step, report.committed)
+        self._job(found.job).seen = self._clock()
+
+    def waited(self, process: int, size: int) -> None:
+        """`process` asked for bytes that were not in the cache yet."""
+        if process in self._processes:
+            self._processes[process].waited += size
+        else:  # its first report is still to come
+            self._early[process] = self._early.get(process, 0) + size
+            if len(self._early) > PROCESSES:
+                self._early.popitem(last=False)
+
+    def job_of(self, process: int) -> str | None:
+        """The job of a process, once it has reported."""
+        found = self._processes.get(process)
+        return found.job if found else None
+
+    def commit(self, run: str, step: int, committed: float) -> None:
+        """A step of `run` was committed, at this Unix time."""
+        job = self._job(self._name(plain(run)))
+        job.seen = self._clock()
+        if committed > job.committed:
+            job.step, job.committed = step, committed
+
+    def ended(self, connection: int, process: int) -> None:
+        """The connection is over; with its last one a process becomes history."""
+        found = self._processes.get(process)
+        if found is None:
+            return
+        found.connections.discard(connection)
+        if not found.connections:
+            self._departed[process] = self._processes.pop(process)
+            self._job(found.job).ended += found.totals()
+            if len(self._departed) > DEPARTED:
+                self._departed.popitem(last=False)
+
+    def tick(self) -> None:
+        """One more point of every job's history: every `POINT_SECONDS`, or later where nothing happens."""
+        now, sums = self._clock(), self._sums()
+        busy = {process.job for process in self._processes.values()}
+        for name, job in list(self._jobs.items()):
+            if name in busy:
+                job.seen = now
+            elif now - job.seen > FORGET_SECONDS:
+                del self._jobs[name]
+                continue
+            if job.points:
+                last, before = job.points[-1]
+                job.points.extend((then, before) for then in slept(last, now) if before == sums[name])
+            job.points.append((now, sums[name]))
+
+    # questions
+
+    def jobs(self, now: float) -> list[dict[str, object]]:
+        """What to show of each job; `now` is Unix time."""
+        sums = self._sums()
+        return [self._describe(name, job, sums[name], now) for name, job in sorted(self._jobs.items())]
+
+    def totals(self) -> dict[str, Totals]:
+        """Of each job, since the daemon knows it."""
+        return self._sums()
+
+    def commits(self) -> dict[str, float]:
+        """When each job's newest step was committed, Unix time."""
+        return {name: job.committed for name, job in self._jobs.items() if job.step is not None}
+
+    def history(self) -> dict[str, list[dict[str, object]]]:
+        """Per job, oldest first: `age` in seconds and the rates of the ten seconds before."""
+        now = self._clock()
+        return {name: list(_points(list(job.points), now)) for name, job in sorted(self._jobs.items())}
+
+    # inside
+
+    def _describe(self, name: str, job: _Job, total: Totals, now: float) -> dict[str, object]:
+        mine = [p for p in self._processes.values() if p.job == name]
+        idle = [s.report.idle for p in mine for s in p.sources.values() if s.report.wall > 0]
+        past = job.points[-min(len(job.points), WINDOW_POINTS)] if job.points else (self._clock(), total)
+        return {
+            "job": name,
+            "trainers": len(mine),
+            **rates(total - past[1], self._clock() - past[0]),
+            "goodput_since_start": _rounded(total.goodput),
+            "idle_seconds": round(min(idle), 1) if idle else None,
+            "steps": total.steps,
+            "samples": total.samples,
+            "saves": total.saves,
+            "last_step": job.step,
+            "last_commit_age_seconds": round(max(now - job.committed, 0.0), 1) if job.step is not None else None,
+        }
+
+    def _sums(self) -> dict[str, Totals]:
+        sums = {name: job.ended for name, job in self._jobs.items()}
+        for process in self._processes.values():
+            sums[process.job] = sums.get(process.job, Totals()) + process.totals()
+        return sums
+
+    def _keep(self, process: _Process, report: m.Report) -> None:
+        now, known = self._clock(), process.sources.get(report.source)
+        if known is not None:
+            known.report, known.heard = _newer(known.report, report), now if report.wall else known.heard
+        elif len(process.sources) < SOURCES:
+            process.sources[report.source] = _Source(report, now - report.wall, now)
+
+    def _new(self, process: int, report: m.Report) -> _Process | None:
+        if len(self._processes) >= PROCESSES:
+            return None
+        left = self._departed.pop(process, None)
+        if left is not None and report.source in left.sources:  # it lost its connections and is back
+            job = self._job(left.job)
+            job.ended -= left.totals()
+            found = left
+        else:
+            found = _Process(self._name(plain(report.run or report.group)))
+        found.waited += self._early.pop(process, 0)
+        self._processes[process] = found
+        return found
+
+    def _rename(self, process: _Process, run: str) -> None:
+        """A run's name is better than the group's; what the group's job showed moves along when nobody else is in it."""
+        old, new = process.job, self._name(run)
+        if old == new:
+            return
+        process.job = new
+        others = any(p.job == old for p in self._processes.values())
+        left = self._jobs.get(old)
+        if left is not None and not others and left.ended == Totals() and old != OTHER:
+            fresh = self._job(new)
+            if not fresh.points:
+                fresh.points = left.points
+            del self._jobs[old]
+
+    def _name(self, name: str) -> str:
+        return name if name in self._jobs or len(self._jobs) < JOBS else OTHER
+
+    def _job(self, name: str) -> _Job:
+        return self._jobs.setdefault(name, _Job(seen=self._clock()))
+
+
+def rates(done: Totals, seconds: float) -> dict[str, float | None]:
+    """What was done in `seconds`, as rates; None where there is nothing to divide by."""
+    late = min(done.waited, done.read)
+    return {
+        "goodput": _rounded(done.goodput),
+        "samples_per_second": _rounded(done.samples / seconds) if seconds > 0 else None,
+        "steps_per_second": _rounded(done.steps / seconds) if seconds > 0 else None,
+        "cache_bytes_per_second": round((done.read - late) / seconds) if seconds > 0 else None,
+        "store_bytes_per_second": round(late / seconds) if seconds > 0 else None,
+        "hit_ratio": _rounded(1 - late / done.read) if done.read else None,
+        "wait_ms_per_step": _rounded(1000 * done.wait / done.steps) if done.steps else None,
+        "stall_ms_per_step": _rounded(1000 * done.stall / done.steps) if done.steps else None,
+        "compute_ms_per_step": _rounded(1000 * done.compute / done.steps) if done.steps else None,
+    }
+
+
+def slept(last: float, now: float) -> list[float]:
+    """The times of the points between two that were drawn, as many as are kept: none, unless nothing was drawn for a while."""
+    missing = min(round((now - last) / POINT_SECONDS) - 1, POINTS)
+    return [now - POINT_SECONDS * number for number in range(missing, 0, -1)]
+
+
+def plain(name: str) -> str:
+    """A name fit for a label: printable, at most 64 characters, never empty."""
+    return "".join(c for c in name if c.isprintable())[:64] or OTHER
+
+
+def _points(points: list[tuple[float, Totals]], now: float) -> Iterable[dict[str, object]]:
+    for i, (when, total) in enumerate(points[1:], 1):
+        begun, before = points[max(0, i - SMOOTH_POINTS)]
+        yield {"age": round(now - when, 1), **rates(total - before, when - begun)}
+
+
+def _newer(old: m.Report, new: m.Report) -> m.Report:
+    """Totals never shrink: of two reports of one source, the one that says more."""
+    return new if (new.wall, new.stall, new.steps, new.saves) >= (old.wall, old.stall, old.steps, old.saves) else old
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+KEPT = 16
+LISTED = 32
+
+
+@dataclass(slots=True)
+class _Save:
+    about: str
+    accepted: float
+    done: int = 0
+    total: int = 0
+    released: bool = False
+    ended: float | None = None
+    error: str | None = None
+    phase: Callable[[], str] = lambda: "running"
+    trouble: Callable[[], str] = lambda: ""
+
+
+class SaveStats:
+    """`committed(run, step, when)` hears of every step that a job says it committed."""
+
+    def __init__(self, committed: Callable[[str, int, float], None], clock: Callable[[], float] = time.time) -> None:
+        self._committed, self._clock = committed, clock
+        self._saves: OrderedDict[str, _Save] = OrderedDict()
+        self.outcomes = {"committed": 0, "failed": 0}
+        self.room: Callable[[], Mapping[str, float]] = dict
+        """How much room for arenas there is, and who waits for it."""
+
+    def listener(
+        self,
+        token: str,
+        about: str,
+        phase: Callable[[], str] = lambda: "running",
+        trouble: Callable[[], str] = lambda: "",
+    ) -> Callable[[m.JobEvent], None]:
+        """A new save; what is returned wants its events. `phase` says whether it waits, as its job's state, and `trouble` why it
+        is tried again."""
+        name = "".join(c for c in about if c.isprintable())
+        self._saves[token] = save = _Save(name, self._clock(), phase=phase, trouble=trouble)
+        return lambda event: self._heard(save, event)
+
+    def listed(self) -> list[dict[str, object]]:
+        """In flight first, then the latest that ended, newest first."""
+        for token in [token for token, save in self._saves.items() if save.ended is None and save.phase() == "gone"]:
+            del self._saves[token]
+        order = sorted(self._saves.values(), key=lambda save: (save.ended is not None, -save.accepted))
+        return [self._describe(save) for save in order[:LISTED]]
+
+    def _heard(self, save: _Save, event: m.JobEvent) -> None:
+        match event:
+            case m.Progress(_, done, total):
+                save.done, save.total = done, total
+            case m.Released():
+                save.released = True
+            case m.JobFailed(_, _, message):
+                save.error = message[:300]
+                self._end(save, "failed")
+            case m.Done(_, result):
+                self._end(save, "committed")
+                self._tell(result)
+
+    def _end(self, save: _Save, outcome: str) -> None:
+        save.ended = self._clock()
+        self.outcomes[outcome] += 1
+        over = [token for token, other in self._saves.items() if other.ended is not None]
+        for token in over[:-KEPT]:
+            del self._saves[token]
+
+    def _tell(self, result: str) -> None:
+        said = json.loads(result)
+        run, step, when = said.get("run"), said.get("step"), said.get("committed")
+        good = isinstance(run, str) and isinstance(step, int) and isinstance(when, int | float)
+        if good and step >= 0 and math.isfinite(when):
+            self._committed(run, step, when)
+
+    def _describe(self, save: _Save) -> dict[str, object]:
+        until = save.ended if save.ended is not None else self._clock()
+        return {
+            "about": save.about or "a checkpoint",
+            "state": _state(save),
+            "done": save.done,
+            "total": save.total,
+            "seconds": round(until - save.accepted, 1),
+            "age_seconds": round(self._clock() - until, 1),
+            "error": save.error or (save.trouble()[:300] if save.ended is None else "") or None,
+        }
+
+
+def _state(save: _Save) -> str:
+    if save.ended is not None:
+        return "failed" if save.error else "committed"
+    if (phase := save.phase()) in ("waiting", "lost", "retrying"):
+        return phase
+    if phase in ("taken", "queued"):
+        return "queued"
+    return "committing" if save.released else "sending"

@@ -1,0 +1,153 @@
+"""The daemon's side of the keeper: arenas that must not go when the daemon does.
+
+Purpose: `put` when a job is taken, `drop` when its arena is released, `take` when a new daemon finds the job.
+Invariant: the keeper process is started when there is something to hold, and left alone when there is nothing, so it ends. The
+daemon's own descriptors stay the daemon's. Not for two threads at once.
+Failure behaviour: a keeper that died is started anew and given everything again; where none can be had, jobs are carried
+all the same, which is said once: they then end with daemon and worker, if both do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.dataio.core.errors import HeadraceError, TransientError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.sidecar import wire
+from headrace.dataio.sidecar.jobs import keeper_process
+
+SECONDS = 5.0
+TRIES = 3
+_PACKET = 64 << 10
+_log = get_logger(__name__)
+
+
+class FdKeeper:
+    """Descriptors by name, in a keeper that listens in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._path = f"/proc/self/fd/{self._folder}/keeper"  # short, as a socket's address must be
+        self._sock: socket.socket | None = None
+        self._mine: dict[str, int] = {}
+
+    def put(self, name: str, fd: int) -> None:
+        """Hold a copy of `fd`, which must stay open here until `drop`."""
+        self._mine[name] = fd
+        try:
+            self._put(name, fd)
+        except (OSError, HeadraceError, subprocess.TimeoutExpired):
+            self._again()
+
+    def drop(self, name: str) -> None:
+        """Let go of it; nothing when it is not held."""
+        self._mine.pop(name, None)
+        with contextlib.suppress(OSError, HeadraceError):
+            if self._sock is not None:
+                self._ask(f"drop {name}")
+        if not self._mine:
+            self._hang_up()
+
+    def take(self) -> dict[str, int]:
+        """What an earlier daemon left with its keeper; the descriptors are the caller's, and stay held."""
+        found: dict[str, int] = {}
+        with contextlib.suppress(OSError, HeadraceError):
+            if self._sock is None:
+                self._connect()
+            for name in self._ask("list")[0].split(" ")[1:]:
+                _, descriptors = self._ask(f"take {name}")
+                if descriptors:
+                    found[name] = self._mine[name] = descriptors[0]
+        if not found:
+            self._hang_up()
+        return found
+
+    @property
+    def holds(self) -> int:
+        """How many descriptors a keeper has."""
+        return len(self._mine) if self._sock is not None else 0
+
+    def close(self) -> None:
+        """Leave; what is held stays held."""
+        self._hang_up()
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
+
+    def _put(self, name: str, fd: int) -> None:
+        if self._sock is None:
+            self._connect_or_start()
+        if self._ask(f"put {name}", [fd])[0] != "ok":
+            raise TransientError("the keeper is full")
+
+    def _again(self) -> None:
+        """A new keeper, or the old one by a new connection, that holds all there is."""
+        for tries in range(TRIES):
+            self._hang_up()
+            time.sleep(tries * 0.1)  # one that is dying still accepts connections for a moment
+            try:
+                for name, fd in self._mine.items():
+                    self._put(name, fd)
+                return
+            except (OSError, HeadraceError, subprocess.TimeoutExpired) as error:
+                reason = str(error)
+        self._hang_up()
+        warn_once(_log, f"nobody keeps staged checkpoints for the next daemon: {reason}")
+
+    def _ask(self, text: str, descriptors: Sequence[int] = ()) -> tuple[str, list[int]]:
+        if self._sock is None:
+            raise TransientError("there is no keeper")
+        wire.send(self._sock, text.encode(), descriptors)
+        data, found = wire.receive(self._sock)
+        if not data:
+            raise TransientError("the keeper ended")
+        return data.decode("ascii", "replace"), found
+
+    def _connect_or_start(self) -> None:
+        try:
+            self._connect()
+        except OSError:
+            self._start()
+            self._connect()
+
+    def _connect(self) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(SECONDS)
+        try:
+            sock.connect(self._path)
+            if wire.peer(sock)[1] != os.geteuid():
+                raise TransientError("the keeper belongs to another user")
+        except BaseException:
+            sock.close()
+            raise
+        self._sock = sock
+
+    def _start(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(self._path)
+            listening.listen(8)
+            command = [sys.executable, "-I", "-S", keeper_process.__file__, str(self._folder)]
+            quiet = subprocess.DEVNULL
+            process = subprocess.Popen(
+                command,
+                stdin=listening.fileno(),
+                stdout=quiet,
+                stderr=quiet,
+                pass_fds=[self._folder],
+                start_new_session=True,
+            )
+        process.wait(SECONDS)  # it leaves a child of nobody's behind
+
+    def _hang_up(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None

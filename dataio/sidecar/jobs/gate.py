@@ -1,0 +1,56 @@
+"""Holds workers back while a more urgent one works: a lock on a file.
+
+Invariant: the daemon holds the lock exclusively while the gate is closed, and the kernel drops it with the daemon, so nobody
+is held back by a daemon that is gone.
+Failure behaviour: whoever passes waits at most `seconds`, then passes anyway.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+PASS_SECONDS = 120.0
+_POLL = 0.02
+
+
+class PriorityGate:
+    """The daemon's side: open at first."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._path, self.closed = path, False
+
+    def close_for_others(self, closed: bool) -> None:
+        """Close or open it. Those who are passing in this moment pass."""
+        if closed == self.closed:
+            return
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB if closed else fcntl.LOCK_UN)
+            self.closed = closed
+        except BlockingIOError:  # somebody is passing: the next try will do
+            return
+
+    def for_a_worker(self) -> int:
+        """A descriptor to pass by; the caller's to close. Opened anew, since a lock belongs to what was opened."""
+        return os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def pass_by(fd: int, seconds: float = PASS_SECONDS) -> None:
+    """Return when the gate is open, or after `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return
+            time.sleep(_POLL)
+        else:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return

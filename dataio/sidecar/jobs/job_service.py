@@ -1,0 +1,271 @@
+"""All staged checkpoints of one daemon: taken, carried, followed, found again.
+
+Purpose: takes jobs into the `book` and hands them to the `runner`. Once a job is taken it runs to its end, whatever becomes of
+the client, of its worker, or of this daemon; events go to whoever listens.
+Invariants: `answer` hears of a job only when it is journaled and its arena is kept; some finished jobs are remembered, so that a
+client that reconnects can ask. All state belongs to one thread; files and the keeper to one other.
+Failure behaviour: a descriptor of the wrong kind, an unknown command, a full queue or an arena without room refuses the job and
+closes both descriptors. What becomes of a job whose worker fails is the runner's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import CapacityError, HeadraceError, TransientError, UsageError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar.jobs.gate import PriorityGate
+from headrace.dataio.sidecar.jobs.job_table import (
+    Answer,
+    Job,
+    JobTable,
+    Listener,
+    describe,
+    no_room,
+    shutting_down,
+    with_plan,
+)
+from headrace.dataio.sidecar.jobs.journal import Entry, read_plan
+from headrace.dataio.sidecar.jobs.memfd import check_arena, check_plan
+from headrace.dataio.sidecar.jobs.runner import LOST_SECONDS, Runner
+from headrace.dataio.sidecar.jobs.schedule import RetrySchedule, Schedule
+from headrace.dataio.sidecar.wire import close_all
+
+_received = declare("sidecar.stage-received", "the daemon has plan and arena; nothing is journaled: not promised")
+_journaled = declare("sidecar.stage-journaled", "plan and entry are synced, the arena is kept; not yet acknowledged")
+_acknowledged = declare("sidecar.stage-acknowledged", "the trainer knows that the daemon has it; no worker yet")
+
+_log = get_logger(__name__)
+
+
+class JobService:
+    """Not thread-safe, except that `call` may carry events in from other threads: `call(f)` must run `f` on the thread that
+    uses this object. `later(seconds, f)` runs `f` there too, and returns what cancels it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        commands: Mapping[str, Sequence[str]],
+        call: Callable[[Callable[[], None]], object],
+        later: Callable[[float, Callable[[], None]], Callable[[], None]],
+        schedule: Schedule,
+        lost_seconds: float = LOST_SECONDS,
+        patience: RetrySchedule | None = None,
+    ) -> None:
+        self._commands, self._call, self._later = commands, call, later
+        self.schedule, self._book, self._gate = schedule, JobTable(folder, schedule), PriorityGate(folder / "gate")
+        self._runner = Runner(
+            self._book, commands, self._gate, call, later, self._keep, patience or RetrySchedule(), lost_seconds
+        )
+        self.accepting = True
+
+    # taking jobs
+
+    def submit(
+        self,
+        kind: str,
+        arena: int,
+        plan: int,
+        answer: Answer,
+        *,
+        about: str = "",
+        urgent: bool = False,
+        wait: float = 0.0,
+    ) -> Job | None:
+        """Take the job now, or when there is room within `wait` seconds; its descriptors are taken over in any case.
+
+        `answer` hears of the job once it is kept for good, or why it was refused; None is returned when it was at once.
+        """
+        token = uuid.uuid4().hex
+        try:
+            size = self._check(kind, arena, plan)
+            taken = self.schedule.offer(token, size, urgent=urgent, patient=wait > 0)
+        except HeadraceError as error:
+            close_all((arena, plan))
+            answer(error)
+            return None
+        entry = Entry(
+            token=token,
+            kind=kind,
+            about=about,
+            urgent=urgent,
+            size=size,
+            plan_bytes=0,
+            plan_digest="",
+            accepted=time.time(),
+        )
+        job = self._book.jobs[token] = Job(entry, arena, plan, answer)
+        _received()
+        if taken:
+            self._keep(job)
+        else:
+            job.patience = self._later(wait, partial(self._refuse, job, no_room(wait)))
+        return job
+
+    def withdraw(self, job: Job) -> None:
+        """The client of a job that waits for room has ended: nothing was promised."""
+        if self._book.has(job) and self.schedule.state(job.token) == "waiting":
+            _log.warning("%s was withdrawn while it waited for room: its trainer ended", job.entry.about or job.token)
+            job.answer = None
+            self._refuse(job, TransientError("the trainer ended"))
+
+    def drain(self) -> None:
+        """Take no more; those that wait for room are sent back."""
+        self.accepting = False
+        for job in list(self._book.jobs.values()):
+            if self.schedule.state(job.token) == "waiting":
+                self._refuse(job, shutting_down())
+
+    def adopt(self, found: Callable[[Job], None]) -> None:
+        """Find what an earlier daemon left; `found` hears of each job before its events."""
+        arenas = self._book.held.take()
+        for entry in self._book.journal.load():
+            job = self._book.jobs[entry.token] = Job(entry, arenas.pop(entry.token, -1))
+            found(job)
+            self._runner.find_worker(job)
+        for token, fd in arenas.items():
+            os.close(fd)
+            self._book.held.drop(token)
+        self._runner.advance()
+
+    # asking
+
+    def find(self, token: str) -> Job:
+        """The job with this token, or `NotFoundError`: also when its arena is lost, so that its trainer stages again."""
+        return self._book.find(token)
+
+    def follow(self, job: Job, listener: Listener) -> None:
+        """Tell `listener` where the job stands and what comes; after its end the listener is forgotten."""
+        if job.total:
+            listener(m.Progress(job.token, job.done, job.total))
+        if job.released:
+            listener(m.Released(job.token))
+        if job.outcome is not None:
+            listener(job.outcome)
+        else:
+            job.listeners.append(listener)
+
+    def attend(self, job: Job, listener: Listener) -> None:
+        """As `follow`, for one who acts on the outcome: a failure is told at once rather than tried again."""
+        self.follow(job, listener)
+        if job.outcome is None:
+            job.waiting.append(listener)
+
+    def leave(self, listener: Listener) -> None:
+        """The listener is gone."""
+        for job in self._book.jobs.values():
+            job.listeners = [other for other in job.listeners if other is not listener]
+            job.waiting = [other for other in job.waiting if other is not listener]
+
+    @property
+    def busy(self) -> int:
+        """Number of jobs that are not over."""
+        return len(self._book.jobs)
+
+    def state(self, job: Job) -> str:
+        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as another."""
+        return self._book.state(job)
+
+    def trouble(self, job: Job) -> str:
+        """Why it is tried again; empty when it is not."""
+        return job.trouble.message if job.trouble is not None else ""
+
+    def room(self) -> dict[str, float]:
+        """The schedule's numbers, and those of the retries."""
+        retries = {"retries": self._runner.retries, "retry_limit_seconds": self._runner.patience.limit}
+        return {**self.schedule.room(), **retries}
+
+    def status(self) -> dict[str, object]:
+        """Numbers and the latest jobs, for people and monitors."""
+        latest = [*self._book.jobs.values(), *list(self._book.finished.values())[-16:]]
+        return {
+            **self.room(),
+            "finished": len(self._book.finished),
+            "kept": self._book.held.holds,
+            "gate_closed": self._gate.closed,
+            "jobs": [describe(job, self.state(job)) for job in latest],
+        }
+
+    def close(self) -> None:
+        """Leave everything as it is for the next daemon."""
+        self._book.close()
+        self._gate.close()
+
+    # inside: taking
+
+    def _check(self, kind: str, arena: int, plan: int) -> int:
+        if not self.accepting:
+            raise shutting_down()
+        if kind not in self._commands:
+            raise UsageError(
+                f"the sidecar knows no job {kind!r}", hint=f"it knows {', '.join(self._commands) or 'none'}"
+            )
+        size = check_arena(arena)
+        check_plan(plan)
+        return size
+
+    def _keep(self, job: Job) -> None:
+        """In the thread of the files: journal the job and have its arena kept."""
+        job.patience()
+
+        def keep() -> None:
+            error: HeadraceError | None = None
+            try:
+                plan = read_plan(job.plan)
+                job.entry = with_plan(job.entry, plan)
+                self._book.journal.record(job.entry, plan)
+                self._book.held.put(job.token, job.arena)
+            except HeadraceError as caught:
+                error = caught
+            except OSError as caught:
+                error = CapacityError(f"the job cannot be journaled: {caught.strerror}", hint="see the daemon's disk")
+            self._call(partial(self._kept, job, error))
+
+        self._book.files.submit(keep)
+
+    def _kept(self, job: Job, error: HeadraceError | None) -> None:
+        if error is not None:
+            self._refuse(job, error)
+            return
+        _journaled()
+        os.close(job.plan)
+        job.plan = -1
+        answer, job.answer = job.answer, None
+        job = self._found_again(job)
+        self.schedule.journaled(job.token)
+        if answer is not None:
+            answer(job)
+        _acknowledged()
+        self._runner.advance()
+
+    def _found_again(self, job: Job) -> Job:
+        """The job that had lost its arena, if this is it, come back with its trainer; else `job`."""
+        same = [old for old in self._book.jobs.values() if old.lost and old.entry.plan_digest == job.entry.plan_digest]
+        if not same:
+            return job
+        old, arena = same[0], job.arena
+        _log.info("%s is back with its arena", old.entry.about or old.token)
+        old.arena, old.lost, job.arena = arena, False, -1
+        self._book.forget(job)
+        self.schedule.adopt(old.token, old.entry.size, urgent=old.entry.urgent, state="queued", holds=old.entry.size)
+        self._book.files.submit(self._book.held.put, old.token, arena)
+        self._book.clean(job.token)
+        return old
+
+    def _refuse(self, job: Job, error: HeadraceError) -> None:
+        job.patience()
+        job.outcome = m.JobFailed(job.token, *m.error_fields(error))
+        self._book.tell(job, job.outcome)
+        self._book.forget(job)
+        close_all(fd for fd in (job.arena, job.plan) if fd >= 0)
+        self._book.clean(job.token)
+        if job.answer is not None:
+            job.answer(error)
+        self._runner.advance()

@@ -1,0 +1,198 @@
+"""The daemon's staged checkpoints: one `Job` each, and the `JobTable` that accepting and running share.
+
+Purpose: the jobs that are not over, the last `KEPT` that are, their places in the schedule, their journal entries, and the arenas
+that are kept for them.
+Invariants: a job is in one of the two tables or in none; a job that was removed has no place in the schedule. `arena` and `plan`
+are descriptors that the job owns, -1 for none. Everything belongs to one thread, except `files`: the thread that uses the journal
+and the keeper.
+Failure behaviour: files of a job that cannot be removed are left to the next daemon, which finds that the job is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from headrace.dataio.core.errors import CapacityError, HeadraceError, NotFoundError, TransientError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar.jobs.fd_keeper import FdKeeper
+from headrace.dataio.sidecar.jobs.journal import Entry, Journal, digest
+from headrace.dataio.sidecar.jobs.schedule import Schedule
+from headrace.dataio.sidecar.jobs.worker import Event
+
+KEPT = 256
+_log = get_logger(__name__)
+
+
+class JobTable:
+    def __init__(self, folder: Path, schedule: Schedule) -> None:
+        self.schedule, self.journal, self.held = schedule, Journal(folder), FdKeeper(folder)
+        self.files = ThreadPoolExecutor(1, thread_name_prefix="headrace-journal")
+        self.jobs: OrderedDict[str, Job] = OrderedDict()
+        self.finished: OrderedDict[str, Job] = OrderedDict()
+
+    def find(self, token: str) -> Job:
+        """The job with this token, or `NotFoundError`: also when its arena is lost, so that its trainer stages again."""
+        job = self.jobs.get(token) or self.finished.get(token)
+        if job is None or job.lost:
+            raise NotFoundError(f"no staged job {token}", hint="stage again, or it ended long ago")
+        return job
+
+    def has(self, job: Job) -> bool:
+        """Whether it is not over."""
+        return self.jobs.get(job.token) is job
+
+    def state(self, job: Job) -> str:
+        """waiting, taken, queued, running, committing, retrying, lost, done, failed; gone when it goes on as another."""
+        if job.outcome is not None:
+            return "done" if isinstance(job.outcome, m.Done) else "failed"
+        if not self.has(job):
+            return "gone"
+        return "lost" if job.lost else self.schedule.state(job.token)
+
+    def tell(self, job: Job, event: m.JobEvent) -> None:
+        """Everybody who listens hears it."""
+        for listener in list(job.listeners):
+            listener(event)
+
+    def settle(self, job: Job, outcome: m.Done | m.JobFailed) -> None:
+        """Its outcome is known."""
+        job.outcome, job.lost = outcome, False
+        if isinstance(outcome, m.JobFailed):
+            _log.error("%s: %s", job.entry.about or job.token, outcome.message)
+        self.tell(job, outcome)
+        job.listeners.clear()
+
+    def over(self, job: Job) -> None:
+        """It is settled, and nobody works on it."""
+        self.let_go(job)
+        self.forget(job)
+        self.clean(job.token)
+        self.finished[job.token] = job
+        if len(self.finished) > KEPT:
+            self.finished.popitem(last=False)
+
+    def forget(self, job: Job) -> None:
+        self.jobs.pop(job.token, None)
+        self.schedule.over(job.token)
+
+    def let_go(self, job: Job) -> None:
+        """The arena is not needed any more."""
+        self.schedule.released(job.token)
+        if job.arena >= 0:
+            fd, job.arena = job.arena, -1
+            self.files.submit(self._drop, job.token, fd)
+
+    def clean(self, token: str) -> None:
+        """Remove its entry, and what is held for it."""
+        self.files.submit(self._clean, token)
+
+    def close(self) -> None:
+        """Leave everything as it is for the next daemon."""
+        self.files.shutdown()
+        self.held.close()
+
+    def _drop(self, token: str, fd: int) -> None:
+        self.held.drop(token)
+        os.close(fd)
+
+    def _clean(self, token: str) -> None:
+        with contextlib.suppress(OSError):
+            self.journal.remove(token)
+        self.held.drop(token)
+
+
+Listener = Callable[[m.JobEvent], None]
+Answer = Callable[["Job | HeadraceError"], None]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One staged checkpoint. `arena` is a descriptor, -1 when there is none (any more)."""
+
+    entry: Entry
+    arena: int
+    plan: int = -1
+    answer: Answer | None = None
+    patience: Callable[[], None] = lambda: None
+    """Ends its waiting for room."""
+    released: bool = False
+    lost: bool = False
+    """Daemon and worker are gone, and the arena with them; perhaps the trainer still has it."""
+    done: int = 0
+    total: int = 0
+    outcome: m.Done | m.JobFailed | None = None
+    failures: int = 0
+    """Lines that said so; `entry.failures` of them are dealt with."""
+    trouble: m.JobFailed | None = None
+    """Why it is tried again."""
+    next_try: float = 0.0
+    """When, on the monotonic clock."""
+    bad_lines: int = 0
+    listeners: list[Listener] = field(default_factory=list)
+    waiting: list[Listener] = field(default_factory=list)
+    """Those of the listeners who wait for its outcome, to act on it."""
+
+    @property
+    def token(self) -> str:
+        return self.entry.token
+
+
+def describe(job: Job, state: str) -> dict[str, object]:
+    """The job, for people and monitors."""
+    problem = job.outcome or job.trouble
+    return {
+        "token": job.token,
+        "kind": job.entry.kind,
+        "about": job.entry.about,
+        "state": state,
+        "urgent": job.entry.urgent,
+        "arena_bytes": job.entry.size,
+        "done": job.done,
+        "total": job.total,
+        "released": job.released,
+        "workers": job.entry.tries,
+        "age_seconds": round(time.time() - job.entry.accepted, 3),
+        "ignored_lines": job.bad_lines,
+        "error": problem.message[:300] if isinstance(problem, m.JobFailed) else None,
+        "failures": job.entry.failures,
+        "retry_in_seconds": round(max(job.next_try - time.monotonic(), 0.0), 1) if state == "retrying" else None,
+    }
+
+
+def with_plan(entry: Entry, plan: bytes) -> Entry:
+    """The entry, with what the plan is recognised by."""
+    return replaced(entry, plan_bytes=len(plan), plan_digest=digest(plan))
+
+
+def replaced(entry: Entry, **changes: object) -> Entry:
+    """The entry with these fields changed."""
+    return msgspec.structs.replace(entry, **changes)
+
+
+def failure(job: Job, event: Event) -> m.JobFailed:
+    """What the worker said, within what a message may hold."""
+    return m.JobFailed(job.token, event.code[:64], event.message[:4096], event.hint[:4096])
+
+
+def given_up(failed: m.JobFailed, failures: int, seconds: float) -> m.JobFailed:
+    """The end of a job that was tried again and again."""
+    text = f" [the sidecar gave up after {failures} tries in {seconds:.0f} s]"
+    return m.JobFailed(failed.token, failed.code, failed.message[: 4096 - len(text)] + text, failed.hint)
+
+
+def no_room(wait: float) -> CapacityError:
+    return CapacityError(f"no room for the arena within {wait:g} s", hint="raise arena_bytes, or save less often")
+
+
+def shutting_down() -> TransientError:
+    return TransientError("the sidecar is shutting down", hint="save without it, or try again after its restart")

@@ -1,0 +1,225 @@
+"""What the next daemon must know of the jobs of this one: a private directory of small files.
+
+For each job, by its token: `.plan`, the put plan as it came; `.job`, the entry; `.events` and `.log`, what its worker says;
+`.progress`, what the worker keeps for its successor. An entry is 8 bytes of magic, a length, msgpack, and the XXH3-64 of all
+before.
+Invariants: an entry is there only if its plan is, and both are on the disk before `record` returns; a worker lives exactly as
+long as its `.events` file is locked, whatever became of its number. Nothing in here is secret.
+Failure behaviour: an entry that is torn, foreign, too new or too large is named in the log and set aside in `refused/`, of which
+`REFUSED` are kept; what belongs to no entry is removed. `CorruptionError` for a plan that is not what was recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
+from headrace.dataio.core.files import private_directory
+from headrace.dataio.core.limits import KIB
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.jobs.memfd import PLAN_BYTES
+
+VERSION = 1
+MAGIC = b"MLRJOB\0\1"
+ENTRY_BYTES = 64 * KIB
+REFUSED = 16
+KINDS = ("job", "plan", "events", "log", "progress")
+_HEAD, _SUM = struct.Struct("<8sI"), struct.Struct("<Q")
+_NAME = re.compile(r"([0-9a-f]{32})\.(job|plan|events|log|progress)(\.new)?")
+_log = get_logger(__name__)
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One job. `accepted` in Unix seconds; `pid` and `tries` of its workers so far."""
+
+    version: int = VERSION
+    token: str
+    kind: str
+    about: str
+    urgent: bool
+    size: int
+    plan_bytes: int
+    plan_digest: str
+    accepted: float
+    pid: int = 0
+    started: int = 0
+    """The worker's start in clock ticks since the machine's: with `pid`, who it is."""
+    tries: int = 0
+    failures: int = 0
+    """How many of them failed, by their own word, and are to be followed by another."""
+    failing_since: float = 0.0
+    """When the first of these did; Unix seconds."""
+
+
+class _Head(msgspec.Struct):
+    version: int
+
+
+class Journal:
+    """The entries in `folder`, which is made when absent. One daemon at a time uses it: the one that holds the socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = private_directory(folder)
+
+    def record(self, entry: Entry, plan: bytes) -> None:
+        """Make the job known for good: plan, entry and their names are on the disk when this returns."""
+        self._write(f"{entry.token}.plan", plan, sync=True)
+        self._write(f"{entry.token}.job", _encode(entry), sync=True)
+        self._sync()
+
+    def update(self, entry: Entry) -> None:
+        """Who carries it now. Not synced: it is of use only while the machine runs."""
+        self._write(f"{entry.token}.job", _encode(entry), sync=False)
+
+    def remove(self, token: str) -> None:
+        """The job is over: the entry first, so that no entry lacks its files."""
+        for kind in KINDS:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.folder / f"{token}.{kind}")
+
+    def load(self) -> list[Entry]:
+        """All sound entries, oldest first. Everything else is set aside or removed."""
+        found = [entry for name in self._names(".job") if (entry := self._read(name)) is not None]
+        known = {entry.token for entry in found}
+        for name in self._names(""):
+            match = _NAME.fullmatch(name)
+            if match is not None and (match[3] or match[1] not in known):
+                os.unlink(self.folder / name)
+        return sorted(found, key=lambda entry: entry.accepted)
+
+    def plan(self, entry: Entry) -> int:
+        """A descriptor of the plan, checked; the caller's to close."""
+        fd = os.open(self.folder / f"{entry.token}.plan", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            data = _pread(fd, entry.plan_bytes + 1)
+            if len(data) != entry.plan_bytes or digest(data) != entry.plan_digest:
+                raise CorruptionError(f"the plan of job {entry.token} is not what was recorded", hint="save again")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def open(self, token: str, kind: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+        """A descriptor of one of the job's files; the caller's to close."""
+        return os.open(self.folder / f"{token}.{kind}", flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    # inside
+
+    def _names(self, suffix: str) -> Iterator[str]:
+        return iter(sorted(name for name in os.listdir(self.folder) if name.endswith(suffix)))
+
+    def _read(self, name: str) -> Entry | None:
+        try:
+            return _checked(self.folder / name, name)
+        except (OSError, HeadraceError) as error:
+            _log.error("the journal's entry %s is refused and set aside: %s", name, error)
+            self._set_aside(name)
+            return None
+
+    def _set_aside(self, name: str) -> None:
+        aside = private_directory(self.folder / "refused")
+        with contextlib.suppress(OSError):
+            os.replace(self.folder / name, aside / name)
+        old = sorted(aside.iterdir(), key=lambda path: path.lstat().st_mtime)
+        for path in old[:-REFUSED]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _write(self, name: str, data: bytes, *, sync: bool) -> None:
+        new = self.folder / f"{name}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(new, self.folder / name)
+
+    def _sync(self) -> None:
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def digest(plan: bytes) -> str:
+    """What a plan is recognised by."""
+    return xxhash.xxh3_128_hexdigest(plan)
+
+
+def read_plan(fd: int) -> bytes:
+    """The plan's bytes; whoever checked the descriptor knows that they do not change."""
+    return _pread(fd, PLAN_BYTES)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether somebody else holds the lock of this file."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def _encode(entry: Entry) -> bytes:
+    payload = msgspec.msgpack.encode(entry)
+    data = _HEAD.pack(MAGIC, len(payload)) + payload
+    return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
+
+
+def _checked(path: Path, name: str) -> Entry:
+    data = _owned(path)
+    if len(data) < _HEAD.size + _SUM.size or data[:6] != MAGIC[:6]:
+        raise CorruptionError("it is not an entry")
+    magic, length = _HEAD.unpack_from(data)
+    body = data[: _HEAD.size + length]
+    if len(data) != len(body) + _SUM.size or _SUM.unpack_from(data, len(body))[0] != xxhash.xxh3_64_intdigest(body):
+        raise CorruptionError("it is torn")
+    payload = body[_HEAD.size :]
+    try:
+        if magic != MAGIC or msgspec.msgpack.decode(payload, type=_Head).version != VERSION:
+            raise UnsupportedError("a newer Headrace wrote it")
+        entry = msgspec.msgpack.decode(payload, type=Entry)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptionError(f"it cannot be read: {error}") from None
+    if name != f"{entry.token}.job" or not _NAME.fullmatch(name):
+        raise CorruptionError("it is of another job")
+    return entry
+
+
+def _owned(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise CorruptionError("it is not a file of this user")
+        if found.st_size > ENTRY_BYTES:
+            raise CorruptionError(f"it has {found.st_size} bytes; the most is {ENTRY_BYTES}")
+        return _pread(fd, ENTRY_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _pread(fd: int, most: int) -> bytes:
+    parts, at = [], 0
+    while at < most and (part := os.pread(fd, min(most - at, 1 << 24), at)):
+        parts.append(part)
+        at += len(part)
+    return b"".join(parts)

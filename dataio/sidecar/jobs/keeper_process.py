@@ -1,0 +1,131 @@
+"""A process that holds descriptors for a daemon that may die. A program: standard library only, so that it is small.
+
+Invariant: what was put is held until it is dropped, whoever is connected; only processes of this user are listened to. At most
+`HELD` descriptors, under names of at most 64 characters.
+Failure behaviour: it ends when it holds nothing and nobody is connected, and, dropping everything, when nobody has been connected
+for `ALONE_SECONDS` or its socket's name is gone, so that nobody can. A message it does not understand ends that connection.
+
+Messages are packets: `put NAME` with one descriptor, `drop NAME`, `take NAME`, `list`, `who`. Answers are `ok`, with the
+descriptor for `take`, with names separated by spaces for `list`, with its number for `who`; or `no`.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+import sys
+import time
+
+HELD = 1024
+ALONE_SECONDS = 3600.0
+FIRST_SECONDS = 10.0
+_PACKET = 64 << 10
+
+
+class KeeperProcess:
+    """Serves `listening` until it is of no more use."""
+
+    def __init__(self, listening: socket.socket, folder: int, alone: float) -> None:
+        """`folder`: a descriptor of the directory where `listening` is called `keeper`."""
+        self._listening, self._folder, self._limit = listening, folder, alone
+        self._held: dict[str, int] = {}
+        self._peers: list[socket.socket] = []
+        self._alone_since: float | None = time.monotonic()
+        self._seen = False
+
+    def serve(self) -> None:
+        while not self._is_useless():
+            ready, _, _ = select.select([self._listening, *self._peers], [], [], 0.5)
+            for sock in ready:
+                if sock is self._listening:
+                    self._accept()
+                else:
+                    self._answer(sock)
+
+    def _is_useless(self) -> bool:
+        if self._alone_since is None:
+            return False
+        alone = time.monotonic() - self._alone_since
+        return (
+            alone >= self._limit
+            or not self._can_be_found()
+            or (not self._held and (self._seen or alone >= FIRST_SECONDS))
+        )
+
+    def _can_be_found(self) -> bool:
+        try:
+            os.stat("keeper", dir_fd=self._folder)
+        except OSError:
+            return False
+        return True
+
+    def _accept(self) -> None:
+        sock, _ = self._listening.accept()
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.geteuid():
+            sock.close()
+            return
+        self._peers.append(sock)
+        self._alone_since, self._seen = None, True
+
+    def _answer(self, sock: socket.socket) -> None:
+        try:
+            data, ancillary, _, _ = sock.recvmsg(_PACKET, socket.CMSG_SPACE(16), socket.MSG_CMSG_CLOEXEC)
+            descriptors = array.array("i")
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+            if not data or not self._carry_out(sock, data.decode("ascii", "replace").split(" "), list(descriptors)):
+                self._leave(sock)
+        except OSError:
+            self._leave(sock)
+
+    def _carry_out(self, sock: socket.socket, words: list[str], descriptors: list[int]) -> bool:
+        """Whether it was understood."""
+        if words[0] == "put" and len(words) == 2 and len(descriptors) == 1 and 0 < len(words[1]) <= 64:
+            room = len(self._held) < HELD or words[1] in self._held
+            for old in [self._held.pop(words[1], -1)] if room else descriptors:
+                if old >= 0:
+                    os.close(old)
+            if room:
+                self._held[words[1]] = descriptors[0]
+            sock.sendall(b"ok" if room else b"no")
+            return True
+        for fd in descriptors:
+            os.close(fd)
+        if words == ["who"]:
+            sock.sendall(f"ok {os.getpid()}".encode())
+        elif words == ["list"]:
+            sock.sendall(" ".join(["ok", *self._held]).encode())
+        elif words[0] == "drop" and len(words) == 2:
+            if (fd := self._held.pop(words[1], -1)) >= 0:
+                os.close(fd)
+            sock.sendall(b"ok")
+        elif words[0] == "take" and len(words) == 2:
+            found = self._held.get(words[1])
+            rights = [] if found is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [found]))]
+            sock.sendmsg([b"no" if found is None else b"ok"], rights)
+        else:
+            return False
+        return True
+
+    def _leave(self, sock: socket.socket) -> None:
+        sock.close()
+        self._peers.remove(sock)
+        if not self._peers:
+            self._alone_since = time.monotonic()
+
+
+def main() -> None:
+    """`keeper.py FOLDER [SECONDS]`, with the listening socket as standard input. Returns at once; a child of nobody's serves."""
+    if os.fork():
+        os._exit(0)
+    with socket.socket(fileno=os.dup(0)) as listening:
+        KeeperProcess(listening, int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else ALONE_SECONDS).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Which staged checkpoints are accepted, run or held back, and when a failed one is tried again. Sans-I/O.
+
+A job is in one of these states:
+
+- *waiting*: its arena does not fit into the budget; nothing is promised
+- *taken*: it is being journaled
+- *queued*, *running*
+- *committing*: its manifest is written; it waits for other ranks and needs no slot
+- *retrying*: it waits for the store to come back, and is queued again afterwards
+
+Urgent jobs have slots, a queue and a budget of their own, as large as those of the others.
+Invariants: the arenas that are held never exceed the budget of their class. Within a class jobs are served in order of
+arrival, so small ones do not starve a large one. At most `running` jobs run and `queued` wait; committing jobs need a
+slot only beyond `COMMITTING`. The pauses of `RetrySchedule` grow to `max_pause`, with jitter, so the nodes of a cluster
+do not return to a store all at once; the last try begins at most `limit` seconds after the first failure.
+Failure behaviour: `CapacityError` for an arena larger than the budget, for a full queue, and for a job that would have
+to wait and may not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.core.limits import format_bytes
+
+COMMITTING = 64
+HOLD_SECONDS = 90.0
+"""How long urgent jobs hold back the others."""
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    size: int
+    urgent: bool
+    state: str
+    holds: int
+    """Bytes of the budget: the arena's, until it is released."""
+
+
+class Schedule:
+    """Jobs by token, in the order of their coming."""
+
+    def __init__(self, running: int, queued: int, budget: int) -> None:
+        self._running, self._queued, self.budget = running, queued, budget
+        self._items: dict[str, _Item] = {}
+        self._held_since: float | None = None
+
+    # what happens
+
+    def offer(self, token: str, size: int, *, urgent: bool, patient: bool) -> bool:
+        """A new job. True: it is taken. False: it waits for room; `patient` says whether it may."""
+        self._refuse(size, urgent)
+        fits = not self._of("waiting", urgent) and self._held(urgent) + size <= self.budget
+        if not fits and not patient:
+            raise CapacityError(
+                f"no room for an arena of {format_bytes(size)}: {format_bytes(self._held(urgent))} of "
+                f"{format_bytes(self.budget)} are held by checkpoints on their way",
+                hint="raise arena_bytes",
+            )
+        self._items[token] = _Item(size, urgent, "taken" if fits else "waiting", size if fits else 0)
+        return fits
+
+    def adopt(self, token: str, size: int, *, urgent: bool, state: str, holds: int) -> None:
+        """A job that an earlier daemon took; whether it fits is no question any more."""
+        self._items[token] = _Item(size, urgent, state, holds)
+
+    def journaled(self, token: str) -> None:
+        """It may run now."""
+        self._items[token].state = "queued"
+
+    def again(self, token: str) -> None:
+        """Its worker is gone; it needs another."""
+        self._items[token].state = "queued"
+
+    def later(self, token: str) -> None:
+        """Its worker failed; it needs another after a pause."""
+        self._items[token].state = "retrying"
+
+    def released(self, token: str) -> None:
+        """Its arena is no longer held."""
+        self._items[token].holds = 0
+
+    def committing(self, token: str) -> None:
+        """It needs its place no more."""
+        if self._items[token].state == "running":
+            self._items[token].state = "committing"
+
+    def over(self, token: str) -> None:
+        """It ended, or is withdrawn."""
+        self._items.pop(token, None)
+
+    # what follows
+
+    def take(self) -> list[str]:
+        """Jobs that waited and fit now."""
+        taken = []
+        for urgent in (True, False):
+            for token in self._of("waiting", urgent):
+                item = self._items[token]
+                if self._held(urgent) + item.size > self.budget:
+                    break
+                item.state, item.holds = "taken", item.size
+                taken.append(token)
+        return taken
+
+    def start(self) -> list[str]:
+        """Jobs to be started, urgent ones first."""
+        started = []
+        for urgent in (True, False):
+            for token in self._of("queued", urgent)[: self._places(urgent)]:
+                self._items[token].state = "running"
+                started.append(token)
+        return started
+
+    def holds_back(self, now: float) -> bool:
+        """Whether others than urgent jobs are to send nothing at the moment."""
+        if not self._of("running", urgent=True):
+            self._held_since = None
+            return False
+        if self._held_since is None:
+            self._held_since = now
+        return now - self._held_since < HOLD_SECONDS
+
+    # numbers
+
+    def state(self, token: str) -> str:
+        return self._items[token].state
+
+    def room(self) -> dict[str, int]:
+        """Counts and bytes, for status and metrics."""
+        items = list(self._items.values())
+        waiting = [item.size for item in items if item.state == "waiting"]
+        return {
+            "budget_bytes": self.budget,
+            "held_bytes": sum(item.holds for item in items),
+            "waiting_bytes": sum(waiting),
+            "waiting": len(waiting),
+            "queued": sum(item.state in ("taken", "queued") for item in items),
+            "running": sum(item.state == "running" for item in items),
+            "committing": sum(item.state == "committing" for item in items),
+            "retrying": sum(item.state == "retrying" for item in items),
+        }
+
+    # inside
+
+    def _refuse(self, size: int, urgent: bool) -> None:
+        if size > self.budget:
+            raise CapacityError(
+                f"an arena of {format_bytes(size)} is larger than all that the sidecar may hold, "
+                f"{format_bytes(self.budget)}",
+                hint="raise arena_bytes",
+            )
+        before = sum(len(self._of(state, urgent)) for state in ("waiting", "taken", "queued", "retrying"))
+        if before - self._places(urgent) >= self._queued:
+            raise CapacityError(f"{before} staged checkpoints wait already; the most is {self._queued}")
+
+    def _of(self, state: str, urgent: bool) -> list[str]:
+        return [token for token, item in self._items.items() if item.state == state and item.urgent == urgent]
+
+    def _held(self, urgent: bool) -> int:
+        return sum(item.holds for item in self._items.values() if item.urgent == urgent)
+
+    def _places(self, urgent: bool) -> int:
+        busy = len(self._of("running", urgent)) + max(0, len(self._of("committing", urgent)) - COMMITTING)
+        return max(0, self._running - busy)
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySchedule:
+    """Seconds."""
+
+    limit: float = 3600.0
+    first: float = 1.0
+    longest: float = 60.0
+
+    def pause(self, failures: int, elapsed: float, draw: float) -> float | None:
+        """Seconds until the next try, when `failures` have failed, the first of them `elapsed` seconds ago; None when
+        there is to be none. `draw` is in [0, 1)."""
+        left = self.limit - elapsed
+        if left <= 0:
+            return None
+        most = min(self.longest, self.first * 2.0 ** min(failures - 1, 32))
+        return min(most * (1 + draw) / 2, left)

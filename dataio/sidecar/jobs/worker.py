@@ -1,0 +1,204 @@
+"""The process that runs one job, its events, and how its daemon or the next one follows it.
+
+A job's command gets `--arena-fd N --plan-fd M --progress-fd P --gate-fd G` and exactly those descriptors. -1 stands for none: no
+arena when it was released before, so that only the work in the progress file is left; no gate when the job is urgent. The worker
+runs in a session of its own and writes its events to standard output, which is the job's `.events` file. An event is one JSON
+object per line:
+
+- `{"event": "progress", "done": int, "total": int}`
+- `{"event": "released"}`: the trainer may write to the arena again, and the job can be finished without it
+- `{"event": "committing"}`: from now on the job only waits for other ranks
+- `{"event": "done", "result": {…}}`
+- `{"event": "failed", "code": str, "message": str, "hint": str, "again": bool}`; `again`: the same job may succeed later
+
+Invariants: the worker holds the lock on the events file from before its first instruction to its end, so every daemon can tell
+whether it is alive. A new daemon reads the file from its beginning, and so sees all events that the old one saw.
+Failure behaviour: a line longer than `LINE_BYTES`, or that is no event, is counted and otherwise ignored. A worker that writes
+more than `OUTPUT_BYTES` is killed. A worker that cannot be started ends at once, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.limits import MIB
+from headrace.dataio.sidecar import protocol as m
+from headrace.dataio.sidecar.jobs.gate import PriorityGate
+from headrace.dataio.sidecar.jobs.journal import Entry, Journal, is_locked
+
+POLL_SECONDS = 0.02
+SAID_BYTES = 16 * MIB
+_LAST_BYTES = 8192
+_LAST_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a worker ended. `killed`: by a signal, as far as anyone knows, so that another one may do better."""
+
+    reason: str
+    killed: bool
+
+
+class Worker:
+    """A worker that was started here, or by an earlier daemon (`process` is None)."""
+
+    def __init__(self, journal: Journal, token: str, process: subprocess.Popen[bytes] | None, start: int = 0) -> None:
+        self._journal, self._token, self._process, self._start = journal, token, process, start
+        self._events = journal.open(token, "events")
+        self._ended = select.poll()
+        if process is not None:
+            self._pidfd = os.pidfd_open(process.pid)
+            self._ended.register(self._pidfd, select.POLLIN)
+
+    @classmethod
+    def start(
+        cls, command: Sequence[str], journal: Journal, entry: Entry, arena: int, gate: PriorityGate | None
+    ) -> Worker:
+        """A new one. OSError when the command cannot be started, `CorruptionError` when the plan is damaged."""
+        token = entry.token
+        with contextlib.ExitStack() as stack:
+
+            def own(fd: int) -> int:
+                stack.callback(os.close, fd)
+                return fd
+
+            plan = own(journal.plan(entry))
+            progress = own(journal.open(token, "progress"))
+            passing = own(gate.for_a_worker()) if gate is not None else -1
+            events = own(journal.open(token, "events", os.O_RDWR | os.O_CREAT | os.O_APPEND))
+            log = own(journal.open(token, "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+            fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            start = _at_a_lines_start(events)
+            numbers = {"--arena-fd": arena, "--plan-fd": plan, "--progress-fd": progress, "--gate-fd": passing}
+            process = subprocess.Popen(
+                [*command, *(str(part) for pair in numbers.items() for part in pair)],
+                stdin=subprocess.DEVNULL,
+                stdout=events,
+                stderr=log,
+                pass_fds=[fd for fd in numbers.values() if fd >= 0],
+                start_new_session=True,
+            )
+        return cls(journal, token, process, start)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def follow(self, heard: Callable[[bytes], object]) -> End:
+        """Give every line to `heard`, until the worker has ended: its own, or all there are when an earlier daemon started it."""
+        lines, at = Lines(), self._start
+        try:
+            while True:
+                gone = self._is_gone()  # asked before reading: what it said last is not missed
+                while data := os.pread(self._events, 1 * MIB, at):
+                    at += len(data)
+                    for line in lines.feed(data):
+                        heard(line)
+                if gone:
+                    return self._end()
+                if at - self._start > SAID_BYTES:
+                    self.kill()
+        finally:
+            os.close(self._events)
+            if self._process is not None:
+                os.close(self._pidfd)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _is_gone(self) -> bool:
+        if self._process is None:
+            if is_locked(self._events):
+                time.sleep(5 * POLL_SECONDS)
+                return False
+            return True
+        if not self._ended.poll(POLL_SECONDS * 1000):
+            return False
+        self._process.wait()
+        return True
+
+    def _end(self) -> End:
+        code = self._process.returncode if self._process is not None else None
+        what = "its process ended" if code is None else f"its process ended with code {code}"
+        said = "\n".join(self._last_words())[-3000:]
+        return End(f"{what} and no result" + (f"; it said last:\n{said}" if said else ""), code is None or code < 0)
+
+    def _last_words(self) -> list[str]:
+        with contextlib.suppress(OSError):
+            fd = self._journal.open(self._token, "log", os.O_RDONLY)
+            try:
+                size = os.fstat(fd).st_size
+                text = os.pread(fd, _LAST_BYTES, max(0, size - _LAST_BYTES)).decode("utf-8", "replace")
+                return text.splitlines()[-_LAST_LINES:]
+            finally:
+                os.close(fd)
+        return []
+
+
+def _at_a_lines_start(events: int) -> int:
+    """The end of the file, where a new line begins: what the worker before was saying when it died stays apart."""
+    size = os.fstat(events).st_size
+    return size + os.write(events, b"\n") if size and os.pread(events, 1, size - 1) != b"\n" else size
+
+
+def started_at(pid: int) -> int:
+    """When the process began, in clock ticks since the machine did; 0 when there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read(4096).rpartition(b")")[2].split()[19])
+    return 0
+
+
+LINE_BYTES = 32 << 10
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A line, taken apart; which fields count depends on `event`."""
+
+    event: str
+    done: m.Size = 0
+    total: m.Size = 0
+    result: msgspec.Raw = msgspec.Raw(b"{}")
+    code: str = HeadraceError.code
+    message: str = ""
+    hint: str = ""
+    again: bool = False
+
+
+_events = msgspec.json.Decoder(Event)
+
+
+def decode_event(line: bytes) -> Event | None:
+    """The event of a line, or None for what is none."""
+    try:
+        found = _events.decode(line) if line else None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return found if found is not None and bytes(found.result).startswith(b"{") else None
+
+
+class Lines:
+    """Cuts what comes into lines; an empty one stands for each that is longer than `LINE_BYTES`."""
+
+    def __init__(self) -> None:
+        self._rest, self._overlong = b"", False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *ended, self._rest = (self._rest + data).split(b"\n")
+        lines = [b"" if len(line) > LINE_BYTES else line for line in ended]
+        if ended and self._overlong:
+            lines[0], self._overlong = b"", False
+        if len(self._rest) > LINE_BYTES:
+            self._rest, self._overlong = b"", True
+        return lines

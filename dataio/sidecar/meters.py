@@ -1,0 +1,137 @@
+"""The trainer's side of the reports: clocks that a loader and a checkpointer run, and the totals they add up to.
+
+Purpose: say how long the trainer waited for data and how long `save` held it, at the cost of two clock readings a batch.
+Invariant: a report holds totals up to the moment of asking, also of what is in progress. Nothing here refers to the loader or
+the checkpointer that runs it, nor sends anything: the connection asks, once a second.
+Failure behaviour: none; without a daemon nobody asks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+
+if TYPE_CHECKING:  # imported where a daemon asks
+    from headrace.dataio.sidecar import protocol as m
+
+_NAME = 64
+
+
+def group_name(environ: Mapping[str, str] = os.environ) -> str:
+    """What the job is called by processes that know no run: `$HEADRACE_JOB`, the Slurm job, or the process group."""
+    if named := environ.get("HEADRACE_JOB"):
+        return named[:_NAME]
+    if slurm := environ.get("SLURM_JOB_ID"):
+        return f"slurm {slurm}"[:_NAME]
+    return group_of(0)
+
+
+def group_of(process: int) -> str:
+    """The name of a process's group; of a process that is gone, or in another pid namespace, a name of its own."""
+    try:
+        return f"process group {os.getpgid(process)}"
+    except OSError:
+        return f"process {process}"
+
+
+class LoaderMeter:
+    """Run by the thread that iterates: `asked` when it wants a batch, `got` when it has one or gives up."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._source, self._group = random.getrandbits(62), group_name()
+        self._lock = threading.Lock()
+        self._began: float | None = None
+        self._asked: float | None = None
+        self._last = 0.0
+        self._wait = 0.0
+        self._steps = self._samples = self._read = 0
+
+    def asked(self) -> None:
+        """The trainer begins to wait."""
+        with self._lock:
+            self._asked = self._clock.monotonic()
+            if self._began is None:
+                self._began = self._last = self._asked
+
+    def got(self, samples: int, *, steps: int = 1) -> float:
+        """The trainer goes on, with a batch of so many samples, or after an error with no step; how long it waited."""
+        with self._lock:
+            now = self._clock.monotonic()
+            waited = now - self._asked if self._asked is not None else 0.0
+            self._asked, self._wait = None, self._wait + waited
+            if steps:
+                self._last, self._steps, self._samples = now, self._steps + steps, self._samples + samples
+            return waited
+
+    def read(self, size: int) -> None:
+        """So many bytes were delivered; from any thread."""
+        with self._lock:
+            self._read += size
+
+    def report(self) -> m.Report | None:
+        """The totals up to now; None before the first batch was asked for."""
+        from headrace.dataio.sidecar import protocol as m
+
+        with self._lock:
+            if self._began is None:
+                return None
+            now = self._clock.monotonic()
+            waiting = now - self._asked if self._asked is not None else 0.0
+            return m.Report(
+                self._source,
+                self._group,
+                wall=now - self._began,
+                wait=self._wait + waiting,
+                idle=now - self._last,
+                steps=self._steps,
+                samples=self._samples,
+                read=self._read,
+            )
+
+
+class SaveMeter:
+    """Run by a checkpointer."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run[:_NAME]
+        self._source, self._group = random.getrandbits(62), group_name()
+        self._lock = threading.Lock()
+        self._stall, self._saves = 0.0, 0
+        self._step: int | None = None
+        self._committed = 0.0
+
+    def held(self, seconds: float) -> None:
+        """`save` held the trainer for so long."""
+        with self._lock:
+            self._stall, self._saves = self._stall + seconds, self._saves + 1
+
+    def waited(self, seconds: float) -> None:
+        """What was still being copied after `save` had returned held the trainer for so long."""
+        with self._lock:
+            self._stall += seconds
+
+    def committed(self, step: int, when: float) -> None:
+        """The step was committed, or restored, at this Unix time."""
+        with self._lock:
+            self._step, self._committed = step, max(when, 0.0)
+
+    def report(self) -> m.Report | None:
+        """The totals up to now."""
+        from headrace.dataio.sidecar import protocol as m
+
+        with self._lock:
+            return m.Report(
+                self._source,
+                self._group,
+                self._run,
+                stall=self._stall,
+                saves=self._saves,
+                step=self._step,
+                committed=self._committed,
+            )

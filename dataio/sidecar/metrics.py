@@ -1,0 +1,203 @@
+"""The daemon's Prometheus metrics, collected on each scrape: jobs, saves, the cache, the local tier and its buddies.
+
+Invariants: every name has its unit and a fixed set of labels. Labels are outcomes, reasons, tiers, the runs that are remembered,
+and jobs (at most 33 at a time), so all sets are bounded.
+Failure behaviour: a figure that is unknown, or of a part that the daemon does not have, is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from headrace.dataio.sidecar.job_stats import JobStats, SaveStats, Totals
+
+_COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
+    ("wall_seconds", "Time of a job's trainers since their first batch was asked for", lambda t: t.wall),
+    ("wait_seconds", "Time of it in which a trainer waited for a batch", lambda t: t.wait),
+    ("stall_seconds", "Time of it in which save() held a trainer", lambda t: t.stall),
+    ("compute_seconds", "Time of it that is left: the trainers computed", lambda t: t.compute),
+    ("steps", "Batches handed to a job's trainers", lambda t: t.steps),
+    ("samples", "Samples in them", lambda t: t.samples),
+    ("saves", "Saves begun by a job's trainers", lambda t: t.saves),
+)
+_CACHE = (
+    ("budget_bytes", "What the cache may hold"),
+    ("in_flight_bytes", "Bytes that are being fetched"),
+    ("waiting", "Requests that wait for bytes"),
+    ("paused", "1 while the cache's disk cannot be written"),
+)
+_ROOM = (
+    ("budget_bytes", "What the arenas of staged checkpoints may hold"),
+    ("held_bytes", "What they hold"),
+    ("waiting_bytes", "What waits for room"),
+    ("waiting", "Staged checkpoints that wait for room"),
+    ("queued", "Staged checkpoints that wait for their turn"),
+    ("running", "Staged checkpoints that are being sent"),
+    ("committing", "Staged checkpoints that wait for other ranks"),
+    ("retrying", "Staged checkpoints that failed and are tried again later, since nobody waits for them"),
+    ("retry_limit_seconds", "How long they are, from their first failure on"),
+)
+_TIERS = (
+    ("used_bytes", "Bytes that a tier of the cache holds, the fast one being 0"),
+    ("budget_bytes", "What it may hold"),
+    ("paused", "1 while its disk cannot be written"),
+)
+
+
+Figures = tuple[Mapping[str, int | bool], Sequence[Mapping[str, object]]]
+"""Of the cache, and of each of its tiers."""
+
+
+class JobMetrics(Collector):
+    """Part of the daemon's `View`."""
+
+    def __init__(
+        self,
+        board: JobStats,
+        saves: SaveStats,
+        figures: Callable[[], Figures],
+    ) -> None:
+        self._board, self._saves, self._figures = board, saves, figures
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._of_jobs()
+        yield from self._of_board()
+        yield from self._of_saves()
+        yield from self._of_cache()
+
+    def _of_jobs(self) -> Iterable[Metric]:
+        totals = self._board.totals()
+        for name, help_line, value in _COUNTERS:
+            counter = CounterMetricFamily(f"headrace_job_{name}", help_line, labels=["job"])
+            for job, total in totals.items():
+                counter.add_metric([job], value(total))
+            yield counter
+        read = CounterMetricFamily(
+            "headrace_job_read_bytes", "Bytes delivered, by whether the cache had them", labels=["job", "source"]
+        )
+        for job, total in totals.items():
+            late = min(total.waited, total.read)
+            read.add_metric([job, "cache"], total.read - late)
+            read.add_metric([job, "store"], late)
+        yield read
+
+    def _of_board(self) -> Iterable[Metric]:
+        trainers = GaugeMetricFamily("headrace_job_trainers", "Processes of a job", labels=["job"])
+        goodput = GaugeMetricFamily(
+            "headrace_job_goodput_ratio", "Share of the last minute that was computed", labels=["job"]
+        )
+        step = GaugeMetricFamily("headrace_job_last_committed_step", "Newest committed step", labels=["job"])
+        when = GaugeMetricFamily(
+            "headrace_job_last_commit_timestamp_seconds", "When it was committed, Unix time", labels=["job"]
+        )
+        for line in self._board.jobs(0.0):
+            name = str(line["job"])
+            _add(trainers, name, line["trainers"])
+            _add(goodput, name, line["goodput"])
+            _add(step, name, line["last_step"])
+        for name, committed in self._board.commits().items():
+            when.add_metric([name], committed)
+        yield from (trainers, goodput, step, when)
+
+    def _of_saves(self) -> Iterable[Metric]:
+        ended = CounterMetricFamily("headrace_staged_saves", "Staged checkpoints that ended", labels=["outcome"])
+        for outcome, number in self._saves.outcomes.items():
+            ended.add_metric([outcome], number)
+        yield ended
+        flying = sum(save["state"] not in ("committed", "failed") for save in self._saves.listed())
+        yield GaugeMetricFamily("headrace_staged_saves_in_flight", "Staged checkpoints on their way", flying)
+        room = self._saves.room()
+        for name, help_line in _ROOM:
+            if name in room:
+                yield GaugeMetricFamily(f"headrace_staged_{name}", help_line, room[name])
+        yield CounterMetricFamily(
+            "headrace_staged_retries", "Workers started after one that failed", room.get("retries", 0)
+        )
+
+    def _of_cache(self) -> Iterable[Metric]:
+        cache, tiers = self._figures()
+        if "fetched_bytes" in cache:
+            yield CounterMetricFamily(
+                "headrace_cache_fetched_bytes", "Bytes fetched from stores into the cache", int(cache["fetched_bytes"])
+            )
+        for name, help_line in _CACHE:
+            if name in cache:
+                yield GaugeMetricFamily(f"headrace_cache_{name}", help_line, int(cache[name]))
+        if "reads_ready" in cache:
+            reads = CounterMetricFamily(
+                "headrace_cache_announced_reads",
+                "Announced reads, by whether they were there in time",
+                labels=["outcome"],
+            )
+            for outcome in ("ready", "late"):
+                reads.add_metric([outcome], int(cache[f"reads_{outcome}"]))
+            yield reads
+        yield from _of_tiers(tiers)
+
+
+def _of_tiers(tiers: Sequence[Mapping[str, object]]) -> Iterable[Metric]:
+    hits = CounterMetricFamily(
+        "headrace_cache_tier_hit_bytes", "Bytes that a tier had when they were asked for", labels=["tier"]
+    )
+    for number, tier in enumerate(tiers):
+        hits.add_metric([str(number)], float(str(tier["hit_bytes"])))
+    yield hits
+    for name, help_line in _TIERS:
+        family = GaugeMetricFamily(f"headrace_cache_tier_{name}", help_line, labels=["tier"])
+        for number, tier in enumerate(tiers):
+            _add(family, str(number), tier[name])
+        yield family
+
+
+def _add(family: GaugeMetricFamily, job: str, value: object) -> None:
+    if isinstance(value, int | float):
+        family.add_metric([job], value)
+
+
+class TierMetrics(Collector):
+    """Registered by the tier while it is open."""
+
+    def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._status()
+        yield GaugeMetricFamily("headrace_tier_budget_bytes", "What the node's tier may hold", state["budget_bytes"])
+        yield GaugeMetricFamily("headrace_tier_used_bytes", "What it holds, and what is reserved", state["used_bytes"])
+        yield GaugeMetricFamily("headrace_tier_kept_steps", "Steps in the node's tier, at most 16", len(state["kept"]))
+        yield GaugeMetricFamily("headrace_tier_unusable", "1 while the tier cannot be used", bool(state["trouble"]))
+        if state["buddy"] is not None:
+            yield from _buddy(state["buddy"], state["recalled"])
+        if state["guests"] is not None:
+            yield from _guests(state["guests"])
+
+
+def _buddy(buddy: Mapping[str, Any], recalled: Mapping[str, int]) -> Iterable[Metric]:
+    yield GaugeMetricFamily("headrace_buddy_up", "1 while the buddy takes copies", not buddy["trouble"])
+    yield GaugeMetricFamily("headrace_buddy_waiting", "Records of steps that it does not have yet", buddy["waiting"])
+    yield CounterMetricFamily("headrace_buddy_sent_bytes", "Bytes of objects sent to it", buddy["sent_bytes"])
+    copied = GaugeMetricFamily(
+        "headrace_buddy_copy_timestamp_seconds", "When the newest step that it has was kept, Unix time", labels=["job"]
+    )
+    for copy in buddy["copies"]:
+        copied.add_metric([copy["run"]], time.time() - copy["age_seconds"])
+    yield copied
+    outcomes = CounterMetricFamily("headrace_buddy_recalls", "Objects asked of it", labels=["outcome"])
+    for outcome, number in recalled.items():
+        outcomes.add_metric([outcome], number)
+    yield outcomes
+
+
+def _guests(guests: Mapping[str, Any]) -> Iterable[Metric]:
+    yield GaugeMetricFamily("headrace_buddy_peers", "Buddies that are connected", guests["peers"])
+    yield CounterMetricFamily("headrace_buddy_received_bytes", "Bytes of objects taken in", guests["received_bytes"])
+    refused = CounterMetricFamily("headrace_buddy_refused", "Peers that were hung up on", labels=["reason"])
+    for reason, number in guests["refused"].items():
+        refused.add_metric([reason], number)
+    yield refused

@@ -1,0 +1,324 @@
+"""One connection of the daemon as a state machine. Sans-I/O: events in, instructions out.
+
+States: *new* (only `Hello` is understood), *ready*, *over*. Events are what the client sent and what became of what it
+asked for; instructions are carried out by the server's shell, in order.
+
+Invariants: descriptors that a message brought are either in one instruction or in `Discard`; every request of a ready
+connection is answered once; a file that was sent is held until the client closes it as often as it was sent, or the
+connection ends. At most `OPENS` opens are in progress and `HELD` files held; above it the answer is a capacity error.
+Failure behaviour: a message that does not fit the state, or brings descriptors it should not, ends this connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from headrace.dataio.core.errors import CapacityError, DeadlineError, UsageError
+from headrace.dataio.sidecar import protocol as m
+
+OPENS = 64
+HELD = 1024
+RECALLS = 4
+
+
+Runs = Sequence[tuple[int, int]]
+Grown = Sequence[tuple[int, Runs]]
+
+
+class Holdable(Protocol):
+    """What the machine keeps of a lease: while it refers to it, the cache counts the file as held."""
+
+    @property
+    def file(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def present(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def once(self) -> bool: ...
+
+
+class Send(msgspec.Struct, frozen=True):  # a dataclass takes five times as long to make
+    """Send the message; with `lease`, its read-only descriptor goes along."""
+
+    message: m.FromDaemon
+    lease: Holdable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartOpen:
+    """Get the ranges into the cache; answer with `opened`."""
+
+    request: m.Open
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    request: m.Announce
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    files: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob:
+    """Check and queue a staged checkpoint, taking over both descriptors; answer with `staged` or `refused`."""
+
+    id: int
+    kind: str
+    arena: int
+    plan: int
+    about: str = ""
+    trace: str = ""
+    urgent: bool = False
+    wait: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FollowJob:
+    """Answer with `staged` or `refused`, then send the job's events."""
+
+    id: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartRecall:
+    """Ask the buddy; answer with `recalled`."""
+
+    request: m.Recall
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Send the daemon's status."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Remember what a trainer says of its time."""
+
+    report: m.Report
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Close these descriptors."""
+
+    descriptors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """End the connection, once what was sent before has gone out."""
+
+    reason: str
+
+
+Instruction = (
+    Send | StartOpen | Prefetch | Touch | StartJob | FollowJob | StartRecall | Report | Record | Discard | HangUp
+)
+
+
+class Session:
+    """The state of one connection."""
+
+    def __init__(self, daemon_pid: int) -> None:
+        self._daemon_pid = daemon_pid
+        self.state = "new"
+        self.client_pid = 0
+        self._opens: dict[int, int] = {}  # request -> the file that the client has
+        self._held: dict[int, list[Holdable]] = {}
+        self._holds = 0
+        self.told: dict[int, Runs] = {}
+        """Of held files, the runs that the client was told of last."""
+        self._recalls = 0
+        self._announced: m.Announce | None = None
+
+    # what the client sent
+
+    def received(self, message: m.FromClient, descriptors: tuple[int, ...]) -> list[Instruction]:
+        """A message came, with these descriptors."""
+        if self.state == "over":
+            return [Discard(descriptors)] if descriptors else []
+        if descriptors and not isinstance(message, m.Stage):
+            return [Discard(descriptors), *self._end("descriptors with a message that takes none")]
+        match message:
+            case m.Hello():
+                return self._hello(message)
+            case _ if self.state == "new":
+                return [*([Discard(descriptors)] if descriptors else []), *self._end("a message before hello")]
+            case m.Stage():
+                return self._stage(message, descriptors)
+            case m.Open():
+                return self._open(message)
+            case m.Announce():
+                return self._announce(message)
+            case m.Touched(files):
+                return [Touch(files)]
+            case m.Closed(files):
+                return self._closed(files)
+            case m.Follow(id, token):
+                return [FollowJob(id, token)]
+            case m.Recall():
+                return self._recall(message)
+            case m.AskStatus(id):
+                return [Report(id)]
+            case m.Report():
+                return [Record(message)]
+
+    def over(self) -> None:
+        """The connection has ended: everything held is let go."""
+        self.state = "over"
+        self._held.clear()
+        self.told.clear()
+        self._opens.clear()
+        self._announced = None
+        self._holds = 0
+
+    # what became of it
+
+    def opened(self, request: int, lease: Holdable | None, grown: Grown = ()) -> list[Instruction]:
+        """The ranges of this open are in the cache, or, with None, the cache has no room for them. `grown`: files of `told` of
+        which more is there by now."""
+        if request not in self._opens:
+            return []
+        have = self._opens.pop(request)
+        return [Send(m.Bypassed(request))] if lease is None else self._there(request, have, lease, grown)
+
+    def at_once(self, request: m.Open) -> bool:
+        """Whether an open that brought no descriptors may be answered by `opened_at_once`, without being begun; whatever is wrong
+        with it is said when it is `received`."""
+        return self.state == "ready" and request.id not in self._opens and len(self._opens) < OPENS
+
+    def opened_at_once(self, request: m.Open, lease: Holdable, grown: Grown = ()) -> list[Instruction]:
+        """The ranges are in the cache, and were when the client asked."""
+        return self._there(request.id, request.have, lease, grown)
+
+    def _there(self, request: int, have: int, lease: Holdable, grown: Grown) -> list[Instruction]:
+        also = [(file, list(runs)) for file, runs in grown if file in self._held and file != lease.file]
+        answer = m.Opened(request, lease.file, lease.size, list(lease.present), lease.once, also)
+        self.told.update({file: runs for file, runs in grown if file in self._held})
+        if lease.file == have and lease.file in self._held:
+            self.told[lease.file] = lease.present
+            return [Send(answer)]
+        if self._holds >= HELD:
+            return self._fail(request, CapacityError(f"this process holds {HELD} cached files; the most is {HELD}"))
+        self._held.setdefault(lease.file, []).append(lease)
+        self.told[lease.file] = lease.present
+        self._holds += 1
+        return [Send(answer, lease)]
+
+    def open_failed(self, request: int, error: BaseException) -> list[Instruction]:
+        """An open failed at the store, or reached its deadline."""
+        if self._opens.pop(request, None) is None:
+            return []
+        return self._fail(request, error)
+
+    def late(self, request: int) -> list[Instruction]:
+        """An open's deadline has passed."""
+        return self.open_failed(request, DeadlineError("the bytes did not come within the deadline"))
+
+    def staged(self, request: int, token: str) -> list[Instruction]:
+        return [Send(m.Staged(request, token))]
+
+    def recalled(self, request: int, there: bool) -> list[Instruction]:
+        """The buddy gave the object, or not."""
+        if self.state != "ready":
+            return []
+        self._recalls -= 1
+        return [Send(m.Recalled(request, there))]
+
+    def refused(self, request: int, error: BaseException) -> list[Instruction]:
+        return self._fail(request, error)
+
+    def job(self, event: m.JobEvent) -> list[Instruction]:
+        return [Send(event)] if self.state == "ready" else []
+
+    def dropped(self, file: int) -> list[Instruction]:
+        """The cache dropped a file."""
+        return [Send(m.Forget(file))] if file in self._held else []
+
+    @property
+    def held(self) -> int:
+        """Files that the client holds."""
+        return len(self._held)
+
+    @property
+    def opens(self) -> int:
+        """Opens in progress."""
+        return len(self._opens)
+
+    # inside
+
+    def _hello(self, hello: m.Hello) -> list[Instruction]:
+        if self.state != "new":
+            return self._end("a second hello")
+        if hello.version != m.VERSION:
+            text = (
+                f"the sidecar speaks version {m.VERSION} and the client version {hello.version}: update the older one"
+            )
+            return [Send(m.Refused("unsupported", text)), *self._end(text)]
+        self.state, self.client_pid = "ready", hello.pid
+        return [Send(m.Welcome(m.VERSION, self._daemon_pid, reports=True, goes_on=True))]
+
+    def _open(self, request: m.Open) -> list[Instruction]:
+        if request.id in self._opens:
+            return self._end("two requests with one id")
+        if len(self._opens) >= OPENS:
+            return self._fail(request.id, CapacityError(f"{OPENS} requests are in progress; the most is {OPENS}"))
+        self._opens[request.id] = request.have
+        return [StartOpen(request)]
+
+    def _announce(self, message: m.Announce) -> list[Instruction]:
+        """All that is announced now, whatever the client needs to say of it."""
+        if message.gone is not None:
+            last = self._announced
+            if last is None or last.where != message.where:
+                return self._end("an announcement that goes on from none")
+            upcoming = [*last.upcoming[message.gone :], *message.upcoming]
+            if len(upcoming) > m.RANGES:
+                return self._end(f"{len(upcoming)} ranges are announced; the most is {m.RANGES}")
+            message = m.Announce(message.where, upcoming, message.trace)
+        self._announced = message
+        return [Prefetch(message)]
+
+    def _stage(self, message: m.Stage, descriptors: tuple[int, ...]) -> list[Instruction]:
+        if len(descriptors) != 2:
+            error = UsageError(f"{len(descriptors)} descriptors with a checkpoint; it takes the arena's and the plan's")
+            return [*([Discard(descriptors)] if descriptors else []), *self._fail(message.id, error)]
+        urgent, wait = message.priority == m.PREEMPTION, message.wait
+        return [StartJob(message.id, message.kind, *descriptors, message.about, message.trace, urgent, wait)]
+
+    def _recall(self, message: m.Recall) -> list[Instruction]:
+        if self._recalls >= RECALLS:
+            return self._fail(message.id, CapacityError(f"{RECALLS} objects are being fetched; the most is {RECALLS}"))
+        self._recalls += 1
+        return [StartRecall(message)]
+
+    def _closed(self, files: list[int]) -> list[Instruction]:
+        for file in files:
+            leases = self._held.get(file)
+            if not leases:
+                return self._end(f"file {file} was closed more often than it was opened")
+            leases.pop()
+            self._holds -= 1
+            if not leases:
+                del self._held[file]
+                self.told.pop(file, None)
+        return []
+
+    def _fail(self, request: int, error: BaseException) -> list[Instruction]:
+        return [Send(m.Failed(request, *m.error_fields(error)))]
+
+    def _end(self, reason: str) -> list[Instruction]:
+        self.over()
+        return [HangUp(reason)]

@@ -1,0 +1,182 @@
+"""The daemon's read-only HTTP endpoint on loopback: /livez, /readyz, /metrics, /status.json, /history.json and a page at /.
+
+Invariants: only GET and HEAD of these paths are answered, nothing is changed by them, and nothing but loopback is listened on.
+A request whose Host is not this machine's own name is refused, so a page from elsewhere cannot read this one by pointing
+its domain here (DNS rebinding). The page may load and ask nothing but this server, and runs no script but its own.
+Any user of the machine may ask for /livez, /readyz and /metrics; what names paths is for the daemon's user and root.
+Failure behaviour: a request head over `HEAD_BYTES`, or one that takes longer than `HEAD_SECONDS`, is cut off. Of more than
+`CONNECTIONS` at once the oldest is cut off, so connections that are only held keep no request out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from prometheus_client import generate_latest
+
+from headrace.dataio.core.metrics import REGISTRY
+
+HEAD_BYTES = 8 << 10
+HEAD_SECONDS = 5.0
+ACCEPTED = 64
+"""The most connections that are accepted before the loop reads again."""
+CONNECTIONS = 4 * ACCEPTED
+QUEUED = 1024
+"""Connections that wait in the kernel until they are accepted."""
+_TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+_ANYBODYS = (b"/livez", b"/readyz", b"/metrics")
+_ESTABLISHED = "01"
+_PATHS = b"/ /livez /readyz /metrics /status.json /history.json\n"
+_OWN_NAME = re.compile(rb"(?i)(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
+_HOST = re.compile(rb"(?im)^host:[ \t]*([^\r\n]*?)[ \t]*\r?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The status page as one document, and the policy that allows it its own style and script and nothing else."""
+
+    body: bytes
+    policy: str
+
+
+class StatusServer:
+    """Serves `status()` and `history()`; `ready()` says whether new work is taken."""
+
+    def __init__(
+        self,
+        status: Callable[[], dict[str, object]],
+        history: Callable[[], dict[str, object]],
+        ready: Callable[[], bool],
+    ) -> None:
+        self._status, self._history, self._ready = status, history, ready
+        self._server: asyncio.Server | None = None
+        self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._looking = asyncio.Lock()
+
+    async def start(self, port: int) -> int:
+        """Listen on `port` of 127.0.0.1, any free one for 0; returns it. OSError when it is taken."""
+        listening = socket.create_server(("127.0.0.1", port))
+        self._server = await asyncio.start_server(self._serve, sock=listening, limit=HEAD_BYTES, backlog=ACCEPTED)
+        listening.listen(QUEUED)
+        chosen: int = listening.getsockname()[1]
+        return chosen
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open[writer] = None
+        if len(self._open) > CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        try:
+            async with asyncio.timeout(HEAD_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(await self._answer(head, writer.get_extra_info("socket")))
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            self._open.pop(writer, None)
+            writer.close()
+
+    async def _answer(self, head: bytes, connection: socket.socket) -> bytes:
+        line, _, fields = head.partition(b"\r\n")
+        method, _, rest = line.partition(b" ")
+        if not is_own(fields):
+            return _response(421, _TEXT, b"this is not the name of this machine's loopback\n")
+        if method not in (b"GET", b"HEAD"):
+            return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
+        path = rest.split(b" ")[0].split(b"?")[0]
+        if path in _PATHS.split() and path not in _ANYBODYS:
+            async with self._looking:  # the kernel's table is long where there are many connections: one look at a time
+                user = await asyncio.to_thread(user_of, connection)
+            if user not in (os.geteuid(), 0):
+                return _response(403, _TEXT, b"this is for the daemon's user and root\n")
+        answer, length = self._page(path)
+        return answer if method == b"GET" else answer[: len(answer) - length]
+
+    def _page(self, path: bytes) -> tuple[bytes, int]:
+        """The answer to a GET, and the length of its body."""
+        status, kind, body, more = 200, _TEXT, b"ok\n", ""
+        if path == b"/":
+            shown = page()
+            kind, body, more = "text/html; charset=utf-8", shown.body, f"Content-Security-Policy: {shown.policy}\r\n"
+        elif path == b"/readyz" and not self._ready():
+            status, body = 503, b"draining\n"
+        elif path == b"/metrics":
+            kind, body = _METRICS, generate_latest(REGISTRY)
+        elif path == b"/status.json":
+            kind, body = _JSON, json.dumps(self._status()).encode()
+        elif path == b"/history.json":
+            kind, body = _JSON, json.dumps(self._history()).encode()
+        elif path not in (b"/livez", b"/readyz"):
+            status, body = 404, _PATHS
+        return _response(status, kind, body, more), len(body)
+
+
+def user_of(connection: socket.socket) -> int | None:
+    """The user that holds the other end of a connection within this machine; None where that is closed."""
+    ends = [_end(*address) for address in (connection.getpeername(), connection.getsockname())]
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, *theirs, state, _, _, _, user, _ = line.split(maxsplit=8)
+        if theirs == ends and state == _ESTABLISHED:
+            return int(user)
+    return None
+
+
+def _end(host: str, port: int) -> str:
+    """An address as the kernel's table has it."""
+    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+
+
+def is_own(fields: bytes) -> bool:
+    """Whether every Host in a request's head is a name of loopback; a request without one came from no browser."""
+    return all(_OWN_NAME.fullmatch(host) for host in _HOST.findall(fields))
+
+
+@cache
+def page() -> Page:
+    """The document, put together from its parts once."""
+    folder = resources.files("headrace.dataio.sidecar") / "page"
+    parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    body = parts["html"].replace("/*css*/", parts["css"]).replace("/*js*/", parts["js"])
+    hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{hashes['css']}'; script-src 'sha256-{hashes['js']}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return Page(body.encode(), policy)
+
+
+_REASONS = {
+    200: "OK",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    421: "Misdirected Request",
+    503: "Service Unavailable",
+}
+
+
+def _response(status: int, kind: str, body: bytes, more: str = "") -> bytes:
+    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    head += "Connection: close\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+    head += f"Referrer-Policy: no-referrer\r\nX-Frame-Options: DENY\r\n{more}"
+    return head.encode() + b"\r\n" + body

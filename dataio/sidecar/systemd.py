@@ -1,0 +1,107 @@
+"""systemd's protocols: socket activation, readiness and the watchdog.
+
+Purpose: with a listening socket made by the service manager, clients that connect while the daemon starts or restarts wait in the
+kernel's queue.
+Invariants: descriptors are taken only when `$LISTEN_PID` is this process; if there are several, the one that `$LISTEN_FDNAMES`
+calls `sidecar` is used. The daemon calls `listen` again, so clients see its pid and not the manager's. Messages are sent only to
+`$NOTIFY_SOCKET`. The daemon's loop sends the watchdog's message at half the interval of `$WATCHDOG_USEC`, so a hung loop is
+restarted.
+Failure behaviour: `UsageError` for a descriptor that is not a listening Unix stream socket with a path. A notification that
+cannot be delivered is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.dataio.core.errors import UsageError
+
+FIRST = 3
+MOST = 1024
+NAME = "sidecar"
+BACKLOG = 1024
+
+
+def given(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """The descriptors that were passed, by name; those without one by number."""
+    if environ.get("LISTEN_PID") != str(os.getpid()):
+        return {}
+    count = environ.get("LISTEN_FDS", "")
+    if not count.isdecimal() or not 0 < int(count) <= MOST:
+        return {}
+    names = environ.get("LISTEN_FDNAMES", "").split(":")
+    return {(names[n] if n < len(names) and names[n] else str(FIRST + n)): FIRST + n for n in range(int(count))}
+
+
+def listening(environ: Mapping[str, str] = os.environ) -> socket.socket | None:
+    """The socket to serve, or None where the daemon is to make its own."""
+    found = given(environ)
+    fd = found.get(NAME)
+    if fd is None and len(found) == 1:
+        (name, only), *_ = found.items()
+        fd = only if name.endswith(".socket") or name.isdecimal() or name == "unknown" else None
+    return _checked(fd) if fd is not None else None
+
+
+def path_of(sock: socket.socket) -> Path:
+    """Where clients find it."""
+    return Path(os.fsdecode(sock.getsockname()))
+
+
+def _checked(fd: int) -> socket.socket:
+    os.set_inheritable(fd, False)
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        raise _unusable(fd, "is no socket")
+    sock = socket.socket(fileno=fd)
+    try:
+        if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
+            raise _unusable(fd, "is no Unix stream socket: ListenStream= names a path")
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise _unusable(fd, "does not listen: Accept=no is meant")
+        if not os.fsencode(sock.getsockname()).startswith(b"/"):
+            raise _unusable(fd, "is not bound to an absolute path")
+    except BaseException:
+        sock.detach()
+        raise
+    sock.setblocking(False)
+    sock.listen(BACKLOG)
+    return sock
+
+
+def _unusable(fd: int, why: str) -> UsageError:
+    return UsageError(f"descriptor {fd}, which LISTEN_FDS passes, {why}", hint="see deploy/systemd for a socket unit")
+
+
+def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Send `state`, such as `READY=1`; whether it was asked for and taken."""
+    address = environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return False
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.setblocking(False)
+        sock.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+        return True
+    return False
+
+
+def ready(environ: Mapping[str, str] = os.environ) -> None:
+    """On the daemon's loop: it serves from now on, and says so again and again where a watchdog wants to hear it."""
+    if notify("READY=1", environ) and (every := _interval(environ)):
+        _alive(asyncio.get_running_loop(), every, environ)
+
+
+def _alive(loop: asyncio.AbstractEventLoop, every: float, environ: Mapping[str, str]) -> None:
+    notify("WATCHDOG=1", environ)
+    loop.call_later(every, _alive, loop, every, environ)
+
+
+def _interval(environ: Mapping[str, str]) -> float:
+    micros, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
+    mine = pid in ("", str(os.getpid()))
+    return int(micros) / 2e6 if mine and micros.isdecimal() else 0.0

@@ -1,0 +1,169 @@
+"""Fetching from the buddy what a trainer on this node misses, and what it will miss next.
+
+Purpose: a restore asks for one object after the other; the record that names the first one names them all, so they come by
+several connections while the trainer reads.
+Invariants: an object is fetched once, however many ask for it; one that somebody waits for goes first. At most `CONNECTIONS`
+objects are on their way, each in pieces of `protocol.PIECE` bytes, so that is all the memory; at most `AHEAD` wait.
+Failure behaviour: a buddy that cannot be reached, or breaks off, is not asked again for `AWAY_SECONDS`; who waited hears False
+and reads elsewhere. No room in the tier ends that object alone.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.tier import protocol as p
+from headrace.dataio.sidecar.tier.client import BuddyClient
+from headrace.dataio.sidecar.tier.config import TierConfig
+from headrace.dataio.store.local_tier.records import Record, as_guest
+from headrace.dataio.store.local_tier.tier import LocalTier
+
+CONNECTIONS = 4
+AHEAD = 1024
+FOLLOWED = 256
+"""Records whose objects were asked for ahead that are remembered."""
+AWAY_SECONDS = 5.0
+"""How long a buddy that could not be reached is not asked again."""
+_Name = tuple[str, str]
+_log = get_logger(__name__)
+
+
+class BuddyFetch:
+    """`recall` blocks, on threads of the caller's; the fetching has its own. `counts`: objects asked of the buddy, by outcome."""
+
+    def __init__(self, config: TierConfig, shelf: LocalTier, context: ssl.SSLContext) -> None:
+        self._config, self._shelf, self._context = config, shelf, context
+        self._pace = p.RateLimit(None)  # somebody waits for what is fetched
+        self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="headrace-fetch")
+        self._lock, self._away_until, self._closed = threading.Lock(), 0.0, False
+        self._coming: dict[_Name, Future[bool]] = {}
+        self._queue: deque[_Name] = deque()
+        self._fetchers = 0
+        self._followed: dict[tuple[str, int], None] = {}
+        self.counts = {"found": 0, "absent": 0, "failed": 0}
+
+    def recall(self, source: str, key: str) -> bool:
+        """Bring an object; with an empty key the records of a store. Whether it is here now."""
+        if time.monotonic() < self._away_until:
+            return False
+        if not key:
+            return self._records(source)
+        if self._shelf.has(source, key):
+            return True
+        wanted = self._want((source, key), urgent=True)
+        for name in self._needed_with(source, key):
+            self._want(name, urgent=False)
+        return wanted.result()
+
+    def close(self) -> None:
+        """Whoever waits hears False."""
+        self._closed = True
+        self._drop_queue()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # what is wanted
+
+    def _needed_with(self, source: str, key: str) -> list[_Name]:
+        """The other objects of the records that name this one, the first time one of them is asked for."""
+        found: dict[_Name, None] = {}
+        for record in self._shelf.records(source):
+            if key in record.keys and self._is_new(record):
+                found.update(dict.fromkeys((source, other) for other in record.keys))
+        return [name for name in found if name[1] != key and not self._shelf.has(*name)][:AHEAD]
+
+    def _is_new(self, record: Record) -> bool:
+        name = (record.attempt, record.rank)
+        with self._lock:
+            new = name not in self._followed
+            self._followed[name] = None
+            while len(self._followed) > FOLLOWED:
+                del self._followed[next(iter(self._followed))]
+        return new
+
+    def _want(self, name: _Name, *, urgent: bool) -> Future[bool]:
+        with self._lock:
+            coming = self._coming.get(name)
+            if coming is None:
+                coming = Future()
+                away = time.monotonic() < self._away_until
+                if self._closed or (not urgent and (away or len(self._queue) >= AHEAD)):
+                    coming.set_result(False)
+                    return coming
+                self._coming[name] = coming
+                self._queue.append(name)
+            if urgent and name in self._queue:
+                self._queue.remove(name)
+                self._queue.appendleft(name)
+            if self._queue and self._fetchers < CONNECTIONS:
+                self._fetchers += 1
+                self._pool.submit(self._fetch_all)
+        return coming
+
+    # fetching
+
+    def _fetch_all(self) -> None:
+        """On a thread of the pool: by one connection, until nothing waits."""
+        with ExitStack() as stack:
+            buddy: BuddyClient | None = None
+            while (name := self._next()) is not None:
+                there = False
+                try:
+                    buddy = buddy or stack.enter_context(BuddyClient.connect(self._config, self._context, self._pace))
+                    there = buddy.fetch(self._shelf, *name)
+                    self._count("found" if there else "absent")
+                except (HeadraceError, OSError) as error:
+                    buddy = None  # what comes by this connection next is the rest of that object
+                    self._failed(name, error)
+                finally:
+                    self._arrived(name, there)
+
+    def _next(self) -> _Name | None:
+        with self._lock:
+            if not self._queue:
+                self._fetchers -= 1
+                return None
+            return self._queue.popleft()
+
+    def _arrived(self, name: _Name, there: bool) -> None:
+        with self._lock:
+            coming = self._coming.pop(name, None)
+        if coming is not None:
+            coming.set_result(there)
+
+    def _failed(self, name: _Name, error: Exception) -> None:
+        _log.warning("the buddy does not give %s: %s", name[1] or "its records", error)
+        self._count("failed")
+        if not isinstance(error, CapacityError | CorruptionError):
+            with self._lock:
+                self._away_until = time.monotonic() + AWAY_SECONDS
+            self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        with self._lock:
+            dropped = [self._coming.pop(name) for name in self._queue]
+            self._queue.clear()
+        for coming in dropped:
+            coming.set_result(False)
+
+    def _records(self, source: str) -> bool:
+        try:
+            with BuddyClient.connect(self._config, self._context, self._pace) as buddy:
+                records = buddy.records(source)
+            for record in records:
+                self._shelf.put_record(as_guest(record))
+        except (HeadraceError, OSError) as error:
+            self._failed((source, ""), error)
+            return False
+        self._count("found" if records else "absent")
+        return bool(records)
+
+    def _count(self, outcome: str) -> None:
+        with self._lock:
+            self.counts[outcome] += 1

@@ -1,0 +1,169 @@
+"""The daemon's tier: opened, kept tidy, shown; and its buddies, in both directions.
+
+Purpose: one object for the daemon to start, ask and close.
+Invariants: nothing here runs on the daemon's loop but `status`, `commands` and `start`; `recall` may block, on a thread of the
+caller's. A daemon without `tier_dir` has none of this.
+Failure behaviour: a tier that cannot be opened stops the daemon's start (it was asked for by name); one that goes away later is
+said once and shown, and workers do without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.files import storage_kind
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.metrics import REGISTRY
+from headrace.dataio.sidecar.metrics import TierMetrics
+from headrace.dataio.sidecar.tier.buddy_fetch import BuddyFetch
+from headrace.dataio.sidecar.tier.client import CopySender
+from headrace.dataio.sidecar.tier.config import TierConfig, client_context
+from headrace.dataio.sidecar.tier.server import BuddyServer
+from headrace.dataio.store.local_tier.records import Record, TierLimits
+from headrace.dataio.store.local_tier.tier import LocalTier
+
+TIDY_SECONDS = 5.0
+WAITING = 16
+"""Trainers that wait for the buddy at once."""
+LISTED = 16
+_log = get_logger(__name__)
+
+
+class TierService:
+    """Between `start` and `close`."""
+
+    def __init__(self, config: TierConfig) -> None:
+        self.config = config.check()
+        self.shelf = LocalTier(config.folder, TierLimits(config.bytes, config.steps))
+        self._server = BuddyServer(config, self.shelf) if config.listen is not None else None
+        self._sending = CopySender(config, self.shelf) if config.buddy is not None else None
+        self._recalls = BuddyFetch(config, self.shelf, client_context(config)) if config.buddy is not None else None
+        self.pool = ThreadPoolExecutor(WAITING, thread_name_prefix="headrace-recall")
+        """For `recall`, which waits."""
+        self._medium = storage_kind(config.folder)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look_after, name="headrace-tier", daemon=True)
+        self._port: int | None = None
+        self._shown: dict[str, object] = {}
+        self._metrics = TierMetrics(self.status)
+
+    def start(self) -> None:
+        """`UsageError` when the port for buddies is taken."""
+        self._look()
+        REGISTRY.register(self._metrics)
+        if self._server is not None:
+            self._port = self._server.start()
+            _log.info("taking copies from buddies on port %d", self._port)
+        if self._sending is not None:
+            self._sending.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        with contextlib.suppress(KeyError):  # the start failed
+            REGISTRY.unregister(self._metrics)
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        if self._recalls is not None:
+            self._recalls.close()
+        if self._server is not None:
+            self._server.close()
+        if self._sending is not None:
+            self._sending.close()
+        self._thread.join(5)
+
+    def commands(self, commands: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+        """The commands of jobs, told where the tier is."""
+        told = ("--tier-dir", str(self.shelf.root), "--tier-bytes", str(self.shelf.limits.bytes))
+        more = (*told, "--tier-steps", str(self.shelf.limits.steps))
+        return {kind: (*command, *more) if kind == "checkpoint" else command for kind, command in commands.items()}
+
+    def recall(self, source: str, key: str) -> bool:
+        """Bring an object from the buddy; with an empty key the records of a store. Whether it is here now."""
+        return self._recalls is not None and self._recalls.recall(source, key)
+
+    @property
+    def recalled(self) -> dict[str, int]:
+        """Objects asked of the buddy, by outcome."""
+        return dict(self._recalls.counts) if self._recalls is not None else {"found": 0, "absent": 0, "failed": 0}
+
+    def status(self) -> dict[str, object]:
+        """For people and monitors; bounded."""
+        return {**self._shown, "buddy": self._buddy(), "guests": self._guests(), "recalled": self.recalled}
+
+    # inside
+
+    def _look_after(self) -> None:
+        while not self._stop.wait(TIDY_SECONDS / 5):
+            self._look()
+
+    def _look(self) -> None:
+        """What there is, for `status`; now and then, tidy up."""
+        trouble = ""
+        try:
+            if time.monotonic() - getattr(self, "_tidied", 0.0) > TIDY_SECONDS:
+                self._tidied = time.monotonic()
+                self.shelf.tidy()
+                if self._server is not None:
+                    self._server.tidy()
+            records, used = self.shelf.records(), self.shelf.used()
+        except (OSError, HeadraceError) as error:
+            trouble = str(getattr(error, "strerror", None) or error)
+            if not self._shown.get("trouble"):
+                _log.warning("the tier in %s cannot be used, saves go to the store only: %s", self.shelf.root, trouble)
+            records, used = [], 0
+        self._shown = {
+            "directory": str(self.shelf.root),
+            "medium": self._medium,
+            "budget_bytes": self.shelf.limits.bytes,
+            "steps": self.shelf.limits.steps,
+            "used_bytes": used,
+            "trouble": trouble,
+            "kept": _steps(records, self._sending.has if self._sending is not None else None),
+        }
+
+    def _buddy(self) -> dict[str, object] | None:
+        sending, now = self._sending, time.time()
+        if sending is None:
+            return None
+        return {
+            "address": str(self.config.buddy),
+            "trouble": sending.trouble,
+            "waiting": sending.waiting,
+            "sent_bytes": sending.bytes,
+            "copies": [
+                {"run": run, "step": copy.step, "age_seconds": round(max(now - copy.made, 0.0), 1)}
+                for run, copy in list(sending.copies.items())
+            ],
+        }
+
+    def _guests(self) -> dict[str, object] | None:
+        server = self._server
+        if server is None:
+            return None
+        return {
+            "port": self._port,
+            "peers": server.peers,
+            "received_bytes": server.received,
+            "refused": dict(server.counts),
+        }
+
+
+def _steps(records: Sequence[Record], copied: Callable[[Record], bool] | None) -> list[dict[str, object]]:
+    """The newest steps here, one line each; `copied` ranks of it are on the buddy too, None where there is no buddy."""
+    lines: dict[tuple[str, str], dict[str, object]] = {}
+    for r in records:
+        line = lines.setdefault(
+            (r.source, r.attempt),
+            {"run": r.run, "step": r.step, "ranks": 0, "world_size": r.world_size, "committed": True, "guest": r.guest}
+            | {"age_seconds": round(max(time.time() - r.created, 0.0), 1), "copied": None if copied is None else 0},
+        )
+        line["ranks"] = int(str(line["ranks"])) + 1
+        line["committed"] = bool(line["committed"]) and r.committed > 0
+        if copied is not None and copied(r):
+            line["copied"] = int(str(line["copied"])) + 1
+    return list(lines.values())[:LISTED]
