@@ -162,7 +162,10 @@ def _packed(*, anew: bool) -> Callable[[Path], Step]:
 
         # log-normal, five seconds on average
         lengths = np.random.default_rng(0).lognormal(np.log(5) - 0.5, 1.0, 100_000)
-        sizes, packing = (np.maximum(1, lengths * 16_000)).astype(np.int64), Packing(30 * 16_000, anew=anew)
+        sizes, packing = (
+            (np.maximum(1, lengths * 16_000)).astype(np.int64),
+            Packing(30 * 16_000, repack_each_epoch=anew),
+        )
 
         def step() -> float:
             return 100 * (with_room(pack(sizes, packing, key_of(1))) if anew else pack(sizes, packing)).waste

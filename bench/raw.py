@@ -235,7 +235,7 @@ def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, side
     """`FileLoader`, which puts batches into memory of its own."""
     from headrace.loaders import FileLoader
 
-    options: dict[str, Any] = {"seed": 1, "sidecar": sidecar, "threads": 2, "drop_last": False}
+    options: dict[str, Any] = {"seed": 1, "sidecar": sidecar, "num_threads": 2, "drop_last": False}
     loader = stack.enter_context(
         FileLoader(str(folder / "dataset"), BATCH, files=sorted(MEMBERS), trust_mounts=True, **options)
     )

@@ -212,9 +212,11 @@ def _headrace(folder: Path, finish: Finish) -> Loader:
 
     seen: list[Timed] = []
     vars(loader_module)["open_reader"] = lambda store, *_: Timed(store)
-    loader = VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, threads=2, trust_mounts=True)
+    loader = VideoLoader(
+        str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, num_threads=2, trust_mounts=True
+    )
     if finish is _nothing:
-        vars(loader)["_start_work"] = _Bytes
+        vars(loader)["_start_processor"] = _Bytes
     return loader
 
 
@@ -226,11 +228,8 @@ class _Bytes:
 
         self.layout = SampleLayout(("there",), {"data": None})
 
-    def members(self, sample: Any) -> list[str]:
-        return ["avi"]
-
-    def partial(self, place: Any) -> dict[str, Any]:
-        return {}
+    def needs(self, ref: Any) -> dict[str, Any]:
+        return {"avi": None}
 
     def cost(self, sample: Any) -> int:
         return 0
@@ -241,7 +240,7 @@ class _Bytes:
         from headrace.loaders.interfaces import ProcessedSample
 
         return [
-            ProcessedSample(one.place.sample, {"there": torch.ones(1)}, {"data": bytes(one.members["avi"])})
+            ProcessedSample(one.ref.sample, {"there": torch.ones(1)}, {"data": bytes(one.media["avi"])})
             for one in loaded
         ]
 

@@ -1,6 +1,7 @@
 """Streaming loaders for training: exact order, decoded clips, a state of a few bytes.
 
-The public names load their modules on first use, so that `from headrace import loaders` starts nothing and imports no decoder.
+The public names load their modules on first use, so that `from headrace import loaders` starts nothing and imports no
+decoder.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ _FREEZE = 1000
 
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Modules are no garbage, and a look for some among all that torch has made takes longer than any import of ours. What was
-    imported counts as old from here on, so that nobody looks through it with the first batch either."""
+    """Modules are no garbage, and a look for some among all that torch has made takes longer than any import of ours.
+    What was imported counts as old from here on, so that nobody looks through it with the first batch either."""
     collecting = gc.isenabled()
     gc.disable()
     try:

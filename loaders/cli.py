@@ -89,7 +89,7 @@ def _list(folder: Path, url: str | None, *, as_json: bool) -> int:
         raise NotFoundError(f"there is not a dataset at {url}, and nothing is known of one", hint="check the address")
     for record in listed:
         if as_json:
-            print(json.dumps({**msgspec.structs.asdict(record.refusal), "version": record.version}, ensure_ascii=False))
+            print(record.to_json())
         else:
             print(_line(record))
     if not as_json:
@@ -119,7 +119,7 @@ def _plain(text: str) -> str:
 
 
 def _line(record: records.Record) -> str:
-    one = record.refusal
-    kind = "wrong bytes" if one.for_good else "a clip"
+    one = record.skipped
+    kind = "wrong bytes" if one.permanent else "a clip"
     where = f"{one.dataset} version {record.version}, {one.shard} at {one.offset}"
     return _plain(f"{one.key}  {kind}: {one.reason}  [{where}]")

@@ -4,9 +4,9 @@ Purpose: turn (what the index says of a video, what the trainer wants, a key) in
 
 Invariants: the choice is a function of its arguments alone, so a resumed run and any other world size choose the same.
 With `stride` a clip is every stride-th frame in presentation order, exact for a variable frame rate because frames are
-counted. With `fps` it is the frames that a viewer sees at the instants t, t + 1/fps, …: at each instant the last frame that
-has begun by then, exact for a variable frame rate and for streams that do not begin at zero. A video shorter than the clip
-is played from its beginning and its last frame is held for the rest.
+counted. With `fps` it is the frames that a viewer sees at the instants t, t + 1/fps, …: at each instant the last frame
+that has begun by then, exact for a variable frame rate and for streams that do not begin at zero. A video shorter than
+the clip is played from its beginning and its last frame is held for the rest.
 Failure behaviour: `UsageError` for an impossible `Clip`; `CorruptionError` for a video without frames or key frames.
 """
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.contract import KeyFrame, VideoInfo
 from headrace.loaders.sampling.permutation import key_of
-from headrace.loaders.validation import validate_fields
+from headrace.loaders.validation import check_fields
 
 _START, _JITTER = 5, 21  # keep the keys of clip starts apart from those of the order
 Values = npt.NDArray[np.float64]
@@ -39,12 +39,14 @@ Start = Literal["random", "center", "every"]
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """`frames` frames, `stride` frames apart or, when `fps` is given, 1/fps seconds apart; `per_video` clips of each video.
+    """`frames` frames, `stride` frames apart or, when `fps` is given, 1/fps seconds apart; `per_video` clips of each
+    video.
 
     `start="random"` draws the first frame uniformly from those where the whole clip fits, anew for every epoch, sample
-    and clip. `start="center"` takes the middle clip, or the middles of `per_video` equal parts. `start="every"` cuts each
-    video into clips that follow each other without a gap, as many as fit whole, at least one. `jitter` moves a "center" or
-    "every" clip by up to so many of its steps (strides, or 1/fps) either way, drawn anew for every epoch, sample and clip.
+    and clip. `start="center"` takes the middle clip, or the middles of `per_video` equal parts. `start="every"` cuts
+    each video into clips that follow each other without a gap, as many as fit whole, at least one. `jitter` moves a
+    "center" or "every" clip by up to so many of its steps (strides, or 1/fps) either way, drawn anew for every epoch,
+    sample and clip.
     """
 
     frames: int = 16
@@ -55,7 +57,7 @@ class Clip:
     jitter: int = 0
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        check_fields(self)
         if self.frames > MAX_FRAMES:
             raise UsageError(f"{self} is not a clip", hint=f"at most {MAX_FRAMES} frames")
         if min(self.frames, self.stride, self.per_video) < 1 or (self.fps is not None and not 0 < self.fps < 10_000):
@@ -93,8 +95,8 @@ def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:
 class Wanted(msgspec.Struct, frozen=True):
     """The frames of one clip, in the order of the clip; `values` never decrease and may repeat.
 
-    `by="index"`: frame numbers in presentation order. `by="pts"`: instants in units of the stream's time base; each means
-    the last frame whose time stamp is not above it. `key` is the key frame to start decoding from.
+    `by="index"`: frame numbers in presentation order. `by="pts"`: instants in units of the stream's time base; each
+    means the last frame whose time stamp is not above it. `key` is the key frame to start decoding from.
     """
 
     by: Literal["index", "pts"]
@@ -103,8 +105,8 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, number: int, attempt: int = 0) -> Wanted:
-    """The frames of clip `number` of `sample` in `epoch`. `attempt` tells apart the clips of a sample that stands in for
-    another from its own."""
+    """The frames of clip `number` of `sample` in `epoch`. `attempt` tells apart the clips of a sample that stands in
+    for another from its own."""
     if info.frames < 1 or not info.key_frames:
         raise CorruptionError(
             "the index lists no frames or no key frames for this video", hint="index the dataset again"

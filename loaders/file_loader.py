@@ -1,92 +1,118 @@
-"""`FileLoader`: batches of files as they are stored, for whoever decodes them: latents, features, tokens, other
+"""`FileLoader`: batches of files as they are stored, for trainers that decode them: latents, features, tokens, other
 formats.
 
-Purpose: check what is asked for and put plan and work together; `headrace.loaders.loader` does the rest.
-Invariants: those of the engine.
+Purpose: check the options, and bring plan and processor together; `headrace.loaders.loader` does the rest.
+Invariants: those of `headrace.loaders.loader`.
 Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
-engine's.
+loader's.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import arguments
-from headrace.loaders.common import Asked, Common, explicit
+from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.works.files import BYTES, SIZES, FileWork
 
-MAX_FILES = 64
-
 if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture
 
+MAX_FILES = 64
 
-@explicit
-class FileLoader(Loader):
-    """Batches of the `files` of each sample, named by their extensions, such as `["npy", "json"]`, as they are stored.
 
-    Samples that have not all of them are left out. Every file is compared with its digest; what is in it is looked at
-    by nobody. All else is as in `loaders.VideoLoader`, but for `transform` and `isolate`, which need something decoded.
+@dataclass(frozen=True)
+class FileConfig(LoaderConfig):
+    """The options of `FileLoader`, besides those of `LoaderConfig`.
 
-    A batch is a dict: "bytes" uint8 (N,), all files of the batch one after the other, sample by sample, in the order of
-    `files`; "sizes" int64 (B, F), the bytes of each, so `batch["bytes"].split(batch["sizes"].flatten().tolist())` are
-    the files; "id" int64 (B,); "key" and "text" lists; and the columns.
-
-    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, the errors of
-    `headrace.loaders.batch.sample_builder`.
+    Args:
+        url_or_dataset (str | os.PathLike | Dataset | Mixture): a dataset's URL or folder, an open dataset, or a mixture
+            of them.
+        batch_size (int): samples in a rank's batch.
+        files (Sequence[str]): the files of each sample, named by their extensions, such as `["npy", "json"]`. Samples
+            that lack one of them are left out.
     """
 
-    def __init__(
-        self,
-        url_or_dataset: str | os.PathLike[str] | Dataset | Mixture,
-        batch_size: int | None = None,
-        *,
-        files: Sequence[str],
-        **common: Unpack[Common],
-    ) -> None:
-        asked = Asked.of(self, common)
-        names = _checked(files)
-        if asked.transform is not None or asked.isolate:
+    url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
+    batch_size: int | None = None
+    _: KW_ONLY
+    files: Sequence[str] = field()
+
+
+class FileLoader(Loader):
+    """Batches of files as they are stored. Every file is compared with its checksum; its content is not parsed.
+
+    Yields:
+        A dict:
+
+        - "bytes": uint8 (N,), all files of the batch one after the other, sample by sample, in the order of `files`.
+        - "sizes": int64 (B, F), bytes of each file. `batch["bytes"].split(batch["sizes"].flatten().tolist())` are the
+          files.
+        - "id": int64 (B,), numbers of the samples. "key" and "text": lists.
+        - Each of `columns`: a list.
+
+    Args:
+        The arguments are those of `FileConfig` and `LoaderConfig`; `help(FileLoader.__init__)` lists them. `transform` and
+        `decode_in_subprocess` are not possible, since nothing is decoded.
+
+    Raises:
+        NotFoundError, AccessDeniedError, UsageError: when the loader is made.
+        CorruptionError: while iterating, too many samples are damaged, or one and all its neighbours.
+        HeadraceError: while iterating, the store's errors.
+
+    Example:
+        >>> loader = FileLoader(clips, batch_size=2, files=["mp4"])
+        >>> batch = next(iter(loader))
+        >>> int(batch["sizes"].sum()) == len(batch["bytes"])
+        True
+        >>> loader.close()
+    """
+
+    @configured_by(FileConfig)
+    def __init__(self, config: FileConfig) -> None:
+        names = _extensions(config.files)
+        if config.transform is not None or config.decode_in_subprocess:
             raise UsageError(
-                "FileLoader decodes nothing: there is nothing to transform or isolate",
+                "FileLoader decodes nothing, so there is nothing to transform or to decode in a subprocess",
                 hint="work on the batches; VideoLoader and AudioLoader decode",
             )
-        for name in asked.columns:
+        for name in config.columns:
             if name in (BYTES, SIZES):
                 raise UsageError(
-                    f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out"
+                    f"columns cannot hold {name!r}: batches have an entry of that name", hint="leave it out"
                 )
-        output = arguments.output(asked.device, None)
-        delivery = asked.delivery(output, group=1)
-        parts = -(-delivery.threads // (1 + delivery.prefetch))  # so many threads for each batch that is in the making
-        each = -(-(batch_size or 1) // parts)
+        output = config.output()
+        delivery = config.delivery(output, group=1)
+        threads = -(-delivery.num_threads // (1 + delivery.prefetch_batches))  # for each batch in progress
+        delivery = replace(delivery, group=-(-(config.batch_size or 1) // threads))
 
-        def work() -> Processor:
-            return asked.finished(FileWork(names), None, output.device, made.names)
+        def start_processor() -> Processor:
+            return config.finish(FileWork(names), None, output.device, plan.names)
 
-        made, owned = asked.planned(
-            url_or_dataset, lambda dataset: (holding(dataset, names), 1), ["files", *names], asked.sampling(batch_size)
+        plan, owned = config.open_plan(
+            config.url_or_dataset,
+            lambda dataset: (samples_with_files(dataset, names), 1),
+            ["files", *names],
+            config.sampling(config.batch_size),
         )
-        super().__init__(made, work, replace(delivery, group=each), asked.refusing, owned)
+        super().__init__(plan, start_processor, delivery, config.bad_samples, owned)
 
 
-def holding(dataset: Dataset, files: Sequence[str]) -> I64:
+def samples_with_files(dataset: Dataset, files: Sequence[str]) -> I64:
     """The numbers of the samples that have files of all these extensions."""
     if len(dataset) and dataset.index.files_of_all.issuperset(files):
         return np.arange(len(dataset), dtype=np.int64)
-    from headrace.dataio.shards.index import (
-        kernels as pc,  # with Arrow, which reading files that all samples have does without
-    )
+    from headrace.dataio.shards.index import kernels as pc  # with Arrow, which is not needed if all samples have them
     from headrace.dataio.shards.index import rows
 
     found, start, there = list[I64](), 0, set[str]()
@@ -106,9 +132,9 @@ def holding(dataset: Dataset, files: Sequence[str]) -> I64:
     return ids
 
 
-def _checked(files: Any) -> list[str]:
+def _extensions(files: Any) -> list[str]:
     if isinstance(files, str) or not isinstance(files, Sequence) or not 1 <= len(files) <= MAX_FILES:
-        raise UsageError(f"files={files!r:.200} is no list of extensions", hint='give files=["npy", "json"]')
+        raise UsageError(f"files={files!r:.200} is not a list of extensions", hint='give files=["npy", "json"]')
     names = [name.removeprefix(".") if isinstance(name, str) else name for name in files]
     for name in names:
         if not isinstance(name, str) or not name:

@@ -1,14 +1,15 @@
-"""What the parts of a loader hand to each other. Read this first.
+"""The types that the parts of a loader hand to each other. Read this first.
 
-A `Plan` says which `SampleRef`s a batch holds; for each place the bytes are read and checked (`FetchedSample`), a
-`Processor` turns them into a `ProcessedSample` sample, and finished samples fill a batch.
+A sample goes one way: a `Plan` names it by a `SampleRef`. Its `Processor` says once which files, or pieces of files, it
+`Needs`. Its bytes are read and checked (`FetchedSample`). The processor turns them into a `ProcessedSample`, and these
+fill a batch.
 
-Invariants: a plan is a pure function of its description: which places batch t of an epoch holds depends on nothing that
-happened before. A work's result is a pure function of what it was given. Everything random about a sample is drawn from
-`SampleRef.key`, so that a resumed run, another world size and a repeated epoch draw the same. The garbage collector is
-spared what there are thousands of (`gc=False`): nothing that these refer to refers to them.
-Failure behaviour: a work returns, at the place of each bad sample, the error that names what is wrong with it; it
-raises only when it fails as a whole.
+Invariants: a plan is a pure function of its description, so the samples of batch t of an epoch do not depend on
+anything that happened before. A processor's result is a pure function of what it was given. All randomness of a sample
+is drawn from `SampleRef.key`, so a resumed run, another world size and a repeated epoch draw the same. Types with
+thousands of instances are not tracked by the garbage collector (`gc=False`); nothing that they refer to refers to them.
+Failure behaviour: a processor returns an error in place of each damaged sample. It raises only when it fails as a
+whole.
 """
 
 from __future__ import annotations
@@ -35,9 +36,25 @@ if TYPE_CHECKING:  # so that the order of samples needs no torch
 DAMAGE = (CorruptionError, UnsupportedError, CapacityError)
 """Errors of a sample. All other errors are not the sample's fault, and are raised to the trainer."""
 
+Needs = Mapping[str, "Runs | None"]
+"""What is read of a sample, by file extension: some pieces of the file, or None for the whole file. Pieces are a
+forecast: decoders may read others."""
+
+PixelTarget = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
+"""Returns the memory in which a batch will hold pixels of this shape, (T, 3, H, W); None if it will hold something
+else."""
+
+
+class FileTarget(NamedTuple):
+    """The memory in which a batch will hold these files, one after the other."""
+
+    files: Files
+    memory: memoryview
+
 
 class RowSpan(msgspec.Struct, frozen=True, gc=False):
-    """Where a piece of a recording goes: `length` samples at the wanted rate from its `start`, to `at` in a row."""
+    """Where a piece of a recording goes: `length` samples at the wanted rate, from its `start`, to `at` in row
+    `row`."""
 
     row: int
     at: int
@@ -46,20 +63,27 @@ class RowSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class BadSamples(Protocol):
-    """What was known of bad samples when a place was planned."""
+    """The bad samples that were known when a batch was planned."""
 
-    def refuses(self, place: SampleRef) -> HeadraceError | None:
-        """Why the sample of this place is not read, or None."""
+    def refuses(self, ref: SampleRef) -> HeadraceError | None:
+        """Why this sample is skipped, or None."""
         ...
 
 
 class SampleRef(msgspec.Struct, frozen=True, gc=False):
-    """Part `number` (a clip, a window) of `sample`, a sample of the plan's dataset number `source`.
+    """One part (a clip, a window) of one sample, at one position of the order.
 
-    `virtual` is the place's number in the order, `attempt` counts the substitutes before it. `seed` and `epoch` are
-    those of the source, and enter what is drawn for the sample. `stream` is the plan's list of samples that the place
-    is of: a source, a bucket. `fit` is there where several places share a row of the batch, `asof` where a list of bad
-    samples is gone by.
+    Args:
+        epoch: the epoch of the sample's source, which enters everything that is drawn.
+        virtual: number of this part in the order of its stream.
+        sample: the sample, as the index has it.
+        number: number of this part in its sample.
+        attempt: how many substitutes were tried before this one.
+        source: number of the dataset in the plan.
+        seed: the seed of the source.
+        stream: number of the stream (a source, a bucket) in the plan.
+        span: where the part goes, if several share a row of the batch.
+        known_bad: the shared list of bad samples, if the loader follows one.
     """
 
     epoch: int
@@ -70,23 +94,23 @@ class SampleRef(msgspec.Struct, frozen=True, gc=False):
     source: int = 0
     seed: int = 0
     stream: int = 0
-    fit: RowSpan | None = None
-    asof: BadSamples | None = None
+    span: RowSpan | None = None
+    known_bad: BadSamples | None = None
 
     def key(self, purpose: int) -> U64:
-        """The key of everything that is drawn for this place and `purpose`."""
+        """The key of everything that is drawn for this part and `purpose`."""
         return key_of(purpose, self.seed, self.epoch, self.sample.id, self.number, self.attempt)
 
 
 class BatchSource(Protocol):
-    """One rank's batches, one after the other."""
+    """The batches of one rank, one after the other."""
 
     def batches_in(self, epoch: int) -> int:
-        """Batches in an epoch: one at least."""
+        """Batches in an epoch, at least one."""
         ...
 
-    def places(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
-        """This rank's parts of these global batches; some may be empty."""
+    def refs(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
+        """This rank's share of each of these global batches. A share may be empty."""
         ...
 
 
@@ -95,53 +119,53 @@ class Plan(BatchSource, Protocol):
 
     @property
     def datasets(self) -> Sequence[Dataset]:
-        """What places read from, by `SampleRef.source`."""
+        """The datasets, by `SampleRef.source`."""
         ...
 
-    def substitute(self, place: SampleRef, attempt: int) -> SampleRef | None:
-        """Who stands in for `place` when it and `attempt` substitutes are damaged; None when nobody is left."""
+    def substitute(self, ref: SampleRef, attempt: int) -> SampleRef | None:
+        """The sample that replaces `ref` after `attempt` damaged substitutes; None if there is none left."""
         ...
-
-
-PixelTarget = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
-"""Where a batch will hold pixels of this shape, (T, 3, H, W); None when it will hold something else."""
-
-
-class FileTarget(NamedTuple):
-    """Where a batch will hold these files, one after the other."""
-
-    files: Files
-    memory: memoryview
 
 
 class FetchedSample(msgspec.Struct, frozen=True, gc=False):
-    """A place whose bytes were read and checked: `members` by extension, which may read themselves. "video" may be
-    drawn in the `room` that its batch has for it, which holds nothing until the sample is finished. What is delivered
-    as it is was read to where it belongs: `joined`, and `members` is empty."""
+    """A sample whose bytes were read and checked.
 
-    place: SampleRef
-    members: Mapping[str, Media]
-    room: PixelTarget | None = None
-    joined: Files | None = None
+    Args:
+        ref: the sample.
+        media: its files by extension; those that are needed in part read further pieces themselves.
+        target: memory of the batch in which "video" may be drawn. Its content counts only once the sample is processed.
+        files: the files, if they were read directly into the batch; `media` is empty then.
+    """
+
+    ref: SampleRef
+    media: Mapping[str, Media]
+    target: PixelTarget | None = None
+    files: Files | None = None
 
 
 class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
-    """`tensors` are stacked in the batch, `values` are listed there; `refusals` are the samples that this one stands in
-    for.
+    """A sample as the batch takes it.
 
-    `in_place`: the bytes of its tensors are in the batch already.
+    Args:
+        sample: the sample that was processed, maybe a substitute.
+        tensors: stacked in the batch. Without tensors the sample is left out.
+        values: listed in the batch.
+        skipped: the damaged samples that this one replaces.
+        in_place: the bytes of the tensors are in the batch already.
     """
 
     sample: Sample
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[str, Any] = {}
-    refusals: tuple[SkippedSample, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
     in_place: bool = False
 
 
 class RowLayout(msgspec.Struct, frozen=True):
-    """`capacity` samples of sound, or columns of spectrograms, float32 of this `shape` each; `silence` is what lies
-    where no piece is."""
+    """Rows of packed recordings: `capacity` samples, or columns of spectrograms, of float32 of this `shape`.
+
+    `silence` fills the stretches without a piece.
+    """
 
     capacity: int
     shape: tuple[int, ...]
@@ -149,39 +173,39 @@ class RowLayout(msgspec.Struct, frozen=True):
 
 
 class SampleLayout(msgspec.Struct, frozen=True):
-    """What a work's samples consist of, known before the first: names of `tensors`, and the dtype of each of `numbers`
-    (None: a list). With `rows`, samples lie one after the other in rows; with `joined`, which says which
-    files each is, in one run of bytes."""
+    """What the samples of a processor consist of, known before the first one.
+
+    Args:
+        tensors: names of the tensors.
+        numbers: dtype of each value in the batch; None for a list.
+        rows: set if samples lie one after the other in rows.
+        files_of: set if samples are delivered as stored, in one run of bytes: the files of a sample.
+    """
 
     tensors: tuple[str, ...]
     numbers: Mapping[str, torch.dtype | None] = {}
     rows: RowLayout | None = None
-    joined: Callable[[Sample], Files] | None = None
+    files_of: Callable[[Sample], Files] | None = None
 
 
 class Processor(Protocol):
-    """What is done to the bytes of samples. Safe to share between threads."""
+    """Turns the bytes of samples into tensors. Safe to share between threads."""
 
     @property
     def layout(self) -> SampleLayout: ...
 
-    def members(self, sample: Sample) -> list[str]:
-        """The extensions of the members that are needed."""
-        ...
-
-    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
-        """Of which of the members only some pieces are needed, by extension, and which, as far as that is foreseen.
-        Whether a member is among them depends on the sample alone."""
+    def needs(self, ref: SampleRef) -> Needs:
+        """What is read of the sample. It depends on the sample alone whether a file is read in part."""
         ...
 
     def cost(self, sample: Sample) -> int:
-        """Bytes that a part of it takes while it is made, beside its compressed members."""
+        """Bytes that one part takes while it is processed, besides the files that are read."""
         ...
 
-    def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        """The finished sample of each, or what is wrong with it, in the same order."""
+    def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
+        """For each sample, in the same order, the processed sample or what is wrong with it."""
         ...
 
     def close(self) -> None:
-        """Release what is held; the work is not used afterwards."""
+        """Release everything; the processor is not used afterwards."""
         ...

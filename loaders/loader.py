@@ -1,13 +1,13 @@
-"""`Loader`: what every loader does, whatever its batches hold: one epoch of batches per iteration, and one position.
+"""`Loader`: what all loaders do: one epoch of batches for each iteration, and one position.
 
-Purpose: put plan, bytes, work and threads together, and remember where the trainer is.
+Purpose: bring plan, readers, processor and threads together, and remember the trainer's position.
 
-Invariants: what the t-th global batch of an epoch holds depends on the plan and the stored bytes, never on the number
-of ranks, threads or restarts. `state_dict` is true for the batch that the trainer received last, not for what was
-prefetched. Threads start with the first batch and hold no reference to the loader: `close`, the end of a `with` block,
-the loader's deletion and the end of the process all end them.
-Failure behaviour: damaged samples are replaced and listed in `quarantine`; everything else that goes wrong is raised
-where the batch would have been, and leaves the position before that batch.
+Invariants: the content of the t-th global batch of an epoch depends on the plan and the stored bytes, never on the
+number of ranks, threads or restarts. `state_dict` describes the batch that the trainer received last, not batches that
+were prefetched. Threads start with the first batch and hold no reference to the loader. They end with `close`, with the
+end of a `with` block, when the loader is deleted, and when the process ends.
+Failure behaviour: damaged samples are skipped and listed in `quarantine`. Every other error is raised in place of the
+batch, and the position stays before that batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar.client import LoaderMeter, open_reader
 from headrace.loaders.batch.batch import Batch, Output
-from headrace.loaders.batch.executor import BatchExecutor, Grouped
+from headrace.loaders.batch.executor import BatchExecutor, GroupSlots
 from headrace.loaders.batch.memory import BufferPool, MemoryBudget
 from headrace.loaders.batch.prefetcher import Prefetcher, batches_from
 from headrace.loaders.batch.sample_builder import OnError, SampleBuilder
@@ -46,8 +46,7 @@ from headrace.loaders.quarantine.records import SkippedSample
 from headrace.loaders.sampling import state as states
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.plan import OrderPlan
-from headrace.loaders.validation import plain
-from headrace.loaders.works.foreseen import Foreseen
+from headrace.loaders.validation import checked
 
 if TYPE_CHECKING:  # what few loaders need, and the first batch does without, is imported where it is used
     from headrace.loaders.quarantine.shared_list import FollowedList, QuarantineList
@@ -58,73 +57,86 @@ DEFAULT_MEMORY = 4 * GIB
 _log = get_logger(__name__)
 
 
-class Delivery(msgspec.Struct, frozen=True):
-    """How batches are made, which changes none of them: on what, by how many threads, how far ahead, through which daemon.
+class DeliveryOptions(msgspec.Struct, frozen=True):
+    """How batches are built and delivered; none of these options changes their content.
 
-    `memory` bytes at most are in flight, `copy` gives every batch memory of its own. `grouped` says which slots of a
-    batch are made together. `assumed`: that this is the only rank, since nobody said or could be asked.
+    Args:
+        output: device, dtype and axes of the batches.
+        num_threads: threads that build batches.
+        prefetch_batches: batches in progress while the trainer works.
+        group: samples that are built together.
+        group_slots: decides which slots of a batch are built together.
+        sidecar: "auto", the path of a socket, or None.
+        memory_limit: bytes in flight at most.
+        copy: give every batch memory of its own.
+        alone_by_default: this is the only rank because neither the caller nor torch.distributed said otherwise.
     """
 
     output: Output
-    threads: int
-    prefetch: int = 2
+    num_threads: int
+    prefetch_batches: int = 2
     group: int = 1
+    group_slots: GroupSlots | None = None
     sidecar: str | os.PathLike[str] | None = "auto"
-    memory: int = DEFAULT_MEMORY
+    memory_limit: int = DEFAULT_MEMORY
     copy: bool = False
-    grouped: Grouped | None = None
-    assumed: bool = False
+    alone_by_default: bool = False
 
 
-class Refusing(msgspec.Struct, frozen=True):
-    """What becomes of damaged samples: replaced or left out, up to `limit` of them; and the list that is gone by, if any."""
+class BadSampleOptions(msgspec.Struct, frozen=True):
+    """What is done about damaged samples; the arguments are those of `LoaderConfig`."""
 
-    limit: float = 0.01
-    on_bad: OnError = "replace"
-    shared: str | os.PathLike[str] | QuarantineList | None = None
+    max_bad_samples: float = 0.01
+    on_error: OnError = "replace"
+    quarantine_list: str | os.PathLike[str] | QuarantineList | None = None
 
 
 def _is_collated(caller: FrameType) -> bool:
-    """Whether who iterates is what a DataLoader with a batch_size takes samples by, which has no better hook."""
+    """Whether a DataLoader with a batch_size iterates. It has no better hook."""
     if caller.f_code.co_name != "fetch":
-        return False  # a frame that is asked for its variables keeps them, such as a batch
+        return False  # asking a frame for its variables would keep them alive, such as a batch
     fetcher = caller.f_locals.get("self")
     return getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate
 
 
 def _count(batch: Batch) -> None:
-    substituted = sum(1 for sample in batch.samples if sample and sample.refusals)
+    substituted = sum(1 for sample in batch.samples if sample and sample.skipped)
     for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
         if count:
             metrics.loader_samples.labels(name).inc(count)
 
 
 class Loader(IterableDataset[dict[str, Any]]):
-    """Batches of a plan, made by `start_work()`. Public loaders derive from it and say only what theirs hold.
+    """Batches of a plan. The public loaders derive from it and say only what is theirs.
 
-    `owned` datasets are closed with the loader.
+    Args:
+        plan: names the samples of each batch.
+        start_processor: makes the processor, when the first batch is asked for.
+        delivery: how batches are built.
+        bad_samples: what is done about damaged samples.
+        owned: datasets that are closed with the loader.
     """
 
     def __init__(
         self,
         plan: OrderPlan,
-        start_work: Callable[[], Processor],
-        delivery: Delivery,
-        refusing: Refusing,
+        start_processor: Callable[[], Processor],
+        delivery: DeliveryOptions,
+        bad_samples: BadSampleOptions,
         owned: Sequence[Dataset] = (),
     ) -> None:
-        self._plan, self._start_work, self._delivery = plan, start_work, delivery
+        self._plan, self._start_processor, self._delivery = plan, start_processor, delivery
         folder = records.directory()
-        self._on_bad, self._owned = refusing.on_bad, owned
+        self._on_error, self._owned = bad_samples.on_error, owned
         self._listed: FollowedList | None = None
         try:
-            allowed = skips_allowed(refusing.limit, plan.samples)
-            if refusing.shared is not None:
+            allowed = skips_allowed(bad_samples.max_bad_samples, plan.samples)
+            if bad_samples.quarantine_list is not None:
                 from headrace.loaders.quarantine.shared_list import FollowedList
 
-                self._listed = FollowedList.of(refusing.shared, plan)
+                self._listed = FollowedList.of(bad_samples.quarantine_list, plan)
         except BaseException:
-            self._let_go()
+            self._close_datasets()
             raise
         self._quarantine = Quarantine(
             allowed,
@@ -132,8 +144,8 @@ class Loader(IterableDataset[dict[str, Any]]):
             None if self._listed is None else self._listed.add,
         )
         self._epoch = self._batch = 0
-        self._ahead: Prefetcher | None = None
-        self._ending: Finalizer | None = None
+        self._prefetcher: Prefetcher | None = None
+        self._finalizer: Finalizer | None = None
         self._meter = LoaderMeter()
         self._closed = self._delivered = False
 
@@ -142,37 +154,46 @@ class Loader(IterableDataset[dict[str, Any]]):
         return self._plan.batches_in(self._epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The batches of the current epoch that are still to come. Whoever left an iteration after the last of them, or an
-        evaluation anywhere, gets those of the next epoch; whoever loaded a state, those behind it."""
+        """The rest of the current epoch's batches.
+
+        After an iteration that was left at the end of an epoch, or an evaluation that was left anywhere, these are the
+        batches of the next epoch. After `load_state_dict` they are the batches behind the state.
+        """
         if get_worker_info() is not None:
             raise UsageError(
-                "a loader was copied into a DataLoader's worker, which would deliver every batch once more",
-                hint="use num_workers=0: it decodes in threads of its own",
+                "a loader was copied into a DataLoader's worker, which would deliver every batch again",
+                hint="use num_workers=0: the loader decodes in its own threads",
             )
         if _is_collated(sys._getframe(1)):
             raise UsageError(
-                "a DataLoader with a batch_size would put batches together to batches of batches",
-                hint="DataLoader(loader, batch_size=None): a loader gives whole batches, of its own batch_size",
+                "a DataLoader with a batch_size would make batches of batches",
+                hint="DataLoader(loader, batch_size=None): the loader yields whole batches of its own batch_size",
             )
-        if self._delivery.assumed and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if (
+            self._delivery.alone_by_default
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
             raise UsageError(
-                f"the loader was made before torch.distributed was initialised, as that of one rank; now there are "
-                f"{dist.get_world_size()}, and each would read everything",
+                f"the loader was made for one rank, before torch.distributed was initialised; now there are "
+                f"{dist.get_world_size()} ranks, and each would read everything",
                 hint="make it afterwards (with Accelerate after Accelerator(), with Lightning in train_dataloader()), "
                 "or give it rank= and world_size=",
             )
         if self._delivered and self._batch:
-            self._go_on()
+            self._next_epoch()
         while (batch := self._next()) is not None:
             yield batch
 
     @property
     def dataset(self) -> Dataset:
+        """The dataset; of a mixture, the first one."""
         return self._plan.datasets[0]
 
     @property
     def order(self) -> Order:
-        """The order, whose positions are parts (clips, windows) of samples."""
+        """The order of the samples' parts (clips, windows)."""
         return self._plan.order
 
     @property
@@ -182,34 +203,43 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     @property
     def quarantine(self) -> tuple[SkippedSample, ...]:
-        """The samples that this loader refused, in the order in which their batches were delivered."""
-        return self._quarantine.refusals
+        """The samples that this loader skipped, in the order in which their batches were delivered."""
+        return self._quarantine.skipped
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes in flight now: `Prefetcher.in_flight`; zeros before the first batch."""
-        if self._ahead is None:
+        """Bytes in flight: `Prefetcher.in_flight`; zeros before the first batch."""
+        if self._prefetcher is None:
             return {
-                "limit": self._delivery.memory,
+                "limit": self._delivery.memory_limit,
                 "samples": 0,
                 "samples_peak": 0,
                 "waits": 0,
                 "batches": 0,
                 "heads": 0,
             }
-        return self._ahead.in_flight
+        return self._prefetcher.in_flight
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the trainer is: plain JSON types, equal on all ranks that received the same batches."""
+        """The trainer's position, in plain JSON types, equal on all ranks that received the same batches."""
         listed = None if self._listed is None else self._listed.state(self._epoch)
         position = states.Position(self._epoch, self._batch, self._quarantine.state(), listed)
         return states.dump(self._plan.fingerprint(self._epoch, self._batch), position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> Loss | None:
-        """Go where `state` says, also in the middle of an iteration. Any world size will do, if the global batch is the same.
+        """Go to the position of `state`, also in the middle of an iteration. The world size may differ; the global
+        batch may not.
 
-        Raises `MismatchError` naming the first field that differs, and changes nothing then. With `force` it goes on
-        nevertheless, and returns and logs what is lost.
+        Args:
+            state: what `state_dict` returned.
+            force: load a state that does not fit.
+
+        Returns:
+            With `force`, what is lost; it is also logged.
+
+        Raises:
+            MismatchError: the state does not fit; the error names the first field that differs. The loader is unchanged.
+            UsageError: `state` is not the state of a loader.
         """
         loss = None
         if force:
@@ -238,29 +268,35 @@ class Loader(IterableDataset[dict[str, Any]]):
         return loss
 
     def update_quarantine(self, version: int | None = None) -> int:
-        """From the next batch on, go by this version of the `quarantine_list`, by default the newest; the version.
+        """Follow this version of the `quarantine_list` from the next batch on.
 
-        An epoch takes over what the list has when it begins; this is for those who cannot wait. Every rank has to call it after
-        the same batch with the same version.
+        Without this call, an epoch follows the version that was the newest when the epoch began. Every rank has to make
+        this call after the same batch, with the same version.
+
+        Args:
+            version: of the list. Default: the newest.
+
+        Returns:
+            The version.
         """
         if self._listed is None:
-            raise UsageError("the loader goes by no list of bad samples", hint="give it quarantine_list=...")
+            raise UsageError("the loader follows no list of bad samples", hint="give it quarantine_list=...")
         if (pinned := self._listed.list.pinned) is not None:
             raise UsageError(
-                f"the loader goes by version {pinned} of its list for good", hint="open the list without one"
+                f"the loader follows version {pinned} of its list only", hint="open the list without a version"
             )
-        chosen = self._listed.list.newest() if version is None else plain("version", version, int)
-        self._listed.go_by(self._epoch, chosen)
+        chosen = self._listed.list.newest() if version is None else checked("version", version, int)
+        self._listed.follow(self._epoch, chosen)
         self._stop()
         return chosen
 
     def close(self) -> None:
-        """End the threads and let go of the dataset. Closing twice is allowed."""
+        """End the threads, and close the datasets that the loader opened. Closing twice is allowed."""
         self._closed = True
         try:
             self._stop()
         finally:
-            self._let_go()
+            self._close_datasets()
 
     def __enter__(self) -> Self:
         return self
@@ -268,8 +304,8 @@ class Loader(IterableDataset[dict[str, Any]]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _go_on(self) -> None:
-        """To the next epoch, where an iteration was left that nobody wants the rest of."""
+    def _next_epoch(self) -> None:
+        """Go to the next epoch, if the last iteration was left and its rest is not wanted."""
         left = self._batch < self._plan.batches_in(self._epoch)
         if left and not self._plan.schedule.evaluates:
             return
@@ -278,7 +314,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         self._epoch, self._batch = self._epoch + 1, 0
 
     def _next(self) -> dict[str, Any] | None:
-        """The next batch, or None once at the end of every epoch."""
+        """The next batch, or None at the end of each epoch."""
         self._check_open()
         if self._batch >= self._plan.batches_in(self._epoch):
             self._epoch, self._batch = self._epoch + 1, 0
@@ -287,11 +323,11 @@ class Loader(IterableDataset[dict[str, Any]]):
             batch = self._wait()
             whole = batch.tensors() | self._plan.about(self._epoch, self._batch)
             _count(batch)
-            if self._ahead is not None:
-                self._ahead.plan()
-        except BaseException as error:  # also Ctrl-C: the position stays, the threads end
+            if self._prefetcher is not None:
+                self._prefetcher.plan()
+        except BaseException as error:  # also a Ctrl-C: the position stays, the threads end
             self._stop()
-            if isinstance(error, Exception):  # it may be closed by another thread, or by a signal's handler
+            if isinstance(error, Exception):  # another thread, or a signal handler, may have closed the loader
                 self._check_open(error)
             raise
         self._batch, self._delivered = self._batch + 1, True
@@ -299,17 +335,17 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._closed:
-            hint = "make another one; its state_dict() says where to go on"
+            hint = "make another loader; load this one's state_dict() to go on"
             raise UsageError("the loader is closed", hint=hint) from cause
 
     def _wait(self) -> Batch:
         self._meter.asked()
         try:
             with span("loader.wait", epoch=self._epoch, batch=self._batch):
-                self._ahead = self._ahead or self._start()
-                batch = self._ahead.next()
-            refused = (refusal for sample in batch.samples if sample for refusal in sample.refusals)
-            self._quarantine.deliver(refused, self._epoch)
+                self._prefetcher = self._prefetcher or self._start()
+                batch = self._prefetcher.next()
+            skipped = [one for sample in batch.samples if sample for one in sample.skipped]
+            self._quarantine.deliver(skipped, self._epoch)
         except BaseException:
             self._meter.got(0, steps=0)
             raise
@@ -317,37 +353,46 @@ class Loader(IterableDataset[dict[str, Any]]):
         return batch
 
     def _start(self) -> Prefetcher:
-        with contextlib.ExitStack() as undo:  # what was begun ends, also if something further on cannot begin
+        with contextlib.ExitStack() as undo:  # if a part cannot start, those before it are closed
             ahead = self._begin(undo)
             undo.pop_all()
-        self._ending = Finalizer(self, ahead.close)
+        self._finalizer = Finalizer(self, ahead.close)
         return ahead
 
     def _begin(self, undo: contextlib.ExitStack) -> Prefetcher:
         how, plan = self._delivery, self._plan
-        sources = list[SampleReader]()
+        readers = list[SampleReader]()
         for dataset in plan.datasets:
             sized = KnownSizes(dataset.store, dataset.document.shard_sizes)
             reader = open_reader(sized, how.sidecar, self._meter)
-            sources.append(SampleReader(reader, dataset.store, HELD_BYTES // len(plan.datasets)))
-            undo.callback(sources[-1].close)
-        work = Foreseen(self._start_work())
-        undo.callback(work.close)
-        memory = MemoryBudget(how.memory)
-        maker = SampleBuilder(plan, work, sources, self._quarantine, memory, self._on_bad)
-        output = how.output
-        buffers = BufferPool(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch + 3)
-        prefetcher = BatchExecutor(maker.make, work.layout, output, how.threads, how.group, buffers, how.grouped)
+            readers.append(SampleReader(reader, dataset.store, HELD_BYTES // len(plan.datasets)))
+            undo.callback(readers[-1].close)
+        processor = self._start_processor()
+        undo.callback(processor.close)
+        memory, output = MemoryBudget(how.memory_limit), how.output
+        builder = SampleBuilder(
+            plan, processor, readers, quarantine=self._quarantine, memory=memory, on_error=self._on_error
+        )
+        buffers = BufferPool(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch_batches + 3)
+        executor = BatchExecutor(
+            builder.build,
+            processor.layout,
+            output,
+            how.num_threads,
+            group=how.group,
+            group_slots=how.group_slots,
+            buffers=buffers,
+        )
         batches = batches_from(self._listed or plan, self._epoch, self._batch)
-        return Prefetcher(batches, work, sources, prefetcher, how.prefetch, memory)
+        return Prefetcher(batches, builder, executor, ahead=how.prefetch_batches, memory=memory)
 
-    def _let_go(self) -> None:
+    def _close_datasets(self) -> None:
         for dataset in self._owned:
             dataset.close()
         if self._listed is not None:
             self._listed.close()
 
     def _stop(self) -> None:
-        ending, self._ahead, self._ending = self._ending, None, None  # at once: it may fail, or be interrupted
-        if ending is not None:
-            ending()
+        finalizer, self._prefetcher, self._finalizer = self._finalizer, None, None  # first: closing may fail
+        if finalizer is not None:
+            finalizer()

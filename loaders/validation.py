@@ -1,10 +1,10 @@
-"""Values of the kinds that their annotations say: what comes from configurations and from numpy, made plain or refused.
+"""Checks of arguments: values become what their annotations promise, or are refused.
 
-Purpose: a description holds what its fields promise, so that nothing of another kind is met later: by arithmetic in a thread, or
-by JSON when a state is saved.
-Invariants: a whole number may stand for a float, numpy's scalars become Python's, and lists become tuples where those are meant;
-nothing else is converted. No torch.
-Failure behaviour: `UsageError` naming the field, what it is, and what it should be.
+Purpose: a description holds what its fields promise. Arithmetic in a thread, or JSON when a state is saved, never meets
+another type. No torch.
+Invariants: a whole number may stand for a float, numpy's scalars become Python's, and lists become tuples where tuples
+are promised; nothing else is converted.
+Failure behaviour: `UsageError` naming the argument, its value, and what it should be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,30 +22,57 @@ import numpy as np
 from headrace.dataio.core.errors import UsageError
 
 
-def plain(name: str, value: object, kind: Any, wanted: str = "") -> Any:
-    """`value`, if it is of this kind; what is `wanted` in words, where those of the kind would not do."""
+def checked(name: str, value: object, kind: Any, wanted: str = "") -> Any:
+    """`value` as this type.
+
+    Args:
+        name: of the argument, for the error.
+        value: what the caller gave.
+        kind: a type, or a union of types.
+        wanted: what to give instead, for the error. Default: the name of the type.
+    """
     found = _python(value)
     try:
         converted = msgspec.convert(found, kind)
     except msgspec.ValidationError:
-        raise UsageError(f"{name} cannot be {value!r:.200}", hint=f"give {wanted or _said(kind)}") from None
+        raise UsageError(f"{name} cannot be {value!r:.200}", hint=f"give {wanted or _in_words(kind)}") from None
     return converted if isinstance(found, list) else found
 
 
-def validate_fields(description: Any) -> None:
-    """Bring the fields of a frozen dataclass to the kinds of its annotations; for its `__post_init__`."""
+def check_fields(description: Any) -> None:
+    """Bring the fields of a frozen dataclass to the types of its annotations. Call this in `__post_init__`."""
     cls: Any = type(description)
     for name, kind in _kinds(cls).items():
         value = getattr(description, name)
-        found = plain(f"{cls.__name__}'s {name}", value, kind)
+        found = checked(f"{cls.__name__}'s {name}", value, kind)
         if found is not value:
             object.__setattr__(description, name, found)
 
 
-def _said(kind: Any) -> str:
-    """As people would: `int or None`, `'mix' or 'first'`."""
+def check_count(name: str, value: int, most: int) -> int:
+    """`value` if it is a whole number from 1 to `most`."""
+    number: int = checked(name, value, int)
+    if not 1 <= number <= most:
+        raise UsageError(f"{name} is a number from 1 to {most}, not {number}")
+    return number
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """Raise `UsageError` unless `value` is one of `known`."""
+    if value not in known:
+        raise UsageError(f"{name}={value!r} is not known", hint=f"use {', '.join(map(repr, known))}")
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
+    """Raise `UsageError` unless `value` is None or of one of these types."""
+    if value is not None and not isinstance(value, kinds):
+        raise UsageError(f"{name} cannot be {value!r}", hint=f"give {example}")
+
+
+def _in_words(kind: Any) -> str:
+    """For people: `int or None`, `'mix' or 'first'`."""
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_said, get_args(kind)))
+        return " or ".join(map(_in_words, get_args(kind)))
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if kind is NoneType:
@@ -60,7 +87,7 @@ def _kinds(cls: Any) -> dict[str, Any]:
 
 
 def _python(value: object) -> object:
-    """Without numpy's scalars."""
+    """The same without numpy's scalars."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list | tuple):

@@ -1,26 +1,31 @@
-"""`VideoLoader`: batches of video clips, with the sound of the same window where it is wanted.
+"""`VideoLoader`: batches of video clips, with the sound of the same stretch if it is wanted.
 
-Purpose: check what is asked for and put plan and work together; `headrace.loaders.loader` does the rest.
-Invariants: those of the engine.
+Purpose: check the options, and bring plan and processor together; `headrace.loaders.loader` does the rest.
+Invariants: those of `headrace.loaders.loader`. With buckets, a video is sorted by its size as shown (after rotation, if
+the loader rotates) and by the number of frames that it holds, spaced as the clip spaces them.
 Failure behaviour: `NotFoundError`, `AccessDeniedError`, `UsageError` before anything is started; while iterating, the
-engine's.
+loader's.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from dataclasses import KW_ONLY, dataclass
+from dataclasses import replace as replace_field
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
+from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.contract import Sample
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
-from headrace.loaders import arguments, shapes
 from headrace.loaders.clip import Clip, counts
-from headrace.loaders.common import Asked, Common, explicit
+from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode.choose import AutoDecoder, Backend, explain
 from headrace.loaders.decode.contract import Color
 from headrace.loaders.decode.dali import GPU_BATCH
@@ -28,129 +33,161 @@ from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
 from headrace.loaders.partial import needed
 from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.sampling.plan import column, samples_with
-from headrace.loaders.validation import plain
+from headrace.loaders.sampling.plan import Bucketing, Stream, column, samples_with
+from headrace.loaders.validation import check_choice, check_count, check_type, checked
 from headrace.loaders.works.clips import ClipWork, Look, together
 from headrace.loaders.works.cut import Cut
 from headrace.loaders.works.sources import by_stream
 
-if TYPE_CHECKING:  # what few loaders need is imported where they need it
+if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
     from headrace.loaders.sampling.buckets import Buckets
     from headrace.loaders.sampling.mixture import Mixture
     from headrace.loaders.sound.spec import AudioSpec
 
+MAX_SIDE = 16_384
 
-@explicit
-class VideoLoader(Loader):
-    """Batches of video clips from a dataset; pictures are clips of one frame, and come where `clip.frames` is 1.
 
-    *What.* `url_or_dataset`: a dataset's URL (its newest `version`, or that number or tag), an open `Dataset`, or a
-    `Mixture` of them. `trust_mounts` lets it name folders of this machine, private hosts and other S3 endpoints for its
-    shards. `batch_size` is per rank. `clip` says which frames. `audio=AudioSpec(...)` adds sound, `True` is
-    `AudioSpec()`. `columns` of the index, or promoted fields of the samples' JSON, are listed in each batch.
+@dataclass(frozen=True)
+class VideoConfig(LoaderConfig):
+    """The options of `VideoLoader`, besides those of `LoaderConfig`.
 
-    *Pixels.* `size` is (height, width): clips are scaled to cover it (`antialias`) and cropped around the centre, or
-    with `crop="random"` somewhere; None keeps the source's size, which all clips of a batch must then share. `flip` is
-    how likely a clip is mirrored. `rotate` turns frames as their metadata says. `color`: "bt601" (every decoder alike,
-    to the bit on CPUs), "tagged" (as the file says) or "fast" (as the file says, scaled in the same pass). `dtype` is
-    "uint8", "float16", "bfloat16" or "float32"; floats are pixels in 0 … 1, from which `normalize=(mean, std)`, three
-    numbers each, takes the mean and divides by the deviation. `layout` orders a clip's axes: "TCHW", "CTHW" or "THWC".
-    `decoder`: "auto" (NVDEC by DALI on a GPU, else PyAV), "dali" (DALI also on the CPU, for what it decodes there) or
-    "pyav". `transform(tensors, generator)` is called for every sample, before pixels become floats, with a generator of
-    its own that a resumed run seeds alike; what it returns, a dict of the same names, is batched.
-
-    *Order.* `rank` and `world_size` default to torch.distributed's. `buckets` take the place of `batch_size` and
-    `size`: each batch is of one shape, within a budget. `evaluate` delivers every sample once, in order, without
-    padding. Damaged samples are replaced by neighbours (`on_bad="replace"`) or left out of their batch ("shorter"; what
-    an evaluation does if nothing is said); after `quarantine_limit` of them, a number or a share of the samples below
-    1, it gives up.
-
-    *Delivery.* `device`: "cpu" (pinned where CUDA is), "pinned" (or an error), "cuda", or a torch.device. `threads`
-    decode (default: this rank's share of the machine's cores, at most 16), `prefetch` batches ahead, `memory` bytes at
-    most in flight. A batch keeps its memory as long as anything refers to it; after that it is used again, unless
-    `copy`. `sidecar`: "auto", a socket's path, or None. `isolate` decodes (by PyAV) in processes of their own, which
-    may crash, or hang for so many seconds (`True`: 60).
-
-    Iterating yields the rest of the current epoch; iterating again, the next one (of an evaluation always all, unless a
-    state was loaded). A batch is a dict: "video" (B, T, 3, H, W), contiguous, on `device`; "id" int64 (B,) numbers of
-    the samples; "key" and "text" lists; "clip" float64 (B,), seconds at which each clip begins; with audio, "audio"
-    float32 (B, C, S) or "mel" float32 (B, C, bands, frames), and "audio_samples" int64 (B,), how many of S are real
-    sound and not zeros after it; and the columns. A mixture adds "source", the names of the samples' sources; buckets
-    add "bucket", the number of the batch's; an evaluation adds "sizes", how many samples each rank was given, those
-    that turned out damaged too, and "dry", the ranks that were given none.
-
-    With `drop_last=False` the tail of an epoch is shared out as evenly as it goes: a rank may get one clip fewer than
-    another, or a batch of none ("video" is then None), so that all ranks see equally many batches.
-
-    Raises `NotFoundError`, `AccessDeniedError`, `UsageError` here; while iterating, the errors of
-    `headrace.loaders.batch.sample_builder`.
+    Args:
+        url_or_dataset (str | os.PathLike | Dataset | Mixture): a dataset's URL or folder, an open dataset, or a mixture
+            of them.
+        batch_size (int | None): clips in a rank's batch; left out with `buckets`.
+        clip (Clip | None): the frames of a clip. Default: `Clip()`, 16 frames.
+        size (tuple[int, int] | None): height and width in pixels. A clip is scaled to cover it, then cropped. None
+            keeps the source's size, which all clips of a batch must then share. Default: None.
+        audio (bool | AudioSpec): adds sound; True is `AudioSpec()`. Default: False.
+        buckets (Buckets | None): batches of one shape each, within a budget, in place of `batch_size` and `size`.
+            Default: None.
+        crop (str): "center", or "random" for another part of each clip. Default: "center".
+        flip_prob (float): probability that a clip is mirrored, 0 to 1. Default: 0.0.
+        antialias (bool): filter when scaling down. Default: True.
+        rotate (bool): turn frames as their metadata says. Default: False.
+        color (str): "bt601": all decoders give the same pixels, on CPUs to the bit. "tagged": as the file says. "fast":
+            as the file says, converted and scaled in one pass. Default: "bt601".
+        normalize (tuple | None): `(mean, std)` of three numbers each, for pixels in 0 to 1: subtract the mean, divide
+            by the deviation. Default: None.
+        dtype (str | torch.dtype | None): "uint8", "float16", "bfloat16" or "float32"; floats are pixels in 0 to 1.
+            Default: "uint8", with `normalize` "float32".
+        layout (str): the axes of a clip: "TCHW", "CTHW" or "THWC". Default: "TCHW".
+        decoder (str): "auto" (NVDEC by DALI on a GPU, else PyAV), "dali" (DALI also on the CPU, for formats that it
+            decodes there) or "pyav". Default: "auto".
     """
 
-    def __init__(
-        self,
-        url_or_dataset: str | os.PathLike[str] | Dataset | Mixture,
-        batch_size: int | None = None,
-        *,
-        clip: Clip | None = None,
-        size: tuple[int, int] | None = None,
-        audio: bool | AudioSpec = False,
-        buckets: Buckets | None = None,
-        crop: Literal["center", "random"] = "center",
-        flip: float = 0.0,
-        antialias: bool = True,
-        rotate: bool = False,
-        color: Color = "bt601",
-        normalize: tuple[Sequence[float], Sequence[float]] | None = None,
-        dtype: str | torch.dtype | None = None,
-        layout: str = "TCHW",
-        decoder: Backend = "auto",
-        **common: Unpack[Common],
-    ) -> None:
-        asked = Asked.of(self, common)
-        arguments.of_kind("clip", clip, Clip, "clip=Clip(frames=16)")
-        if buckets is not None:
+    url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
+    batch_size: int | None = None
+    _: KW_ONLY
+    clip: Clip | None = None
+    size: tuple[int, int] | None = None
+    audio: bool | AudioSpec = False
+    buckets: Buckets | None = None
+    crop: Literal["center", "random"] = "center"
+    flip_prob: float = 0.0
+    antialias: bool = True
+    rotate: bool = False
+    color: Color = "bt601"
+    normalize: tuple[Sequence[float], Sequence[float]] | None = None
+    dtype: str | torch.dtype | None = None
+    layout: str = "TCHW"
+    decoder: Backend = "auto"
+
+    def look(self) -> Look:
+        """How a finished clip looks, checked."""
+        check_type("clip", self.clip, Clip, "clip=Clip(frames=16)")
+        if self.buckets is not None:
             from headrace.loaders.sampling.buckets import Buckets
 
-            arguments.of_kind("buckets", buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
-        clip, sound = clip or Clip(), _sound(audio)
-        arguments.one_of("color", color, ("bt601", "tagged", "fast"))
-        arguments.one_of("decoder", decoder, ("auto", "dali", "pyav"))
-        antialias, rotate = plain("antialias", antialias, bool), plain("rotate", rotate, bool)
-        look = Look(clip, arguments.checked_size(size), rotate, sound, Cut(crop, flip), antialias, color)
+            check_type("buckets", self.buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
+        check_choice("color", self.color, ("bt601", "tagged", "fast"))
+        check_choice("decoder", self.decoder, ("auto", "dali", "pyav"))
+        clip, sound = self.clip or Clip(), _audio_spec(self.audio)
         if sound is not None:
             sound.samples(clip)
-        output = arguments.output(asked.device, normalize, dtype, layout)
-        delivery = asked.delivery(output, group=GPU_BATCH)
+        return Look(
+            clip,
+            _size(self.size),
+            checked("rotate", self.rotate, bool),
+            sound,
+            Cut(self.crop, self.flip_prob),
+            checked("antialias", self.antialias, bool),
+            self.color,
+        )
+
+
+class VideoLoader(Loader):
+    """Batches of video clips from a dataset. A picture is a clip of one frame; give `Clip(frames=1)` for them.
+
+    Iterating yields the rest of the current epoch, then the next epoch. An evaluation always begins from its start,
+    unless a state was loaded.
+
+    Yields:
+        A dict:
+
+        - "video": (B, T, 3, H, W), contiguous, on `device`; None in a batch without samples.
+        - "id": int64 (B,), numbers of the samples. "key" and "text": lists.
+        - "clip": float64 (B,), seconds at which each clip begins.
+        - With `audio`, "audio": float32 (B, C, S), or "mel": float32 (B, C, n_mels, frames); and "audio_samples": int64
+          (B,), how many of S are sound and not zeros after it.
+        - Each of `columns`: a list.
+        - Of a mixture, "source": the names of the samples' sources.
+        - With buckets, "bucket": the number of the batch's bucket.
+        - In an evaluation, "sizes": the samples given to each rank, damaged ones included; "dry": the ranks given none.
+
+    Args:
+        The arguments are those of `VideoConfig` and `LoaderConfig`; `help(VideoLoader.__init__)` lists them.
+
+    Raises:
+        NotFoundError, AccessDeniedError, UsageError: when the loader is made.
+        CorruptionError: while iterating, too many samples are damaged, or one and all its neighbours.
+        HeadraceError: while iterating, the store's errors.
+
+    Example:
+        >>> loader = VideoLoader(clips, batch_size=2, clip=Clip(frames=4), size=(32, 32))
+        >>> next(iter(loader))["video"].shape
+        torch.Size([2, 4, 3, 32, 32])
+        >>> loader.close()
+    """
+
+    @configured_by(VideoConfig)
+    def __init__(self, config: VideoConfig) -> None:
+        look, buckets, decoder = config.look(), config.buckets, config.decoder
+        output = config.output(config.normalize, config.dtype, config.layout)
+        delivery = config.delivery(output, group=GPU_BATCH)
         self._look, self._decoder = look, decoder
 
         def find(dataset: Dataset) -> tuple[I64, Any]:
-            left_out = IMAGE_EXTENSIONS if clip.frames > 1 else ()
+            left_out = IMAGE_EXTENSIONS if look.clip.frames > 1 else ()
             ids = samples_with(dataset, "video_ext", "video", without=left_out)
-            parts: Any = clip.per_video
-            if clip.start == "every":
-                parts = counts(clip, column(dataset, "frames", ids), column(dataset, "duration", ids))
+            parts: Any = look.clip.per_video
+            if look.clip.start == "every":
+                parts = counts(look.clip, column(dataset, "frames", ids), column(dataset, "duration", ids))
             return ids, parts
 
-        def work() -> Processor:
-            apart = asked.isolated(delivery)
-            decodes = apart or AutoDecoder(output.device.type, output.device.index or 0, decoder)
-            hear = apart.hear if apart else None
-            alone = apart is None and output.device.type == "cpu" and decoder != "dali"
-            looks = shapes.looks(look, buckets, made.buckets)
-            works = [ClipWork(one, decodes, hear, one_by_one=alone) for one in looks]
-            return asked.finished(by_stream(works), sound, output.device, made.names)
+        def start_processor() -> Processor:
+            isolated = config.subprocess_decoder(delivery.num_threads)
+            decode = isolated or AutoDecoder(output.device.type, output.device.index or 0, decoder)
+            hear = isolated.hear if isolated else None
+            one_by_one = isolated is None and output.device.type == "cpu" and decoder != "dali"
+            each = [ClipWork(one, decode, hear, one_by_one=one_by_one) for one in _looks(look, buckets, plan.buckets)]
+            return config.finish(by_stream(each), look.audio, output.device, plan.names)
 
-        how, sorting = asked.sampling(batch_size), shapes.sorting(buckets, look)
-        made, owned = asked.planned(url_or_dataset, find, clip, how, sorting)
-        if decoder != "dali" and not asked.isolate:  # others decode every clip by itself
-            how_looked = shapes.looks(look, buckets, made.buckets)
-            delivery = replace(delivery, grouped=together(how_looked, transformed=asked.transform is not None))
-        super().__init__(made, work, delivery, asked.refusing, owned)
+        sampling = config.sampling(config.batch_size)
+        plan, owned = config.open_plan(config.url_or_dataset, find, look.clip, sampling, _bucketing(buckets, look))
+        if decoder != "dali" and not config.decode_in_subprocess:  # other decoders take every clip by itself
+            looks = _looks(look, buckets, plan.buckets)
+            delivery = replace(delivery, group_slots=together(looks, transformed=config.transform is not None))
+        super().__init__(plan, start_processor, delivery, config.bad_samples, owned)
 
     def explain(self, sample: int | Sample = 0) -> str:
-        """What happens to a sample, and by which rules: its stream, its decoder, its colours, its size, what is read of
-        it."""
-        arguments.of_kind("sample", sample, (int, Sample), "its number, or a Sample")
+        """Explain what is done with a sample, and by which rules: its stream, decoder, colours and size, and what is
+        read of it.
+
+        Args:
+            sample: a sample, or its number.
+        """
+        check_type("sample", sample, (int, Sample), "its number, or a Sample")
         one = self.dataset.sample(sample) if isinstance(sample, int) else sample
         told = explain(one, self._look.color, self._delivery.output.device.type, self._decoder)
         if one.video is None:
@@ -159,11 +196,62 @@ class VideoLoader(Loader):
         return f"{told}\n{needed.explain(one, self._look.clip, sound=inside)}"
 
 
-def _sound(audio: bool | AudioSpec) -> AudioSpec | None:
+def _audio_spec(audio: bool | AudioSpec) -> AudioSpec | None:
     """The sound that is wanted, if any."""
     if audio is False or audio is None:
         return None
     from headrace.loaders.sound.spec import AudioSpec
 
-    arguments.of_kind("audio", audio, (bool, AudioSpec), "True, or AudioSpec(...)")
+    check_type("audio", audio, (bool, AudioSpec), "True, or AudioSpec(...)")
     return AudioSpec() if audio is True else audio
+
+
+def _size(size: tuple[int, int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    check_type("size", size, (tuple, list), "size=(height, width)")
+    sides: Sequence[int] = size
+    if len(sides) != 2:
+        raise UsageError(f"size={size!r} is not two numbers", hint="give size=(height, width)")
+    height, width = sides
+    return check_count("size's height", height, MAX_SIDE), check_count("size's width", width, MAX_SIDE)
+
+
+def _bucketing(buckets: Buckets | None, look: Look) -> Bucketing | None:
+    """How videos are sorted into buckets."""
+    if buckets is None:
+        return None
+    if look.size is not None:
+        raise UsageError("with buckets each bucket has its size", hint="leave size out")
+    if look.clip.start == "every" and any(bucket.frames for bucket in buckets.buckets):
+        raise UsageError(
+            "start='every' counts clips of one length; buckets that name their frames have several",
+            hint="leave the buckets' frames out, or use another start",
+        )
+    frames = look.clip.frames
+
+    def sort(stream: Stream) -> I64:
+        height, width, rotation = (column(stream.dataset, name, stream.ids) for name in ("height", "width", "rotation"))
+        turned = (rotation % 180 == 90) & look.rotate
+        heights, widths = np.where(turned, width, height), np.where(turned, height, width)
+        return buckets.assign(heights.astype(np.int64), widths.astype(np.int64), _lengths(stream, look.clip), frames)
+
+    return Bucketing(buckets.batches(frames), sort, buckets.numbers(frames))
+
+
+def _lengths(stream: Stream, clip: Clip) -> npt.NDArray[np.float64]:
+    """Frames of each video, spaced as the clip spaces them."""
+    if clip.rate is not None:
+        return column(stream.dataset, "duration", stream.ids) * float(clip.rate)
+    return np.floor((column(stream.dataset, "frames", stream.ids) - 1) / clip.stride) + 1
+
+
+def _looks(look: Look, buckets: Buckets | None, streams: Sequence[int]) -> list[Look]:
+    """The look of each stream's clips; `streams` are the numbers of their buckets."""
+    if buckets is None:
+        return [look]
+    chosen = [buckets.buckets[number] for number in streams]
+    return [
+        replace(look, size=one.size, clip=replace_field(look.clip, frames=one.frames or look.clip.frames))
+        for one in chosen
+    ]

@@ -133,19 +133,21 @@ def batches(device: str, count: int) -> None:
 
     from headrace.loaders.batch.batch import Output
     from headrace.loaders.batch.executor import BatchExecutor
+    from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
     from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 
-    def made(places: Any, _rooms: object) -> list[ProcessedSample]:
+    def made(refs: Any, *_: object) -> list[ProcessedSample]:
         return [
-            ProcessedSample(place.sample, {"video": torch.full((4, 3, 64, 64), place.virtual % 251, dtype=torch.uint8)})
-            for place in places
+            ProcessedSample(ref.sample, {"video": torch.full((4, 3, 64, 64), ref.virtual % 251, dtype=torch.uint8)})
+            for ref in refs
         ]
 
     output = Output(torch.device(device), False, (0.0,) * 3, (1.0,) * 3)
     ahead, wrong = BatchExecutor(made, SampleLayout(("video",)), output, 8), torch.zeros((), device=device)
     try:
         for number in range(count):
-            ahead.start([SampleRef(0, 8 * number + n, _sample(n)) for n in range(8)])
+            refs = [SampleRef(0, 8 * number + n, _sample(n)) for n in range(8)]
+            ahead.start(PlannedBatch(refs, [PlannedRead({}, 0)] * 8))
             if number < 3:
                 continue
             video, first = ahead.next().tensors()["video"], 8 * (number - 3)

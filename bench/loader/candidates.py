@@ -23,7 +23,7 @@ from headrace.bench.loader.ways import THREADS, decoding
 def _ours(place: Place, kind: Kind, *, color: Any = "bt601") -> Iterator[torch.Tensor]:
     from headrace.loaders import Clip, VideoLoader
 
-    options: dict[str, Any] = {"sidecar": None, "drop_last": False, "threads": THREADS, "color": color}
+    options: dict[str, Any] = {"sidecar": None, "drop_last": False, "num_threads": THREADS, "color": color}
     clip = Clip(frames=FRAMES, stride=STRIDE, per_video=kind.per_file)
     with VideoLoader(place.url("dataset"), BATCH, clip=clip, size=(kind.size, kind.size), **options) as loader:
         for batch in loader:

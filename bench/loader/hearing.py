@@ -24,7 +24,7 @@ def _ours(place: Place, kind: Sound) -> Iterator[torch.Tensor]:
     from headrace.loaders import AudioLoader, LogMel, Window
     from headrace.loaders.sound.spec import Features
 
-    options: dict[str, Any] = {"sidecar": None, "drop_last": False, "threads": THREADS, "sample_rate": RATE}
+    options: dict[str, Any] = {"sidecar": None, "drop_last": False, "num_threads": THREADS, "sample_rate": RATE}
     window = Window(kind.window, per_sample=kind.per_file)
     features: Features = LogMel(kind.bands) if kind.bands else "waveform"
     with AudioLoader(place.url("dataset"), BATCH, window=window, features=features, **options) as loader:

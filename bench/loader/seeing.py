@@ -27,7 +27,7 @@ from headrace.bench.loader.ways import THREADS, decoding
 def _ours(place: Place, kind: Stills) -> Iterator[torch.Tensor]:
     from headrace.loaders import Clip, VideoLoader
 
-    options: dict[str, Any] = {"sidecar": None, "drop_last": False, "threads": THREADS}
+    options: dict[str, Any] = {"sidecar": None, "drop_last": False, "num_threads": THREADS}
     size = (kind.size, kind.size)
     with VideoLoader(place.url("dataset"), kind.batch, clip=Clip(1), size=size, **options) as loader:
         for batch in loader:
@@ -71,7 +71,7 @@ def _spdl(named: tuple[str, bytes | str], kind: Stills) -> torch.Tensor:
     io_: Any = importlib.import_module("spdl.io")
     size = kind.size
     chain = f"scale={size}:{size}:force_original_aspect_ratio=increase,crop={size}:{size},format=rgb24"
-    config = io_.decode_config(decoder_options={"threads": "1"})
+    config = io_.decode_config(decoder_options={"num_threads": "1"})
     frames = io_.decode_packets(io_.demux_image(named[1]), filter_desc=chain, decode_config=config)
     return io_.to_torch(io_.convert_frames(frames)).permute(2, 0, 1)[None].contiguous()  # type: ignore[no-any-return]
 

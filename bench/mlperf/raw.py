@@ -16,7 +16,7 @@ from contextlib import closing
 from headrace.dataio import Dataset
 from headrace.dataio.shards.contract import Sample
 from headrace.dataio.sidecar.client import open_reader
-from headrace.loaders.fetch.sample_reader import SampleReader, ranges
+from headrace.loaders.fetch.sample_reader import SampleReader
 from headrace.loaders.sampling.order import Order
 
 DEPTH = 4
@@ -74,7 +74,8 @@ def _read(
             coming = (dataset.samples([int(n) for n in chosen]) for chosen in numbers)
             ahead = deque(itertools.islice(coming, DEPTH))
             while ahead and not stop.is_set():
-                source.announce([read for later in ahead for sample in later for read in ranges(sample, _exts(sample))])
+                later = (source.ranges(sample, _needs(sample)) for samples in ahead for sample in samples)
+                source.announce(list(itertools.chain.from_iterable(later)))
                 found = [bytearray(view) for sample in ahead.popleft() for view in _members(source, sample)]
                 ahead.extend(itertools.islice(coming, 1))
                 if found:
@@ -85,8 +86,8 @@ def _read(
 
 
 def _members(source: SampleReader, sample: Sample) -> list[memoryview]:
-    return [data[:] for data in source.fetch(sample, _exts(sample)).values()]
+    return [data[:] for data in source.fetch(sample, _needs(sample)).values()]
 
 
-def _exts(sample: Sample) -> list[str]:
-    return [member.ext for member in sample.members]
+def _needs(sample: Sample) -> dict[str, None]:
+    return dict.fromkeys(member.ext for member in sample.members)

@@ -77,11 +77,11 @@ class Batch:
         """Bytes of its tensors, as far as they are known."""
         return sum(tensor.nbytes for tensor in list(self._tensors.values()))
 
-    def rooms(self, slots: Sequence[int]) -> Sequence[PixelTarget | FileTarget | None]:
+    def targets(self, slots: Sequence[int]) -> Sequence[PixelTarget | FileTarget | None]:
         """Where each of these samples may be made; None where it has to be put."""
-        return [self.room(slot) for slot in slots]
+        return [self.target(slot) for slot in slots]
 
-    def room(self, slot: int) -> PixelTarget | None:
+    def target(self, slot: int) -> PixelTarget | None:
         """Where uint8 pixels may be drawn that are put into this slot next; None where they become something else."""
 
         def drawn(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
@@ -104,7 +104,7 @@ class Batch:
             else:
                 target.copy_(tensor, non_blocking=True)
         left = dict.fromkeys(sample.tensors, _GONE)
-        self.samples[slot] = ProcessedSample(sample.sample, left, sample.values, sample.refusals)
+        self.samples[slot] = ProcessedSample(sample.sample, left, sample.values, sample.skipped)
 
     def tensors(self) -> dict[str, Any]:
         """The batch as the trainer sees it, on the current CUDA stream if it is on a GPU."""
@@ -190,34 +190,34 @@ def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> N
 
 
 class RowBatch(Batch):
-    """The pieces at `places`, which name their rows."""
+    """The pieces at `refs`, which name their rows."""
 
-    def __init__(self, places: Sequence[SampleRef], layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
-        super().__init__(len(places), layout, output, buffers)
-        self._fits = [place.fit for place in places]
-        self._rows = 1 + max((fit.row for fit in self._fits if fit), default=-1)
+    def __init__(self, refs: Sequence[SampleRef], layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
+        super().__init__(len(refs), layout, output, buffers)
+        self._spans = [ref.span for ref in refs]
+        self._rows = 1 + max((span.row for span in self._spans if span), default=-1)
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
         """Write a piece into its stretch of its row; its tensor is let go."""
-        fit = self._fits[slot]
+        span = self._spans[slot]
         for name, tensor in sample.tensors.items():
-            assert fit is not None
-            row = self._target(name, tensor.shape, tensor.dtype)[fit.row]
-            row[..., fit.at : fit.at + fit.length].copy_(tensor[..., : fit.length], non_blocking=True)
+            assert span is not None
+            row = self._target(name, tensor.shape, tensor.dtype)[span.row]
+            row[..., span.at : span.at + span.length].copy_(tensor[..., : span.length], non_blocking=True)
         left = dict.fromkeys(sample.tensors, _GONE)
-        self.samples[slot] = ProcessedSample(sample.sample, left, sample.values, sample.refusals)
+        self.samples[slot] = ProcessedSample(sample.sample, left, sample.values, sample.skipped)
 
     def tensors(self) -> dict[str, Any]:
         """The batch as the trainer sees it."""
         self._hold()
         rows: list[list[tuple[Any, ProcessedSample]]] = [[] for _ in range(self._rows)]
-        for fit, sample in zip(self._fits, self.samples, strict=True):
-            if fit and sample and sample.tensors:
-                rows[fit.row].append((fit, sample))
+        for span, sample in zip(self._spans, self.samples, strict=True):
+            if span and sample and sample.tensors:
+                rows[span.row].append((span, sample))
         batch: dict[str, Any] = {name: self._tensors.get(name) for name in self._layout.tensors}
         if self._rows and not self._tensors:
             batch = dict.fromkeys(batch, self._silence())
-        batch["pieces"] = [_int64([[fit.at, fit.at + fit.length] for fit, _ in row], 2) for row in rows]
+        batch["pieces"] = [_int64([[span.at, span.at + span.length] for span, _ in row], 2) for row in rows]
         batch["id"] = [_int64([one.sample.id for _, one in row]) for row in rows]
         batch["key"] = [[one.sample.key for _, one in row] for row in rows]
         batch["text"] = [[one.sample.text for _, one in row] for row in rows]
@@ -255,7 +255,7 @@ class JoinedBatch(Batch):
         self._name = layout.tensors[0]
         self._other: dict[int, torch.Tensor] = {}
 
-    def rooms(self, slots: Sequence[int]) -> Sequence[FileTarget | None]:
+    def targets(self, slots: Sequence[int]) -> Sequence[FileTarget | None]:
         """Where the samples of these slots belong; None where the processor cannot write them there."""
         if self._output.device.type != "cpu":
             return [None] * len(slots)
@@ -271,7 +271,7 @@ class JoinedBatch(Batch):
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
             else:
                 self._other[slot] = tensor.to(self._output.device, copy=True)
-            sample = ProcessedSample(sample.sample, {self._name: _GONE}, sample.values, sample.refusals)
+            sample = ProcessedSample(sample.sample, {self._name: _GONE}, sample.values, sample.skipped)
         self.samples[slot] = sample
 
     def _held(self) -> list[torch.Tensor]:

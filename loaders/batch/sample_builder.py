@@ -1,212 +1,264 @@
-"""One place of the order to one finished sample: read, check, process, and stand in for what is damaged.
+"""From one `SampleRef` to one `ProcessedSample`: read, check, process, and substitute what is damaged.
 
 Purpose: everything that happens to a single sample, as one function that any thread may run.
 
-Invariants: the result is a pure function of (plan, place, stored bytes). A damaged sample is replaced by its neighbours
-in the plan's order; nothing else of the batch or of the order changes.
-Failure behaviour: only damage (corrupt, unsupported or oversize) is replaced; when `MAX_SUBSTITUTES` neighbours, or all
-there are, are damaged as well, `CorruptionError` names the first. An unreachable store, wrong credentials and the like
-are nobody's damage and are raised, so that a bad network never changes what is trained on.
+Invariants: the result is a pure function of the plan, the sample's position and the stored bytes. A damaged sample is
+replaced by its neighbours in the plan's order; the rest of the batch and of the order does not change.
+Failure behaviour: only damage (corrupt, unsupported or oversize) is replaced. `CorruptionError` names the first sample
+when `MAX_SUBSTITUTES` neighbours, or all there are, are damaged as well. An unreachable store, wrong credentials and
+the like are raised, so a bad network never changes the training data.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.core.tracing import span
-from headrace.dataio.shards.contract import Sample
+from headrace.dataio.shards.contract import Files
 from headrace.loaders.batch.memory import MemoryBudget
 from headrace.loaders.cancellation import check_cancelled
-from headrace.loaders.fetch.sample_reader import SampleReader, ranges
+from headrace.loaders.fetch.sample_reader import Range, SampleReader, spans
 from headrace.loaders.interfaces import (
     DAMAGE,
     FetchedSample,
     FileTarget,
+    Needs,
     PixelTarget,
     Plan,
     ProcessedSample,
     Processor,
     SampleRef,
 )
-from headrace.loaders.partial.needed import Runs, together
+from headrace.loaders.partial.needed import together
 from headrace.loaders.quarantine.quarantine import Quarantine
 from headrace.loaders.quarantine.records import SkippedSample
 
 MAX_SUBSTITUTES = 16
-OnError = Literal["replace", "shorter"]
-Rooms = Sequence[PixelTarget | FileTarget | None]
-Needs = Mapping[str, Runs]
-"""Of a sample's files of which no more than pieces are needed."""
-_WHOLE: Needs = {}
+OnError = Literal["replace", "skip"]
+Target = PixelTarget | FileTarget | None
+"""Where the batch has room for a sample; None if the sample is copied into the batch later."""
+
+
+class PlannedRead(msgspec.Struct, frozen=True, gc=False):
+    """What is read for a sample, decided once: its files or pieces, and how many bytes they have."""
+
+    needs: Needs
+    nbytes: int
+
+
+class PlannedBatch(msgspec.Struct, frozen=True):
+    """A batch before it is built.
+
+    Args:
+        refs: its samples.
+        reads: what is read for each.
+        ranges: the same as ranges of objects, by the number of the dataset, to be announced to the readers.
+        files: the files of each sample, if they are delivered as stored.
+    """
+
+    refs: Sequence[SampleRef]
+    reads: Sequence[PlannedRead]
+    ranges: Mapping[int, Sequence[Range]] = {}
+    files: Sequence[Files] | None = None
 
 
 class SampleBuilder:
-    """Makes samples. `sources` read the plan's datasets. Safe to share between threads.
+    """Builds samples. Safe to share between threads.
 
-    `on_bad="replace"` lets neighbours stand in for what is damaged; "shorter" leaves it out, and delivers its refusals
-    alone.
+    Args:
+        plan: names the datasets and the substitutes.
+        processor: turns bytes into tensors.
+        readers: one for each of the plan's datasets.
+        quarantine: the samples that are known to be bad.
+        memory: admits samples by the bytes that they take.
+        on_error: "replace" substitutes a neighbour for a damaged sample; "skip" leaves the sample out of its batch.
     """
 
     def __init__(
         self,
         plan: Plan,
-        work: Processor,
-        sources: Sequence[SampleReader],
+        processor: Processor,
+        readers: Sequence[SampleReader],
+        *,
         quarantine: Quarantine,
         memory: MemoryBudget,
-        on_bad: OnError = "replace",
+        on_error: OnError = "replace",
     ) -> None:
-        self._plan, self._work, self._sources = plan, work, sources
-        self._quarantine, self._memory, self._on_bad = quarantine, memory, on_bad
-        self._joined = work.layout.joined
+        self._plan, self._processor, self._readers = plan, processor, readers
+        self._quarantine, self._memory, self._on_error = quarantine, memory, on_error
+        self._files_of = processor.layout.files_of
 
-    def make(self, places: Sequence[SampleRef], rooms: Rooms) -> list[ProcessedSample]:
-        """The samples of `places`, worked on together where the work can, maybe each in its room. Left out is what has
-        no tensors."""
-        outcomes = self._try(places, rooms)
+    def plan(self, refs: Sequence[SampleRef]) -> PlannedBatch:
+        """Decide what is read for each sample, as far as the index tells."""
+        reads, by_source = list[PlannedRead](), dict[int, list[Range]]()
+        files = None if self._files_of is None else [self._files_of(ref.sample) for ref in refs]
+        for number, ref in enumerate(refs):
+            needs = self._processor.needs(ref)
+            ranges = self._readers[ref.source].ranges(ref.sample, needs) if files is None else spans(files[number])
+            by_source.setdefault(ref.source, []).extend(ranges)
+            reads.append(PlannedRead(needs, sum([length for _, _, length in ranges])))
+        return PlannedBatch(refs, reads, by_source, files)
+
+    def build(
+        self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
+    ) -> list[ProcessedSample]:
+        """The samples of `refs`, processed together where the processor can, each maybe directly in its target.
+
+        A sample without tensors is left out of its batch.
+        """
         return [
-            self._instead(place, room, outcome) if isinstance(outcome, HeadraceError) else outcome
-            for place, room, outcome in zip(places, rooms, outcomes, strict=True)
+            self._instead(ref, target, outcome) if isinstance(outcome, HeadraceError) else outcome
+            for ref, target, outcome in zip(refs, targets, self._try(refs, targets, reads), strict=True)
         ]
 
-    def _try(self, places: Sequence[SampleRef], rooms: Rooms) -> list[ProcessedSample | HeadraceError]:
-        needs = [
-            _WHOLE if isinstance(r, FileTarget) else self._work.partial(p) for p, r in zip(places, rooms, strict=True)
-        ]
-        with self._memory.admitted(sum(map(self._cost, places, rooms, needs))):
-            loaded = self._load_all(places, rooms, needs) if self._joined is None else self._load_joined(places, rooms)
-            with span("decode", clips=len(places)):
-                whole = [one for one in loaded if isinstance(one, FetchedSample)]
-                made = self._work.process(whole)
-            if len(whole) == len(places):
-                return made
-            done = iter(made)
-            return [next(done) if isinstance(one, FetchedSample) else one for one in loaded]
+    def announce(self, ranges: Mapping[int, Sequence[Range]]) -> None:
+        """Tell the readers, by source, what is read next, soonest first."""
+        for number, reader in enumerate(self._readers):
+            reader.announce(ranges.get(number, ()))
 
-    def _cost(self, place: SampleRef, room: PixelTarget | FileTarget | None, partial: Needs) -> int:
-        if isinstance(room, FileTarget):
-            return len(room.memory)
-        sample = place.sample
-        read = ranges(sample, self._work.members(sample), partial)
-        return sum([length for _, _, length in read]) + self._work.cost(sample)
+    @property
+    def held(self) -> int:
+        """Bytes of the heads of long files in memory."""
+        return sum(reader.held for reader in self._readers)
 
-    def _load_all(
-        self, places: Sequence[SampleRef], rooms: Rooms, needs: Sequence[Needs]
+    def close(self) -> None:
+        """Close the processor and the readers."""
+        with contextlib.ExitStack() as ends:  # in reverse order, and each even if one before it fails
+            for reader in reversed(self._readers):
+                ends.callback(reader.close)
+            ends.callback(self._processor.close)
+
+    def _try(
+        self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
+    ) -> list[ProcessedSample | HeadraceError]:
+        with self._memory.admitted(sum(map(self._cost, refs, targets, reads))):
+            fetch = self._fetch_all if self._files_of is None else self._fetch_files
+            fetched = fetch(refs, targets, reads)
+            with span("decode", clips=len(refs)):
+                whole = [one for one in fetched if isinstance(one, FetchedSample)]
+                processed = self._processor.process(whole)
+            if len(whole) == len(refs):
+                return processed
+            done = iter(processed)
+            return [next(done) if isinstance(one, FetchedSample) else one for one in fetched]
+
+    def _cost(self, ref: SampleRef, target: Target, read: PlannedRead) -> int:
+        if isinstance(target, FileTarget):
+            return len(target.memory)
+        return read.nbytes + self._processor.cost(ref.sample)
+
+    def _fetch_all(
+        self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
     ) -> list[FetchedSample | HeadraceError]:
-        """Parts of one sample share its bytes."""
-        shared = dict[tuple[int, int], list[Needs]]()
-        for place, need in zip(places, needs, strict=True):
-            shared.setdefault(_which(place), []).append(need)
-        there = dict[tuple[int, int], FetchedSample | HeadraceError]()
-        for place, room in zip(places, rooms, strict=True):
-            which = _which(place)
-            if which not in there:
-                there[which] = self._load(place, room, _together(shared[which]))
-        found = [there[_which(place)] for place in places]
-        return [
-            one
-            if isinstance(one, HeadraceError) or one.place is place
-            else replace(one, place=place, room=_drawn(room))
-            for place, room, one in zip(places, rooms, found, strict=True)
-        ]
+        """Read the samples; parts of one sample share its bytes."""
+        slots_of = dict[tuple[int, int], list[int]]()
+        for slot, ref in enumerate(refs):
+            slots_of.setdefault((ref.source, ref.sample.id), []).append(slot)
+        found = dict[int, FetchedSample | HeadraceError]()
+        for first, *others in slots_of.values():
+            needs = reads[first].needs
+            if others:
+                needs = _union([needs, *(reads[slot].needs for slot in others)])
+            one = found[first] = self._fetch(refs[first], targets[first], needs)
+            for slot in others:
+                found[slot] = one if isinstance(one, HeadraceError) else _for_part(one, refs[slot], targets[slot])
+        return [found[slot] for slot in range(len(refs))]
 
-    def _load_joined(self, places: Sequence[SampleRef], rooms: Rooms) -> list[FetchedSample | HeadraceError]:
-        """What is delivered as it is, read to where it belongs: all in one go, and one by one from the first on with
-        which something is wrong."""
-        wanted = dict[int, list[int]]()
-        for slot, (place, room) in enumerate(zip(places, rooms, strict=True)):
-            if isinstance(room, FileTarget) and not self._quarantine.condemned(place):
-                wanted.setdefault(place.source, []).append(slot)
-        found: list[FetchedSample | HeadraceError | None] = [None] * len(places)
-        for source, slots in wanted.items():
-            stretches = [room for slot in slots if isinstance(room := rooms[slot], FileTarget)]
-            whole = self._sources[source].fetch_first(stretches)
-            for slot, stretch in zip(slots[:whole], stretches, strict=False):
-                found[slot] = FetchedSample(places[slot], {}, None, stretch.files)
-        return [one or self._load(places[slot], None, _WHOLE) for slot, one in enumerate(found)]
+    def _fetch_files(
+        self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
+    ) -> list[FetchedSample | HeadraceError]:
+        """Read files directly into the batch: all in one go, but one by one from the first one on that is damaged."""
+        wanted = dict[int, list[tuple[int, FileTarget]]]()
+        for slot, (ref, target) in enumerate(zip(refs, targets, strict=True)):
+            if isinstance(target, FileTarget) and not self._quarantine.known_bad(ref):
+                wanted.setdefault(ref.source, []).append((slot, target))
+        found: list[FetchedSample | HeadraceError | None] = [None] * len(refs)
+        for source, some in wanted.items():
+            whole = self._readers[source].fetch_first([target for _, target in some])
+            for slot, target in some[:whole]:
+                found[slot] = FetchedSample(refs[slot], {}, files=target.files)
+        return [one or self._fetch(refs[slot], None, reads[slot].needs) for slot, one in enumerate(found)]
 
-    def _load(
-        self, place: SampleRef, room: PixelTarget | FileTarget | None, partial: Needs
-    ) -> FetchedSample | HeadraceError:
-        """Read the bytes and check them; of files that are read in part, that is done when they are looked at."""
+    def _fetch(self, ref: SampleRef, target: Target, needs: Needs) -> FetchedSample | HeadraceError:
+        """Read the bytes and check them. Pieces of files that are read in part are checked when a decoder reads
+        them."""
         check_cancelled()  # a store may take seconds for each
-        known = self._quarantine.condemned(place)
-        if known:
+        if known := self._quarantine.known_bad(ref):
             return known
         try:
-            source, exts = self._sources[place.source], self._work.members(place.sample)
-            return FetchedSample(place, source.fetch(place.sample, exts, partial), _drawn(room))
+            return FetchedSample(ref, self._readers[ref.source].fetch(ref.sample, needs), _pixels(target))
         except CorruptionError as error:
-            self._quarantine.condemn(place, error)
+            self._quarantine.mark_bad(ref, error)
             return error
 
-    def _instead(
-        self, place: SampleRef, room: PixelTarget | FileTarget | None, error: HeadraceError
-    ) -> ProcessedSample:
-        if self._on_bad == "replace" or not isinstance(error, DAMAGE):
-            return self._substitute(place, room, error)
-        return ProcessedSample(place.sample, {}, refusals=(self._refusal(place, error),))
+    def _instead(self, ref: SampleRef, target: Target, error: HeadraceError) -> ProcessedSample:
+        if self._on_error == "replace" or not isinstance(error, DAMAGE):
+            return self._substitute(ref, target, error)
+        return ProcessedSample(ref.sample, {}, skipped=(self._skipped(ref, error),))
 
-    def _substitute(
-        self, place: SampleRef, room: PixelTarget | FileTarget | None, error: HeadraceError
-    ) -> ProcessedSample:
-        """The first neighbour that is whole."""
-        refusals: list[SkippedSample] = []
-        refused, first = place, error
+    def _substitute(self, ref: SampleRef, target: Target, error: HeadraceError) -> ProcessedSample:
+        """The first neighbour that is not damaged."""
+        skipped: list[SkippedSample] = []
+        damaged, first = ref, error
         for attempt in range(MAX_SUBSTITUTES):
             if not isinstance(error, DAMAGE):
                 raise error
-            refusals.append(self._refusal(refused, error))
-            other = self._plan.substitute(place, attempt)
+            skipped.append(self._skipped(damaged, error))
+            other = self._plan.substitute(ref, attempt)
             if other is None:
                 break
-            refused = other
-            outcome = self._try([refused], [self._room_for(refused.sample, room)])[0]
+            damaged = other
+            outcome = self._try([other], [self._target_for(other, target)], self.plan([other]).reads)[0]
             if not isinstance(outcome, HeadraceError):
-                return replace(outcome, refusals=tuple(refusals))
+                return replace(outcome, skipped=tuple(skipped))
             error = outcome
         raise CorruptionError(
-            f"sample {place.sample.key!r} is damaged ({first.message}), and so is every sample that could stand in for it",
+            f"sample {ref.sample.key!r} is damaged ({first.message}), and so are all samples that could replace it",
             hint="check the dataset with `headrace verify`",
         ) from first
 
-    def _room_for(self, sample: Sample, room: PixelTarget | FileTarget | None) -> PixelTarget | FileTarget | None:
-        """The room of one sample for another one; None where its files do not fill it."""
-        if self._joined is None or not isinstance(room, FileTarget):
-            return room
-        files = self._joined(sample)
-        return FileTarget(files, room.memory) if files.size == len(room.memory) else None
+    def _target_for(self, ref: SampleRef, target: Target) -> Target:
+        """The target of one sample for another one; None if the other's files have another length."""
+        if self._files_of is None or not isinstance(target, FileTarget):
+            return target
+        files = self._files_of(ref.sample)
+        return FileTarget(files, target.memory) if files.size == len(target.memory) else None
 
-    def _refusal(self, place: SampleRef, error: HeadraceError) -> SkippedSample:
-        sample = place.sample
-        for_good = self._quarantine.condemned(place) is not None
-        url = self._plan.datasets[place.source].url
-        offset = _offset(sample, self._work.members(sample))
+    def _skipped(self, ref: SampleRef, error: HeadraceError) -> SkippedSample:
+        sample, needs = ref.sample, self._processor.needs(ref)
+        offsets = [member.offset for ext in needs for member in sample.members if member.ext == ext]
         return SkippedSample(
-            sample.id, sample.key, sample.shard, offset, error.code, str(error), for_good, url, place.source
+            sample.id,
+            sample.key,
+            sample.shard,
+            offsets[0] if offsets else 0,
+            error.code,
+            str(error),
+            self._quarantine.known_bad(ref) is not None,
+            self._plan.datasets[ref.source].url,
+            ref.source,
         )
 
 
-def _which(place: SampleRef) -> tuple[int, int]:
-    """Its sample."""
-    return place.source, place.sample.id
+def _union(needs: Sequence[Needs]) -> Needs:
+    """What several parts of one sample need. Whether a file is read in part is the same for all of them."""
+    found = dict(needs[0])
+    for ext, runs in found.items():
+        if runs is not None:
+            found[ext] = together([more for one in needs if (more := one.get(ext)) is not None])
+    return found
 
 
-def _together(needs: Sequence[Needs]) -> Needs:
-    """What several places of one sample need."""
-    first, *others = needs
-    return {ext: together([runs, *(one.get(ext, ()) for one in others)]) for ext, runs in first.items()}
+def _for_part(fetched: FetchedSample, ref: SampleRef, target: Target) -> FetchedSample:
+    return replace(fetched, ref=ref, target=_pixels(target))
 
 
-def _drawn(room: PixelTarget | FileTarget | None) -> PixelTarget | None:
-    """The target that a processor can draw in."""
-    return None if isinstance(room, FileTarget) else room
-
-
-def _offset(sample: Sample, exts: Sequence[str]) -> int:
-    """Where the first of these members begins in its shard."""
-    return next((member.offset for ext in exts for member in sample.members if member.ext == ext), 0)
+def _pixels(target: Target) -> PixelTarget | None:
+    """A target that a decoder can draw in."""
+    return None if isinstance(target, FileTarget) else target

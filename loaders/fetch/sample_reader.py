@@ -1,13 +1,13 @@
 """From samples to their compressed bytes, checked.
 
-Purpose: read the members of a sample through a `ShardReader` and compare them with the index's digests before any
+Purpose: read the files of a sample through a `ShardReader`, and compare them with the index's checksums before a
 decoder sees them.
-Invariant: `fetch` returns bytes whose XXH3-64 is the index's, or raises; of long files that are needed in part it
-returns something that compares each piece when it is looked at. A first mismatch may be the cache's fault (its disk may
-rot), so the bytes are read once more, straight from the store. A second one may be the network's, so they are read
-again `LATER` seconds later, by another connection: only a third mismatch is a verdict.
-Failure behaviour: `CorruptionError` naming shard, offset and length when the store's own bytes are wrong or missing;
-other errors of the store pass through.
+Invariant: `fetch` returns bytes whose XXH3-64 is the index's, or raises. A long file that is needed in part checks each
+piece when it is read. Wrong bytes are read up to three times: a first mismatch may be the cache's fault (its disk may
+rot), so the store is read directly; a second one may be the network's, so the store is read again `LATER` seconds later
+through another connection.
+Failure behaviour: `CorruptionError` naming shard, offset and length when the store's own bytes are wrong or missing.
+Other errors of the store pass through.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -26,6 +25,7 @@ from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.contract import Files, Member, Sample
 from headrace.dataio.store.base import Store
 from headrace.loaders.cancellation import check_cancelled
+from headrace.loaders.interfaces import Needs
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.file import Media, PartialFile
 from headrace.loaders.partial.heads import HELD_BYTES, Heads
@@ -35,42 +35,26 @@ _log = get_logger(__name__)
 
 
 LATER = 0.25
-"""Seconds after which bytes that were wrong twice are looked at again."""
+"""Seconds until bytes that were wrong twice are read again."""
 AT_ONCE = 64
-"""So many reads are prepared at once: objects enough that the garbage collector would look for some among thousands."""
-_WHOLE: Mapping[str, Runs] = {}
+"""Reads that are prepared at once. With many more, the garbage collector would run in between."""
 Range = tuple[str, int, int]
-"""Of an object: key, offset, length."""
-
-
-def ranges(sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> list[Range]:
-    """What is read of a sample, as far as the index lists it and it is foreseen."""
-    if not partial:
-        return [(sample.shard, member.offset, member.length) for member in sample.members if member.ext in exts]
-    return [
-        (sample.shard, offset, length)
-        for member in sample.members
-        if member.ext in exts
-        for offset, length in (
-            needed.ranges(member, partial[member.ext]) if member.ext in partial else [(member.offset, member.length)]
-        )
-    ]
+"""Part of an object: key, offset, length."""
 
 
 def files(sample: Sample, exts: Sequence[str]) -> Files:
-    """Where the members of these extensions lie, in this order."""
+    """The files of a sample with these extensions, in this order."""
     if [member.ext for member in sample.members] == list(exts):
         return Files(sample.shard, sample.members)
-    by_ext = {member.ext: member for member in reversed(sample.members)}
-    return Files(sample.shard, [by_ext.get(ext) or _unlisted(ext) for ext in exts])
+    return Files(sample.shard, [_member(sample, ext) for ext in exts])
 
 
 def spans(files: Files) -> list[Range]:
-    """What `SampleReader.fetch_into` reads of one or more files: those that lie side by side, with the headers between
-    them, as one."""
+    """The ranges that `SampleReader.fetch_into` reads. Files next to each other are one range, with the tar headers
+    between."""
     shard, each = files.shard, files.each
     first, end, gaps = each[0].offset, 0, GAP_BYTES * (len(each) - 1)
-    for member in each:  # plainly, in half the time: thousands a second pass here
+    for member in each:  # a plain loop takes half the time, and thousands of samples a second pass here
         offset, length = member.offset, member.length
         if offset < first:
             first = offset
@@ -89,9 +73,9 @@ class StoreReader:
         self._store = store
 
     def read_later(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The same after a while, by another connection."""
+        """`read` after `LATER` seconds, through another connection."""
         time.sleep(LATER)
-        check_cancelled()  # whether anybody still wants it
+        check_cancelled()
         self._store.reconnect()
         return self.read(key, ranges)
 
@@ -114,49 +98,65 @@ class StoreReader:
 
 
 class SampleReader:
-    """Reads samples of one dataset, and holds so many bytes of the heads of long files. Safe to share between threads,
-    as its reader is."""
+    """Reads the samples of one dataset. Safe to share between threads, as `reader` is.
+
+    Args:
+        reader: reads ranges of shards, through a cache or not.
+        store: the dataset's store, read directly when the cache returned wrong bytes.
+        held: bytes of the heads of long files that are kept in memory.
+    """
 
     def __init__(self, reader: ShardReader, store: Store, held: int = HELD_BYTES) -> None:
         self._reader, self._direct, self._heads = reader, StoreReader(store), Heads(held)
 
-    def fetch(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> dict[str, Media]:
-        """The members of these extensions, read-only; each extension once. Of those that are `partial`, the pieces that
-        are foreseen are there, and others are read when they are looked at."""
-        members = [_member(sample, ext) for ext in dict.fromkeys(exts)]
-        whole = [member for member in members if member.ext not in partial] if partial else members
+    def fetch(self, sample: Sample, needs: Needs) -> dict[str, Media]:
+        """The files that are needed, read-only, by extension. Of a file that is needed in part, the forecast pieces are
+        read now; other pieces are read when a decoder asks for them."""
+        members = [_member(sample, ext) for ext in needs]
+        whole = [member for member in members if needs[member.ext] is None]
         found = dict[str, Media]()
         try:
             views = self._reader.read(sample.shard, [(m.offset, m.length) for m in whole]) if whole else []
             for member, view in zip(whole, views, strict=True):
-                found[member.ext] = self._checked(sample.shard, member, view)
+                right = len(view) == member.length and _is_right(view, member.xxh3)
+                found[member.ext] = view if right else self._read_again(sample.shard, member)
         except (NotFoundError, RangeError) as error:
             raise _lost(sample.shard, error) from error
-        for member in members if partial else ():
-            if member.ext in partial:
-                read = functools.partial(self._reader.read, sample.shard)
-                again = functools.partial(self._direct.read, sample.shard)
-                later = functools.partial(self._direct.read_later, sample.shard)
-                file = found[member.ext] = PartialFile(sample.shard, member, read, again, self._heads, later)
-                file.foresee(partial[member.ext])
+        if len(whole) < len(members):
+            found |= {m.ext: self._open(sample.shard, m, runs) for m in members if (runs := needs[m.ext]) is not None}
         return found
 
+    def _open(self, shard: str, member: Member, runs: Runs) -> PartialFile:
+        """A long file, with these pieces read."""
+        read, again, later = (
+            functools.partial(read, shard) for read in (self._reader.read, self._direct.read, self._direct.read_later)
+        )
+        file = PartialFile(shard, member, read, again, self._heads, later)
+        file.foresee(runs)
+        return file
+
     def fetch_into(self, files: Files, memory: memoryview) -> int:
-        """Some files of a sample, one after the other into writable `memory`, which is long enough; how many bytes they
-        are."""
+        """Read some files of a sample, one after the other, into writable `memory`, which is long enough.
+
+        Returns:
+            Bytes that were read.
+        """
         pieces = _pieces(files, memory)
         try:
             self._reader.read_into(files.shard, pieces)
-            for (offset, view), member in zip(pieces, files.each, strict=True):
+            for (_, view), member in zip(pieces, files.each, strict=True):
                 if not _is_right(view, member.xxh3):
-                    view[:] = self._again(files.shard, offset, len(view), member.xxh3)
+                    view[:] = self._read_again(files.shard, member)
         except (NotFoundError, RangeError) as error:
             raise _lost(files.shard, error) from error
         return sum([len(view) for _, view in pieces])
 
     def fetch_first(self, wanted: Sequence[tuple[Files, memoryview]]) -> int:
-        """`fetch_into` for one after the other, as far as nothing is wrong: how many of the first are there. What is
-        the matter with the next one, `fetch_into` or `fetch` says."""
+        """`fetch_into` for many samples, up to the first one with which anything is wrong.
+
+        Returns:
+            How many samples were read. To learn what is wrong with the next one, call `fetch_into` or `fetch`.
+        """
         done = 0
         with contextlib.suppress(HeadraceError):
             for first in range(0, len(wanted), AT_ONCE):
@@ -167,46 +167,47 @@ class SampleReader:
                         if not _is_right(view, member.xxh3):
                             return done
                     done += 1
-                    check_cancelled()  # whether anybody still wants the rest
+                    check_cancelled()
         return done
 
-    def ranges(self, sample: Sample, exts: Sequence[str], partial: Mapping[str, Runs] = _WHOLE) -> list[Range]:
-        """What `fetch` reads of a sample, as far as it is foreseen and not held."""
-        if partial:
-            by_ext = {member.ext: member for member in reversed(sample.members)}
-            partial = {
-                ext: self._heads.others(sample.shard, by_ext[ext], runs)
-                for ext, runs in partial.items()
-                if ext in by_ext
-            }
-        return ranges(sample, exts, partial)
+    def ranges(self, sample: Sample, needs: Needs) -> list[Range]:
+        """The ranges that `fetch` reads, as far as the index lists them, without the pieces that are in memory."""
+        found = list[Range]()
+        for member in sample.members:
+            if member.ext not in needs:
+                continue
+            runs = needs[member.ext]
+            if runs is None:
+                found.append((sample.shard, member.offset, member.length))
+            else:
+                missing = self._heads.others(sample.shard, member, runs)
+                found += [(sample.shard, offset, length) for offset, length in needed.ranges(member, missing)]
+        return found
 
     def announce(self, upcoming: Sequence[Range]) -> None:
-        """Say which ranges are read next, soonest first."""
+        """Tell the reader which ranges are read next, soonest first."""
         self._reader.announce(upcoming)
 
     @property
     def held(self) -> int:
-        """Bytes of heads of long files that it holds."""
+        """Bytes of the heads of long files in memory."""
         return self._heads.nbytes
 
     def close(self) -> None:
         self._reader.close()
 
-    def _checked(self, shard: str, member: Member, view: memoryview) -> memoryview:
-        if len(view) == member.length and _is_right(view, member.xxh3):
-            return view
-        return self._again(shard, member.offset, member.length, member.xxh3)
-
-    def _again(self, shard: str, offset: int, length: int, xxh3: int) -> memoryview:
-        """What was wrong once more, straight from the store."""
+    def _read_again(self, shard: str, member: Member) -> memoryview:
+        """A file whose bytes were wrong, directly from the store: at once, then later through another connection."""
+        offset, length, xxh3 = member.offset, member.length, member.xxh3
         again = self._direct.read(shard, [(offset, length)])[0]
         if _is_right(again, xxh3):
-            warn_once(_log, f"the cache returned wrong bytes of {shard}; the store's are right and were used")
+            warn_once(_log, f"the cache returned wrong bytes of {shard}; the store's bytes are right and were used")
             return again
         again = self._direct.read_later(shard, [(offset, length)])[0]
         if _is_right(again, xxh3):
-            warn_once(_log, f"bytes of {shard} were wrong twice, and right by another connection: check the network")
+            warn_once(
+                _log, f"bytes of {shard} were wrong twice, then right through another connection: check the network"
+            )
             return again
         raise CorruptionError(
             f"{shard}: the {length} bytes at {offset} are not those that were packed",
@@ -215,8 +216,8 @@ class SampleReader:
 
 
 def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
-    """Where each file lies, and where in `memory` it goes: one after the other."""
-    pieces: list[tuple[int, memoryview]] = []  # made plainly, as `spans` is
+    """The offset of each file, and its part of `memory`, one after the other."""
+    pieces: list[tuple[int, memoryview]] = []  # a plain loop, as in `spans`
     at = 0
     for member in files.each:
         end = at + member.length
@@ -226,7 +227,7 @@ def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
 
 
 def _lost(shard: str, error: HeadraceError) -> CorruptionError:
-    """The shard is gone, or too short for the range."""
+    """The shard is missing, or too short for the range."""
     return CorruptionError(f"{shard}: {error.message}", hint=error.hint)
 
 
@@ -235,11 +236,11 @@ def _is_right(view: memoryview, xxh3: int) -> bool:
 
 
 def _member(sample: Sample, ext: str) -> Member:
-    try:
-        return sample.member(ext)
-    except KeyError:
-        _unlisted(ext)
+    for member in sample.members:
+        if member.ext == ext:
+            return member
+    raise _unlisted(ext)
 
 
-def _unlisted(ext: str) -> NoReturn:
-    raise CorruptionError(f"the index lists no .{ext} file for this sample") from None
+def _unlisted(ext: str) -> CorruptionError:
+    return CorruptionError(f"the index lists no .{ext} file for this sample")

@@ -1,11 +1,11 @@
-"""Refused samples, written down where a person finds them.
+"""Skipped samples, written down on this machine for people.
 
-Purpose: `headrace quarantine` lists, after a run or during it, what its loaders left out and why. Needs no torch.
-Invariants: a record is one line of JSON, appended by one write, so that the ranks of a node share a file. It lies in a
-private directory of this machine, never in the dataset. Nothing reads it back into a run: what a run trains on stays a
+Purpose: `headrace quarantine` lists, during a run or after it, the samples that its loaders skipped, and why. Needs no
+torch.
+Invariants: a record is one line of JSON, appended by one write, so the ranks of a node share a file. It lies in a
+private directory of this machine, never in the dataset. No run reads it: the samples that a run trains on stay a
 function of the dataset's version and the loader's state. A file takes at most `FILE_BYTES`.
-Failure behaviour: a loader that cannot write goes on, and says so once; a line that cannot be read is passed over and
-counted.
+Failure behaviour: a loader that cannot write goes on, and logs that once. Unreadable lines are passed over and counted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ _SUFFIX = ".refusals.jsonl"
 _log = get_logger(__name__)
 
 
-class SkippedSample(msgspec.Struct, frozen=True):
-    """One refused sample: its number, its key, where its bytes lie, why. `code` is that of the error.
+class SkippedSample(msgspec.Struct, frozen=True, rename={"permanent": "for_good"}):
+    """A sample that was skipped.
 
-    `for_good` tells wrong bytes from a clip that does not decode. `dataset` is the URL of the sample's dataset,
-    `source` its number in the plan.
+    Args:
+        id: number of the sample in its dataset.
+        key: key of the sample.
+        shard: object that holds the sample.
+        offset: where its first file begins in the shard, in bytes.
+        code: code of the error.
+        reason: message of the error.
+        permanent: True if its bytes are wrong, False if one clip does not decode. Stored as "for_good".
+        dataset: URL of the dataset.
+        source: number of the dataset in the plan.
     """
 
     id: int
@@ -42,16 +50,28 @@ class SkippedSample(msgspec.Struct, frozen=True):
     offset: int
     code: str
     reason: str
-    for_good: bool
+    permanent: bool
     dataset: str = ""
     source: int = 0
 
 
-def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """`$HEADRACE_QUARANTINE`, None where that is `off`; else `headrace/quarantine` in `$XDG_STATE_HOME` or
-    ~/.local/state.
+class Record(msgspec.Struct, frozen=True):
+    """A skipped sample as it was written, and the version of the dataset then."""
 
-    None also for who has no home, as in a container for a user whom nobody entered."""
+    skipped: SkippedSample
+    version: int
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({**msgspec.to_builtins(self.skipped), "version": self.version}, ensure_ascii=False)
+
+
+def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The directory of the records, or None if none are kept.
+
+    It is `$HEADRACE_QUARANTINE`, where `off` keeps none; by default `headrace/quarantine` in `$XDG_STATE_HOME` or
+    ~/.local/state. A user without a home directory, as in some containers, keeps none.
+    """
     named = environ.get("HEADRACE_QUARANTINE")
     if named == OFF:
         return None
@@ -65,40 +85,33 @@ def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def file_of(folder: Path, dataset: str) -> Path:
-    """Where the refusals of the dataset at this URL are."""
+    """The file with the records of the dataset at this URL."""
     return folder / f"{blake3.blake3(dataset.rstrip('/').encode()).hexdigest(8)}{_SUFFIX}"
 
 
-def write(refusal: SkippedSample, version: int, folder: Path | None) -> None:
+def write(skipped: SkippedSample, version: int, folder: Path | None) -> None:
     """Append a record."""
     if folder is None:
         return
-    line = json.dumps({**msgspec.structs.asdict(refusal), "version": version}, ensure_ascii=False) + "\n"
+    line = (Record(skipped, version).to_json() + "\n").encode()
     try:
-        path = file_of(private_directory(folder), refusal.dataset)
+        path = file_of(private_directory(folder), skipped.dataset)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if os.fstat(file).st_size + len(line) <= FILE_BYTES:
-                os.write(file, line.encode())
+                os.write(file, line)
             else:
                 warn_once(
-                    _log, f"{path} is full: further refusals are not written down (`headrace quarantine --clear`)"
+                    _log, f"{path} is full: skipped samples are no longer recorded (`headrace quarantine --clear`)"
                 )
         finally:
             os.close(file)
     except (OSError, HeadraceError) as error:
-        warn_once(_log, f"refused samples are not written down: {error}")
-
-
-class Record(msgspec.Struct, frozen=True):
-    """A refusal as it was written, and the dataset's version then."""
-
-    refusal: SkippedSample
-    version: int
+        warn_once(_log, f"skipped samples cannot be recorded: {error}")
 
 
 def read(folder: Path, dataset: str | None = None) -> Iterator[Record | None]:
-    """What was written of one dataset, or of all, oldest first; None for a line that cannot be read."""
+    """The records of one dataset, or of all, oldest first; None for an unreadable line."""
     paths = [file_of(folder, dataset)] if dataset is not None else sorted(folder.glob(f"*{_SUFFIX}"))
     for path in paths:
         if path.is_file():
@@ -107,22 +120,21 @@ def read(folder: Path, dataset: str | None = None) -> Iterator[Record | None]:
 
 
 def distinct(folder: Path, dataset: str | None = None) -> tuple[list[Record], int]:
-    """As `read`, each sample of each version once, what is for good before what is not; and how many lines were
-    unreadable."""
+    """Each sample of each version once, and the number of unreadable lines. Records of wrong bytes win over others."""
     found: dict[tuple[str, int, str], Record] = {}
     unreadable = 0
     for record in read(folder, dataset):
         if record is None:
             unreadable += 1
             continue
-        which = (record.refusal.dataset, record.version, record.refusal.key)
-        if which not in found or (record.refusal.for_good and not found[which].refusal.for_good):
+        which = (record.skipped.dataset, record.version, record.skipped.key)
+        if which not in found or (record.skipped.permanent and not found[which].skipped.permanent):
             found[which] = record
     return list(found.values()), unreadable
 
 
 def clear(folder: Path, dataset: str | None = None) -> int:
-    """Forget what was written of one dataset, or of all; how many files are gone."""
+    """Delete the records of one dataset, or of all. Returns how many files were deleted."""
     paths = [file_of(folder, dataset)] if dataset is not None else list(folder.glob(f"*{_SUFFIX}"))
     there = [path for path in paths if path.is_file()]
     for path in there:
@@ -134,8 +146,6 @@ def _record(line: bytes) -> Record | None:
     try:
         values = json.loads(line)
         version = int(values.pop("version"))
-        refusal = SkippedSample(**values)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return Record(msgspec.convert(values, SkippedSample), version)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    kinds = {"id": int, "key": str, "shard": str, "offset": int, "code": str, "reason": str, "dataset": str}
-    return Record(refusal, version) if all(isinstance(getattr(refusal, n), k) for n, k in kinds.items()) else None

@@ -278,7 +278,7 @@ child."""
 
 
 class ListAtVersion(msgspec.Struct, frozen=True):
-    """What an epoch of a run leaves out: `SampleRef.asof`. `urls` are those of the plan's datasets."""
+    """What an epoch of a run leaves out: `SampleRef.known_bad`. `urls` are those of the plan's datasets."""
 
     list: QuarantineList
     version: int
@@ -286,11 +286,9 @@ class ListAtVersion(msgspec.Struct, frozen=True):
     epoch: int
     urls: tuple[str, ...]
 
-    def refuses(self, place: SampleRef) -> HeadraceError | None:
+    def refuses(self, ref: SampleRef) -> HeadraceError | None:
         """Why the sample of this place is not read, or None."""
-        entry = self.list.refused(
-            location_of(place.sample, self.urls[place.source]), self.version, self.run, self.epoch
-        )
+        entry = self.list.refused(location_of(ref.sample, self.urls[ref.source]), self.version, self.run, self.epoch)
         return None if entry is None else CorruptionError(f"it is on the list at {self.list.url}: {entry.reason}")
 
 
@@ -334,7 +332,7 @@ class FollowedList:
                     del self._versions[old]
             return self._versions[epoch]
 
-    def go_by(self, epoch: int, version: int) -> None:
+    def follow(self, epoch: int, version: int) -> None:
         """From here on, `epoch` goes by `version`, and later ones by no older one, whatever was decided for them by
         those who looked ahead."""
         self.list.digest(version)
@@ -346,10 +344,10 @@ class FollowedList:
         found = self.list.adopted(self._run, epoch)
         return max(found, version) if epoch > told and self.list.pinned is None else found
 
-    def places(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
-        asof = ListAtVersion(self.list, self.version_of(epoch), self._run, epoch, self._urls)
-        found = self._plan.places(epoch, batches)
-        return [[replace(place, asof=asof) for place in places] for places in found]
+    def refs(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
+        known_bad = ListAtVersion(self.list, self.version_of(epoch), self._run, epoch, self._urls)
+        found = self._plan.refs(epoch, batches)
+        return [[replace(ref, known_bad=known_bad) for ref in refs] for refs in found]
 
     def batches_in(self, epoch: int) -> int:
         return self._plan.batches_in(epoch)
@@ -382,5 +380,5 @@ def follow_state(listed: FollowedList | None, position: Position) -> Difference 
         return Difference("quarantine_list", list(position.listed), None) if position.listed else None
     if position.listed is not None and (version > listed.list.newest() or listed.list.digest(version) != digest):
         return Difference("quarantine_list", [version, digest], listed.list.url)
-    listed.go_by(position.epoch, version)
+    listed.follow(position.epoch, version)
     return None

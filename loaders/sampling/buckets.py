@@ -37,7 +37,7 @@ from headrace.loaders.sampling.interleave import Interleave
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, key_of, short
 from headrace.loaders.sampling.schedule import Population, Share, ordered_share, orders_digest
-from headrace.loaders.validation import validate_fields
+from headrace.loaders.validation import check_fields
 
 MAX_BUCKETS = 256
 MAX_SIDE = 16_384
@@ -55,7 +55,7 @@ class Bucket:
     frames: int | None = None
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        check_fields(self)
         if not all(1 <= n <= MAX_SIDE for n in (*self.size, self.frames or 1)):
             raise UsageError(
                 f"{self} is not a bucket", hint=f"height, width and frames are numbers from 1 to {MAX_SIDE}"
@@ -72,7 +72,7 @@ class Buckets:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        check_fields(self)
         if not 1 <= len(self.buckets) <= MAX_BUCKETS or len(set(self.buckets)) < len(self.buckets):
             raise UsageError(f"there are {len(self.buckets)} buckets", hint=f"1 to {MAX_BUCKETS}, each once")
         if min(self.budget, self.multiple, *self.patch) < 1:
@@ -141,7 +141,7 @@ class Durations:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        check_fields(self)
         grows = all(0 < shorter < longer for shorter, longer in pairwise((*self.seconds, math.inf)))
         if not 1 <= len(self.seconds) <= MAX_BUCKETS or not grows or self.multiple < 1:
             raise UsageError(f"{self} is not possible", hint=f"1 to {MAX_BUCKETS} growing lengths, multiple at least 1")

@@ -42,7 +42,7 @@ from headrace.loaders.sampling.order import Order, lanes_for
 from headrace.loaders.sampling.permutation import I64, key_of, short
 from headrace.loaders.sampling.plan import DatasetLike
 from headrace.loaders.sampling.schedule import Population, Share, orders_digest, part, sizes
-from headrace.loaders.validation import plain
+from headrace.loaders.validation import checked
 
 MAX_NAME, MAX_SOURCES = 64, 1024
 MAX_SEGMENTS = 64
@@ -245,7 +245,7 @@ def segment_at(segments: Sequence[Segment], step: int) -> int:
 
 def length_of(epoch_batches: int | None, filled: int) -> int:
     """Batches in an epoch: as many as are asked for, or as all samples fill."""
-    epoch_batches = plain("epoch_batches", epoch_batches, int | None)
+    epoch_batches = checked("epoch_batches", epoch_batches, int | None)
     if epoch_batches is not None and epoch_batches < 1:
         raise UsageError(
             f"epoch_batches is at least 1, not {epoch_batches}", hint="None is as many as all clips fill once"
@@ -265,16 +265,16 @@ def segments_of(
     """The segments that `weights` mean."""
     if not 1 <= len(names) <= MAX_SOURCES:
         raise UsageError(f"a mixture has 1 to {MAX_SOURCES} sources, not {len(names)}")
-    temperature = plain("temperature", temperature, float)
+    temperature = checked("temperature", temperature, float)
     if not 0 < temperature < math.inf:
         raise UsageError(
             f"temperature is a positive number, not {temperature!r}", hint="1.0 leaves the weights as they are"
         )
     if isinstance(weights, Mapping):
-        changes = [(0, plain("weights", weights, dict[str, float]))]
+        changes = [(0, checked("weights", weights, dict[str, float]))]
     else:
         wanted = "a dict such as {'a': 1, 'b': 3}, or a list of (step, dict)"
-        changes = plain("weights", weights, list[tuple[int, dict[str, float]]], wanted)
+        changes = checked("weights", weights, list[tuple[int, dict[str, float]]], wanted)
     if not 1 <= len(changes) <= MAX_SEGMENTS:
         raise UsageError(f"weights change {len(changes)} times", hint=f"1 to {MAX_SEGMENTS} segments can be")
     steps = [step for step, _ in changes]

@@ -14,15 +14,15 @@ recordings share a sequence in each epoch, and still lie near each other.
 Invariants:
 - Every piece is in exactly one sequence. No sequence is longer than `capacity`. The pieces of a sequence are in the
   order of their numbers. At most `lookahead` pieces are considered at a time.
-- Without a key (`anew=False`) the same recordings share a sequence in every epoch, and only the sequences of a batch
-  change.
+- Without a key (`repack_each_epoch=False`) the same recordings share a sequence in every epoch, and only the sequences
+  of a batch change.
 - The number of sequences depends on the key. Mixtures need the same number in all epochs, so all packings are brought
   to one number (`with_room`, `stretched`) by halving a few sequences. A packing that needs more is not used, nor,
   elsewhere, one that fills no batch.
 - A position is (epoch, batch), so a packing of one epoch needs to know no other epoch.
 
-Cost (`headrace bench pieces --only packed`): once, when a loader is opened; with `anew`, in every epoch. Two packings
-are kept.
+Cost (`headrace bench pieces --only packed`): once, when a loader is opened; with `repack_each_epoch`, in every epoch.
+Two packings are kept.
 Failure behaviour: `UsageError` for an impossible capacity or lookahead, and when there is nothing to pack. A damaged
 piece has no substitute, since no other piece has its length: its stretch stays silent and is not listed.
 """
@@ -45,7 +45,7 @@ from headrace.loaders.sampling.permutation import I64, U64, key_of, permute
 from headrace.loaders.sampling.plan import OrderPlan, Stream
 from headrace.loaders.sampling.schedule import Population
 from headrace.loaders.sampling.state import Fingerprint
-from headrace.loaders.validation import validate_fields
+from headrace.loaders.validation import check_fields
 
 MAX_LOOKAHEAD = 65_536
 GROUP = 4
@@ -59,17 +59,17 @@ ROOM, LEAST_ROOM = 200, 2
 class Packing:
     """Sequences of `capacity` units (samples of sound, or tokens). `long` says what becomes of recordings beyond it.
 
-    `anew` packs again for every epoch, so that other recordings share a sequence; epochs then differ a little in
-    length, but not those of a mixture's sources.
+    `repack_each_epoch` packs again for every epoch, so that other recordings share a sequence; epochs then differ a
+    little in length, but not those of a mixture's sources.
     """
 
     capacity: int
     lookahead: int = 256
     long: Literal["split", "drop"] = "split"
-    anew: bool = False
+    repack_each_epoch: bool = False
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        check_fields(self)
         if not 1 <= self.capacity <= MAX_CAPACITY or not 1 <= self.lookahead <= MAX_LOOKAHEAD:
             raise UsageError(
                 f"{self} is not possible", hint=f"capacity is at least 1, lookahead from 1 to {MAX_LOOKAHEAD}"
@@ -164,12 +164,12 @@ def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None)
 
 def _shuffled(count: int, group: int, key: U64) -> I64:
     """0 … count-1, shuffled inside groups of so many neighbours, of which the first is shorter."""
-    places = np.arange(count)
+    refs = np.arange(count)
     short = int(key[0] % np.uint64(group)) + 1
-    number = (places + group - short) // group
+    number = (refs + group - short) // group
     starts = np.maximum(0, number * group - (group - short))
     sizes = np.minimum(count, (number + 1) * group - (group - short)) - starts
-    return starts + permute(places - starts, sizes, key_of(key.astype(np.int64), number))
+    return starts + permute(refs - starts, sizes, key_of(key.astype(np.int64), number))
 
 
 def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:
@@ -184,17 +184,17 @@ def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:
 def _best_fit(sizes: list[int], capacity: int) -> Iterator[list[int]]:
     """Bins of the numbers of `sizes`, in the order of their first number."""
     bins = list[list[int]]()
-    room = list[tuple[int, int]]()  # (room left, bin), sorted: the fullest bins first
+    target = list[tuple[int, int]]()  # (room left, bin), sorted: the fullest bins first
     for piece in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
-        at = bisect_left(room, (sizes[piece], -1))
-        if at < len(room):
-            left, number = room.pop(at)
+        at = bisect_left(target, (sizes[piece], -1))
+        if at < len(target):
+            left, number = target.pop(at)
         else:
             left, number = capacity, len(bins)
             bins.append([])
         bins[number].append(piece)
         if left > sizes[piece]:
-            insort(room, (left - sizes[piece], number))
+            insort(target, (left - sizes[piece], number))
     return iter(sorted(bins, key=min))
 
 
@@ -239,7 +239,7 @@ class RepackedStream(PackedStream, frozen=True, eq=False):
     epochs: Callable[[int], Packed] | None = None
 
     @classmethod
-    def anew(cls, stream: Stream, how: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
+    def repacked(cls, stream: Stream, how: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
         """`key_at` gives the key of each epoch."""
         lengths = how.lengths(stream)
         first = with_room(pack(lengths, how.packing, key_at(0)))
@@ -257,21 +257,21 @@ class RepackedStream(PackedStream, frozen=True, eq=False):
 
 
 class PackedPlan(OrderPlan, frozen=True, eq=False):
-    """An `OrderPlan` over packed streams: `places` are the pieces of its rows, row after row."""
+    """An `OrderPlan` over packed streams: `refs` are the pieces of its rows, row after row."""
 
-    def places(self, epoch: int, batches: range) -> list[list[SampleRef]]:
+    def refs(self, epoch: int, batches: range) -> list[list[SampleRef]]:
         return [self._batch(epoch, batch) for batch in batches]
 
     def _batch(self, epoch: int, batch: int) -> list[SampleRef]:
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
         rows = list(zip(share.stream.tolist(), share.epoch.tolist(), share.virtual.tolist(), strict=True))
-        places = dict[int, list[SampleRef]]()
+        refs = dict[int, list[SampleRef]]()
         for number in np.unique(share.stream).tolist():
             mine = [(row, own_epoch, v) for row, (stream, own_epoch, v) in enumerate(rows) if stream == number]
-            places.update(self._pieces(number, mine))
-        return [place for row in range(len(rows)) for place in places[row]]
+            refs.update(self._pieces(number, mine))
+        return [ref for row in range(len(rows)) for ref in refs[row]]
 
-    def substitute(self, place: SampleRef, attempt: int) -> SampleRef | None:
+    def substitute(self, ref: SampleRef, attempt: int) -> SampleRef | None:
         return None
 
     def _pieces(self, number: int, rows: list[tuple[int, int, int]]) -> dict[int, list[SampleRef]]:
@@ -292,9 +292,9 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
                     source=stream.source,
                     seed=seed,
                     stream=number,
-                    fit=fit,
+                    span=span,
                 )
-                for piece, fit in _fits(row, sequence)
+                for piece, span in _spans(row, sequence)
             ]
         return found
 
@@ -309,8 +309,8 @@ class RepackedPlan(PackedPlan, frozen=True, eq=False):
         assert self.epochs is not None
         return self.epochs(epoch)
 
-    def places(self, epoch: int, batches: range) -> list[list[SampleRef]]:
-        return self.of(epoch).places(epoch, batches)
+    def refs(self, epoch: int, batches: range) -> list[list[SampleRef]]:
+        return self.of(epoch).refs(epoch, batches)
 
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
         return self.of(epoch).about(epoch, batch)
@@ -319,7 +319,7 @@ class RepackedPlan(PackedPlan, frozen=True, eq=False):
         return self.of(epoch).fingerprint(epoch, batch)
 
 
-def _fits(row: int, sequence: tuple[Piece, ...]) -> list[tuple[Piece, RowSpan]]:
+def _spans(row: int, sequence: tuple[Piece, ...]) -> list[tuple[Piece, RowSpan]]:
     """Where each piece lies in its row."""
     ends = np.cumsum([piece.length for piece in sequence]).tolist()
     return [

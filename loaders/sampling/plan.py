@@ -87,9 +87,9 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
         parts = self.parts.each if isinstance(self.parts.each, int) else self.parts.each[rows]
         return Stream.of(self.dataset, self.ids[rows], parts, self.source)
 
-    def substitute(self, order: Order, place: SampleRef, attempt: int) -> SampleRef | None:
+    def substitute(self, order: Order, ref: SampleRef, attempt: int) -> SampleRef | None:
         """The same part of a neighbour, as the chunks of `order` group the samples."""
-        (number,), (part,) = self.parts.split(np.array([place.virtual]))
+        (number,), (part,) = self.parts.split(np.array([ref.virtual]))
         each = max(1, self.parts.total // len(self.ids))
         alone = Order(len(self.ids), order.batch, max(1, order.chunk // each), order.lanes, order.window)
         other = alone.substitute(int(number), attempt)
@@ -98,7 +98,7 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
         part = int(part) % int(self.parts.of(np.array([other]))[0])
         sample = self.dataset.sample(int(self.ids[other]))
         virtual = self.parts.first(other) + part
-        return replace(place, virtual=virtual, sample=sample, number=part, attempt=attempt + 1)
+        return replace(ref, virtual=virtual, sample=sample, number=part, attempt=attempt + 1)
 
 
 class OrderPlan(msgspec.Struct, frozen=True, eq=False):
@@ -150,13 +150,13 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         """Samples of all streams, each counted once."""
         return sum(len(stream.ids) for stream in self.streams)
 
-    def places(self, epoch: int, batches: range) -> list[list[SampleRef]]:
+    def refs(self, epoch: int, batches: range) -> list[list[SampleRef]]:
         """Looked up for all batches at once: for each by itself it takes twice as long."""
         shares = [self.schedule.share(epoch, batch, self.rank, self.world_size) for batch in batches]
         streams, epochs, everything = (
             np.concatenate([getattr(share, name) for share in shares]) for name in ("stream", "epoch", "virtual")
         )
-        places = dict[int, SampleRef]()
+        refs = dict[int, SampleRef]()
         for number in np.flatnonzero(np.bincount(streams)).tolist():  # np.unique would import masked arrays
             slots = np.flatnonzero(streams == number)
             stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, everything[slots]
@@ -164,14 +164,14 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
             samples = stream.dataset.samples(stream.ids[rows].tolist())
             columns = (slots.tolist(), epochs[slots].tolist(), virtual.tolist(), samples, parts.tolist())
             for slot, own_epoch, v, sample, part in zip(*columns, strict=True):
-                places[slot] = SampleRef(
+                refs[slot] = SampleRef(
                     own_epoch, v, sample, part, source=stream.source, seed=seed, stream=number
                 )  # fmt: skip
-        in_order = iter([places[slot] for slot in range(len(places))])
+        in_order = iter([refs[slot] for slot in range(len(refs))])
         return [list(islice(in_order, len(share))) for share in shares]
 
-    def substitute(self, place: SampleRef, attempt: int) -> SampleRef | None:
-        return self.streams[place.stream].substitute(self.schedule.orders[place.stream], place, attempt)
+    def substitute(self, ref: SampleRef, attempt: int) -> SampleRef | None:
+        return self.streams[ref.stream].substitute(self.schedule.orders[ref.stream], ref, attempt)
 
     def about(self, epoch: int, batch: int) -> dict[str, Any]:
         """What the trainer is told of a batch as a whole."""
@@ -256,7 +256,7 @@ class Sampling(msgspec.Struct, frozen=True):
         return self.batch_size * self.world_size
 
 
-class Sorting(msgspec.Struct, frozen=True):
+class Bucketing(msgspec.Struct, frozen=True):
     """How large the global batches of each bucket are, how samples are `sort`ed into them, and `numbers` that stand for
     both."""
 
@@ -265,24 +265,29 @@ class Sorting(msgspec.Struct, frozen=True):
     numbers: Sequence[int]
 
 
-def plan(
-    source: OpenDatasets, find: Find, what: Any, how: Sampling, sorting: Sorting | None = None, pack: Pack | None = None
+def make_plan(
+    source: OpenDatasets,
+    find: Find,
+    what: Any,
+    how: Sampling,
+    buckets: Bucketing | None = None,
+    pack: Pack | None = None,
 ) -> OrderPlan:
     """The plan of what `find` finds in each of the datasets; `what` describes the parts, for the state."""
-    if sorting is not None and how.batch_size is not None:
+    if buckets is not None and how.batch_size is not None:
         raise UsageError("with buckets the budget says how large batches are", hint="leave batch_size out")
     streams: dict[str, Stream] = {
         name: Stream.of(dataset, *find(dataset), source=number)
         for number, (name, dataset) in enumerate(source.datasets.items())
     }
-    if pack is not None and pack.packing.anew and source.mixture is None:
+    if pack is not None and pack.packing.repack_each_epoch and source.mixture is None:
         return _repacked(streams, what, how, pack)
     kind = OrderPlan
     if pack is not None:
         from headrace.loaders.sampling.packing import PackedPlan
 
         kind, streams = PackedPlan, _packed(streams, how, pack)
-    schedule, chosen = _scheduled(streams, source.mixture, how, sorting)
+    schedule, chosen = _scheduled(streams, source.mixture, how, buckets)
     names = tuple(streams) if source.mixture is not None else ()
     return kind(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size, names)
 
@@ -291,8 +296,8 @@ def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[st
     """The streams' recordings packed: once, or anew in each of their epochs."""
     from headrace.loaders.sampling.packing import PackedStream, RepackedStream
 
-    if pack.packing.anew and not how.evaluate:
-        return {name: RepackedStream.anew(stream, pack, _keys(how, name)) for name, stream in streams.items()}
+    if pack.packing.repack_each_epoch and not how.evaluate:
+        return {name: RepackedStream.repacked(stream, pack, _keys(how, name)) for name, stream in streams.items()}
     return {name: PackedStream.from_(stream, pack) for name, stream in streams.items()}
 
 
@@ -321,11 +326,11 @@ def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pac
 
 
 def _scheduled(
-    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, sorting: Sorting | None
+    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, buckets: Bucketing | None
 ) -> tuple[Schedule, Sequence[Stream]]:
     """The schedule over these sources, and its streams: the sources, or what each of them has in each bucket."""
-    if sorting is not None:
-        return _bucketed(streams, mixture, how, sorting)
+    if buckets is not None:
+        return _bucketed(streams, mixture, how, buckets)
     populations = {name: stream.population for name, stream in streams.items()}
     every = list(streams.values())
     if how.evaluate:
@@ -341,11 +346,11 @@ def _scheduled(
 
 
 def _bucketed(
-    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, sorting: Sorting
+    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, buckets: Bucketing
 ) -> tuple[Schedule, Sequence[Stream]]:
-    cells = {name: _sorted(stream, sorting) for name, stream in streams.items()}
+    cells = {name: _sorted(stream, buckets) for name, stream in streams.items()}
     populations = {name: [cell.population for cell in row] for name, row in cells.items()}
-    sizes, numbers = sorting.batches, sorting.numbers
+    sizes, numbers = buckets.batches, buckets.numbers
     if how.evaluate:
         from headrace.loaders.sampling.schedule import Evaluation
 
@@ -372,10 +377,10 @@ def _bucketed(
     return schedule, [cells[name][b] for b in schedule.buckets]
 
 
-def _sorted(stream: Stream, sorting: Sorting) -> list[Stream]:
+def _sorted(stream: Stream, buckets: Bucketing) -> list[Stream]:
     """What of a stream is in each bucket."""
-    chosen = sorting.sort(stream)
-    return [stream.choose(np.flatnonzero(chosen == bucket)) for bucket in range(len(sorting.batches))]
+    chosen = buckets.sort(stream)
+    return [stream.choose(np.flatnonzero(chosen == bucket)) for bucket in range(len(buckets.batches))]
 
 
 def _weighed(mixture: Mixture, how: Sampling) -> dict[str, Any]:

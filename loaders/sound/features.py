@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.validation import validate_fields
+from headrace.loaders.validation import check_fields
 
 MAX_FFT = 1 << 16
 MAX_BANDS = 1024
@@ -33,7 +33,7 @@ class LogMel:
     floor: float = 1e-10
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        check_fields(self)
         if not (1 <= self.hop <= MAX_FFT and 2 <= self.n_fft <= MAX_FFT and 1 <= self.bands <= MAX_BANDS):
             raise UsageError(f"{self} is not possible", hint=f"hop and n_fft up to {MAX_FFT}, bands up to {MAX_BANDS}")
         if self.scale not in ("slaney", "htk") or self.log not in ("natural", "decadic") or not self.floor > 0:

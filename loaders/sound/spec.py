@@ -14,7 +14,7 @@ from typing import Literal
 from headrace.dataio.core.errors import UsageError
 from headrace.loaders.clip import Clip
 from headrace.loaders.sound.features import LogMel
-from headrace.loaders.validation import validate_fields
+from headrace.loaders.validation import check_fields
 
 LAYOUTS = {1: "mono", 2: "stereo"}
 MAX_SAMPLES = 1 << 27
@@ -37,7 +37,7 @@ class AudioSpec:
     features: Features = "waveform"
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        check_fields(self)
         if not 1_000 <= self.sample_rate <= 384_000 or self.channels not in LAYOUTS:
             raise UsageError(f"{self} is not possible", hint="1000 to 384000 Hz, 1 or 2 channels")
         if self.seconds is not None and not 0 < self.seconds * self.sample_rate <= MAX_SAMPLES:

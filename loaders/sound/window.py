@@ -17,7 +17,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.contract import AudioInfo
 from headrace.loaders.clip import Counts, Start, Values, check_start, first_of
 from headrace.loaders.interfaces import SampleRef
-from headrace.loaders.validation import validate_fields
+from headrace.loaders.validation import check_fields
 
 MAX_SECONDS = 86_400.0
 
@@ -38,7 +38,7 @@ class Window:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        check_fields(self)
         if not 0 < self.seconds <= MAX_SECONDS or self.per_sample < 1 or self.jitter > MAX_SECONDS:
             raise UsageError(f"{self} is not a window", hint="seconds and per_sample are positive, at most a day")
         check_start(self.start, self.per_sample, self.jitter)
@@ -51,10 +51,10 @@ def counts(window: Window, seconds: Values) -> int | Counts:
     return np.maximum(1, np.floor(seconds / window.seconds + 1e-9)).astype(np.int64)
 
 
-def begin(info: AudioInfo, window: Window, place: SampleRef) -> Fraction:
+def begin(info: AudioInfo, window: Window, ref: SampleRef) -> Fraction:
     """Seconds from the sound's first sample to the window's, a whole number of the source's samples."""
     span = Fraction(window.seconds) * info.sample_rate
-    room = max(0, int(info.samples - span))
-    where = (place.seed, place.epoch, place.sample.id, place.number, place.attempt)
+    target = max(0, int(info.samples - span))
+    where = (ref.seed, ref.epoch, ref.sample.id, ref.number, ref.attempt)
     jitter = round(Fraction(window.jitter) * info.sample_rate)
-    return Fraction(first_of(window.start, room, span, window.per_sample, jitter, where), info.sample_rate)
+    return Fraction(first_of(window.start, target, span, window.per_sample, jitter, where), info.sample_rate)

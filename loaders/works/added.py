@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError, UsageError
 from headrace.dataio.shards.contract import Sample
-from headrace.loaders.interfaces import FetchedSample, ProcessedSample, Processor, SampleLayout, SampleRef
-from headrace.loaders.partial.needed import Runs
+from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
 
 _TRANSFORM = 25  # keeps the generator's seed apart from everything else that is drawn
 _OURS = frozenset(["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"])
@@ -36,11 +35,8 @@ class Around:
     def layout(self) -> SampleLayout:
         return self._inner.layout
 
-    def members(self, sample: Sample) -> list[str]:
-        return self._inner.members(sample)
-
-    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
-        return self._inner.partial(place)
+    def needs(self, ref: SampleRef) -> Needs:
+        return self._inner.needs(ref)
 
     def cost(self, sample: Sample) -> int:
         return self._inner.cost(sample)
@@ -48,7 +44,7 @@ class Around:
     def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
         done = self._inner.process(self._given(loaded))
         return [
-            result if isinstance(result, HeadraceError) else self._more(one.place, result)
+            result if isinstance(result, HeadraceError) else self._more(one.ref, result)
             for one, result in zip(loaded, done, strict=True)
         ]
 
@@ -59,7 +55,7 @@ class Around:
         """What the inner work gets."""
         return loaded
 
-    def _more(self, place: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         raise NotImplementedError
 
 
@@ -78,7 +74,7 @@ class WithColumns(Around):
         inner = self._inner.layout
         return replace(inner, numbers={**inner.numbers, **dict.fromkeys(self._columns)})
 
-    def _more(self, place: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         row = self._row(finished.sample)
         fields = finished.sample.fields
         more = {name: row[name] if name in row else fields.get(name) for name in self._columns}
@@ -106,10 +102,10 @@ class Transformed(Around):
 
     def _given(self, loaded: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
         """Without room in the batch: what the transform keeps, or returns turned, is memory of its own."""
-        return [replace(one, room=None) for one in loaded]
+        return [replace(one, target=None) for one in loaded]
 
-    def _more(self, place: SampleRef, finished: ProcessedSample) -> ProcessedSample:
-        generator = torch.Generator().manual_seed(int(place.key(_TRANSFORM)[0]) >> 1)
+    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+        generator = torch.Generator().manual_seed(int(ref.key(_TRANSFORM)[0]) >> 1)
         try:
             made: object = self._transform(dict(finished.tensors), generator)
             tensors = dict(made) if isinstance(made, Mapping) else {}

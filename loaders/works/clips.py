@@ -9,7 +9,7 @@ Failure behaviour: damage of one sample is returned in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from headrace.loaders.decode import resize
 from headrace.loaders.decode.contract import Color, Decoded, Decoder, Request
 from headrace.loaders.decode.geometry import Fit
 from headrace.loaders.decode.together import beginning
-from headrace.loaders.interfaces import DAMAGE, FetchedSample, ProcessedSample, SampleLayout, SampleRef
+from headrace.loaders.interfaces import DAMAGE, FetchedSample, Needs, ProcessedSample, SampleLayout, SampleRef
 from headrace.loaders.partial import needed
 from headrace.loaders.partial.needed import Runs
 from headrace.loaders.works.cut import Cut
@@ -62,13 +62,13 @@ def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[
     are `LIGHT`, unless a transform or sound, which may take longer, comes after them. Looks by stream. Pure."""
     several = any(look.clip.per_video > 1 or look.clip.start == "every" for look in looks)
 
-    def groups(places: Sequence[SampleRef]) -> list[list[int]]:
+    def groups(refs: Sequence[SampleRef]) -> list[list[int]]:
         found, light, number = dict[Hashable, list[int]](), 0, 0
-        for slot, place in enumerate(places):
-            look, which = looks[place.stream if len(looks) > 1 else 0], None
+        for slot, ref in enumerate(refs):
+            look, which = looks[ref.stream if len(looks) > 1 else 0], None
             if several:
-                which = _beginning(place, look)
-            elif not transformed and look.audio is None and (pixels := _pixels(place, look)) <= LIGHT // 2:
+                which = _beginning(ref, look)
+            elif not transformed and look.audio is None and (pixels := _pixels(ref, look)) <= LIGHT // 2:
                 light += pixels
                 if light > LIGHT:
                     light, number = pixels, number + 1
@@ -79,25 +79,25 @@ def together(looks: Sequence[Look], *, transformed: bool) -> Callable[[Sequence[
     return groups
 
 
-def _beginning(place: SampleRef, look: Look) -> Hashable:
+def _beginning(ref: SampleRef, look: Look) -> Hashable:
     """Equal for clips that may share their decoding."""
-    video = place.sample.video
+    video = ref.sample.video
     try:
-        begins = None if video is None else beginning(video.ext, wanted_by(place, video, look.clip))
+        begins = None if video is None else beginning(video.ext, wanted_by(ref, video, look.clip))
     except CorruptionError:
         return None
-    return None if begins is None else (place.source, place.sample.id, begins)
+    return None if begins is None else (ref.source, ref.sample.id, begins)
 
 
-def _pixels(place: SampleRef, look: Look) -> int:
+def _pixels(ref: SampleRef, look: Look) -> int:
     """About how many are decoded, but for what lies between the key frame and the clip."""
-    video = place.sample.video
+    video = ref.sample.video
     return 0 if video is None else video.width * video.height * min(video.frames, look.clip.frames * look.clip.stride)
 
 
-def wanted_by(place: SampleRef, video: VideoInfo, clip: Clip) -> Wanted:
+def wanted_by(ref: SampleRef, video: VideoInfo, clip: Clip) -> Wanted:
     """The frames of a place."""
-    return choose(video, clip, place.seed, place.epoch, place.sample.id, place.number, place.attempt)
+    return choose(video, clip, ref.seed, ref.epoch, ref.sample.id, ref.number, ref.attempt)
 
 
 def _instant(video: VideoInfo, frame: int) -> Fraction:
@@ -126,25 +126,23 @@ class ClipWork:
             return SampleLayout(("video",), {"clip": torch.float64})
         return SampleLayout(("video", "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
 
-    def members(self, sample: Sample) -> list[str]:
-        infos = (sample.video, sample.audio if self._look.audio else None)
-        return list(dict.fromkeys(info.ext for info in infos if info is not None))
-
-    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
-        sample, look = place.sample, self._look
+    def needs(self, ref: SampleRef) -> Needs:
+        sample, look = ref.sample, self._look
         video, audio = sample.video, sample.audio if look.audio else None
+        found: dict[str, Runs | None] = {} if video is None else {video.ext: None}
+        if audio is not None:
+            found[audio.ext] = None
         apart = audio is not None and video is not None and audio.ext != video.ext
         pictures = None if video is None else needed.member_of(sample, video.ext)
         beside = needed.member_of(sample, audio.ext) if audio is not None and apart else None
         if video is None or (pictures is None and beside is None):  # most files are short
-            return {}
+            return found
         try:
-            wanted = wanted_by(place, video, look.clip)
+            wanted = wanted_by(ref, video, look.clip)
         except CorruptionError:
-            return {}
+            return found
         start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
         seconds = Fraction(look.audio.samples(look.clip), look.audio.sample_rate) if look.audio else Fraction(0)
-        found = dict[str, Runs]()
         inside = audio is not None and not apart
         if pictures is not None and needed.reads_part_of_video(pictures, video, look.clip, sound=inside):
             spans = [needed.of_clip(video, wanted, pictures.length)]
@@ -178,18 +176,18 @@ class ClipWork:
         self._decoder.close()
 
     def _request(self, loaded: FetchedSample) -> Request | HeadraceError:
-        place = loaded.place
-        video = place.sample.video
+        ref = loaded.ref
+        video = ref.sample.video
         if video is None:
             return UnsupportedError("the sample holds no video")
-        if len(place.sample.members) > 1 and not self._told:
-            self._tell_others(place.sample, video)
+        if len(ref.sample.members) > 1 and not self._told:
+            self._tell_others(ref.sample, video)
         try:
-            wanted = wanted_by(place, video, self._look.clip)
+            wanted = wanted_by(ref, video, self._look.clip)
         except CorruptionError as error:
             return error
-        cut = self._cut(place, video)
-        return Request(loaded.members[video.ext], video, wanted, self._look.color, cut, loaded.room)
+        cut = self._cut(ref, video)
+        return Request(loaded.media[video.ext], video, wanted, self._look.color, cut, loaded.target)
 
     def _tell_others(self, sample: Sample, video: VideoInfo) -> None:
         """Once: samples have more videos than the one that is decoded."""
@@ -207,12 +205,12 @@ class ClipWork:
                 "to train on the others too, pack each as a sample of its own",
             )
 
-    def _cut(self, place: SampleRef, video: VideoInfo) -> Fit | None:
+    def _cut(self, ref: SampleRef, video: VideoInfo) -> Fit | None:
         """What the decoder is to make of the frames; nothing where they are turned before."""
         look = self._look
         if look.size is None or self._turned(video):
             return None
-        return Fit(look.size, look.antialias, look.cut.at(place), look.cut.mirrored(place))
+        return Fit(look.size, look.antialias, look.cut.at(ref), look.cut.mirrored(ref))
 
     def _turned(self, video: VideoInfo) -> bool:
         return self._look.rotate and video.rotation % 360 != 0
@@ -233,19 +231,19 @@ class ClipWork:
             except DAMAGE as error:
                 return error
             tensors["audio"] = sound
-        return ProcessedSample(loaded.place.sample, tensors, values)
+        return ProcessedSample(loaded.ref.sample, tensors, values)
 
     def _fit(self, loaded: FetchedSample, request: Request, frames: torch.Tensor) -> torch.Tensor:
         look = self._look
         if look.rotate:
             frames = resize.rotate(frames, request.info.rotation)
-        at, mirror = look.cut.at(loaded.place), look.cut.mirrored(loaded.place)
+        at, mirror = look.cut.at(loaded.ref), look.cut.mirrored(loaded.ref)
         return resize.fit(frames, look.size, antialias=look.antialias, at=at, mirror=mirror)
 
     def _sound(
         self, loaded: FetchedSample, request: Request, start: Fraction, spec: AudioSpec
     ) -> tuple[torch.Tensor, int]:
-        info, video = loaded.place.sample.audio, request.info
+        info, video = loaded.ref.sample.audio, request.info
         samples = spec.samples(self._look.clip)
         if info is None or self._hear is None:
             return torch.zeros(spec.channels, samples), 0

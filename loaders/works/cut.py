@@ -13,35 +13,35 @@ import msgspec
 
 from headrace.dataio.core.errors import UsageError
 from headrace.loaders.interfaces import SampleRef
-from headrace.loaders.validation import plain
+from headrace.loaders.validation import checked
 
 _TOP, _LEFT, _FLIP = 22, 23, 24  # keep the keys apart from those of clip starts and of the order
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """`crop="center"` keeps the middle of what covers the wanted size, "random" draws the place; `flip` is how likely a
+    """`crop="center"` keeps the middle of what covers the wanted size, "random" draws the place; `flip_prob` is how likely a
     clip is mirrored left to right."""
 
     crop: Literal["center", "random"] = "center"
-    flip: float = 0.0
+    flip_prob: float = 0.0
 
     def __post_init__(self) -> None:
         if self.crop not in ("center", "random"):
             raise UsageError(f"crop={self.crop!r} is not known", hint="use 'center' or 'random'")
-        if not 0 <= plain("flip", self.flip, float) <= 1:
-            raise UsageError(f"flip={self.flip!r} is not a probability", hint="from 0 to 1")
+        if not 0 <= checked("flip_prob", self.flip_prob, float) <= 1:
+            raise UsageError(f"flip_prob={self.flip_prob!r} is not a probability", hint="from 0 to 1")
 
-    def at(self, place: SampleRef) -> tuple[float, float]:
+    def at(self, ref: SampleRef) -> tuple[float, float]:
         """Where the crop lies between top and bottom, and between left and right: each in [0, 1]."""
         if self.crop == "center":
             return 0.5, 0.5
-        return _uniform(place, _TOP), _uniform(place, _LEFT)
+        return _uniform(ref, _TOP), _uniform(ref, _LEFT)
 
-    def mirrored(self, place: SampleRef) -> bool:
+    def mirrored(self, ref: SampleRef) -> bool:
         """Whether this clip is."""
-        return bool(self.flip) and _uniform(place, _FLIP) < self.flip
+        return bool(self.flip_prob) and _uniform(ref, _FLIP) < self.flip_prob
 
 
-def _uniform(place: SampleRef, purpose: int) -> float:
+def _uniform(ref: SampleRef, purpose: int) -> float:
     """A number in [0, 1), of 53 drawn bits."""
-    return float(int(place.key(purpose)[0]) >> 11) / float(1 << 53)
+    return float(int(ref.key(purpose)[0]) >> 11) / float(1 << 53)

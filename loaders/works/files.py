@@ -8,7 +8,7 @@ Failure behaviour: none of its own: what is damaged or missing was found when it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ import torch
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import Files, Sample
 from headrace.loaders.fetch.sample_reader import files
-from headrace.loaders.interfaces import FetchedSample, ProcessedSample, SampleLayout, SampleRef
-from headrace.loaders.partial.needed import Runs
+from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, SampleLayout, SampleRef
 
 BYTES, SIZES = "bytes", "sizes"
 _IN_PLACE = {BYTES: torch.empty(0, dtype=torch.uint8)}
@@ -28,16 +27,14 @@ class FileWork:
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = tuple(files)
+        self._needs: Needs = dict.fromkeys(files)
 
     @property
     def layout(self) -> SampleLayout:
-        return SampleLayout((BYTES,), {SIZES: torch.int64}, joined=self._located)
+        return SampleLayout((BYTES,), {SIZES: torch.int64}, files_of=self._located)
 
-    def members(self, sample: Sample) -> list[str]:
-        return list(self._files)
-
-    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
-        return {}
+    def needs(self, ref: SampleRef) -> Needs:
+        return self._needs
 
     def cost(self, sample: Sample) -> int:
         return 0
@@ -49,12 +46,12 @@ class FileWork:
         pass
 
     def _one(self, loaded: FetchedSample) -> ProcessedSample:
-        if loaded.joined is not None:
-            sizes = [member.length for member in loaded.joined.each]
-            return ProcessedSample(loaded.place.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
-        views = [np.frombuffer(loaded.members[ext][:], np.uint8) for ext in self._files]
+        if loaded.files is not None:
+            sizes = [member.length for member in loaded.files.each]
+            return ProcessedSample(loaded.ref.sample, _IN_PLACE, {SIZES: sizes}, in_place=True)
+        views = [np.frombuffer(loaded.media[ext][:], np.uint8) for ext in self._files]
         tensor = torch.from_numpy(np.concatenate(views))
-        return ProcessedSample(loaded.place.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
+        return ProcessedSample(loaded.ref.sample, {BYTES: tensor}, {SIZES: [len(view) for view in views]})
 
     def _located(self, sample: Sample) -> Files:
         return files(sample, self._files)

@@ -46,14 +46,14 @@ class PieceWork(WindowWork):
     def layout(self) -> SampleLayout:
         return SampleLayout(("audio",), {"start": None, "audio_samples": None}, self._rows)
 
-    def _stretch(self, place: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
-        if place.fit is None:
+    def _stretch(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+        if ref.span is None:
             return None
         rate = self._spec.sample_rate
-        return Fraction(place.fit.start * self._hop, rate), Fraction(place.fit.length * self._hop, rate)
+        return Fraction(ref.span.start * self._hop, rate), Fraction(ref.span.length * self._hop, rate)
 
     def _one(self, loaded: FetchedSample) -> ProcessedSample | HeadraceError:
-        info, fit = loaded.place.sample.audio, loaded.place.fit
+        info, fit = loaded.ref.sample.audio, loaded.ref.span
         if info is None or fit is None:
             return UnsupportedError("the sample holds no sound")
         rate, first = self._spec.sample_rate, fit.start * self._hop
@@ -66,7 +66,7 @@ class PieceWork(WindowWork):
         except DAMAGE as error:
             return error
         values = {"start": float(start), "audio_samples": real, "fit": fit}
-        return ProcessedSample(loaded.place.sample, {"audio": sound}, values)
+        return ProcessedSample(loaded.ref.sample, {"audio": sound}, values)
 
 
 def lengths(stream: Stream, spec: AudioSpec) -> I64:

@@ -7,14 +7,13 @@ Failure behaviour: that of the works inside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.shards.contract import Sample
-from headrace.loaders.interfaces import FetchedSample, ProcessedSample, Processor, SampleLayout, SampleRef
-from headrace.loaders.partial.needed import Runs
+from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
 from headrace.loaders.works.added import Around
 
 
@@ -30,8 +29,8 @@ class Named(Around):
         inner = self._inner.layout
         return replace(inner, numbers={**inner.numbers, "source": None})
 
-    def _more(self, place: SampleRef, finished: ProcessedSample) -> ProcessedSample:
-        return replace(finished, values={**finished.values, "source": self._names[place.source]})
+    def _more(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
+        return replace(finished, values={**finished.values, "source": self._names[ref.source]})
 
 
 class ByStream:
@@ -44,19 +43,16 @@ class ByStream:
     def layout(self) -> SampleLayout:
         return self._works[0].layout
 
-    def members(self, sample: Sample) -> list[str]:
-        return self._works[0].members(sample)
-
-    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
-        return self._works[place.stream].partial(place)
+    def needs(self, ref: SampleRef) -> Needs:
+        return self._works[ref.stream].needs(ref)
 
     def cost(self, sample: Sample) -> int:
         return max(work.cost(sample) for work in self._works)
 
     def process(self, loaded: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
         done = dict[int, ProcessedSample | HeadraceError]()
-        for stream in sorted({one.place.stream for one in loaded}):
-            slots = [slot for slot, one in enumerate(loaded) if one.place.stream == stream]
+        for stream in sorted({one.ref.stream for one in loaded}):
+            slots = [slot for slot, one in enumerate(loaded) if one.ref.stream == stream]
             done.update(zip(slots, self._works[stream].process([loaded[slot] for slot in slots]), strict=True))
         return [done[slot] for slot in range(len(loaded))]
 

@@ -8,7 +8,7 @@ Failure behaviour: damage of one sample is returned in its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -16,9 +16,8 @@ import torch
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError
 from headrace.dataio.shards.contract import AudioInfo, Sample
 from headrace.loaders.decode.isolated import IsolatedDecoder
-from headrace.loaders.interfaces import DAMAGE, FetchedSample, ProcessedSample, SampleLayout, SampleRef
+from headrace.loaders.interfaces import DAMAGE, FetchedSample, Needs, ProcessedSample, SampleLayout, SampleRef
 from headrace.loaders.partial import needed
-from headrace.loaders.partial.needed import Runs
 from headrace.loaders.sound.decode import Hear, decode_audio
 from headrace.loaders.sound.spec import AudioSpec
 from headrace.loaders.sound.window import Window, begin
@@ -36,23 +35,22 @@ class WindowWork:
     def layout(self) -> SampleLayout:
         return SampleLayout(("audio",), {"start": torch.float64, "audio_samples": torch.int64})
 
-    def members(self, sample: Sample) -> list[str]:
-        return [] if sample.audio is None else [sample.audio.ext]
-
-    def partial(self, place: SampleRef) -> Mapping[str, Runs]:
-        audio = place.sample.audio
-        member = None if audio is None else needed.member_of(place.sample, audio.ext)
-        if audio is None or member is None:  # most files are short
+    def needs(self, ref: SampleRef) -> Needs:
+        audio = ref.sample.audio
+        if audio is None:
             return {}
-        stretch = self._stretch(place, audio)
-        if stretch is None or not needed.reads_part_of_sound(place.sample, member, audio, self._window.seconds):
-            return {}
-        span = needed.of_window(place.sample, audio, *stretch, member.length)
+        member = needed.member_of(ref.sample, audio.ext)
+        if member is None:  # most files are short
+            return {audio.ext: None}
+        stretch = self._stretch(ref, audio)
+        if stretch is None or not needed.reads_part_of_sound(ref.sample, member, audio, self._window.seconds):
+            return {audio.ext: None}
+        span = needed.of_window(ref.sample, audio, *stretch, member.length)
         return {audio.ext: needed.runs(member, [span])}
 
-    def _stretch(self, place: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+    def _stretch(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
         """From which second after the sound's beginning on a place is, and how long."""
-        return begin(audio, self._window, place), Fraction(self._window.seconds)
+        return begin(audio, self._window, ref), Fraction(self._window.seconds)
 
     def cost(self, sample: Sample) -> int:
         audio = sample.audio
@@ -66,17 +64,17 @@ class WindowWork:
             self._apart.close()
 
     def _one(self, loaded: FetchedSample) -> ProcessedSample | HeadraceError:
-        info = loaded.place.sample.audio
+        info = loaded.ref.sample.audio
         if info is None:
             return UnsupportedError("the sample holds no sound")
-        start = begin(info, self._window, loaded.place)
+        start = begin(info, self._window, loaded.ref)
         try:
             sound, real = finished_sound(
                 self._hear, loaded, info, start, self._spec, self._spec.samples(), from_first=True
             )
         except DAMAGE as error:
             return error
-        return ProcessedSample(loaded.place.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
+        return ProcessedSample(loaded.ref.sample, {"audio": sound}, {"start": float(start), "audio_samples": real})
 
 
 def finished_sound(
@@ -90,5 +88,5 @@ def finished_sound(
     from_first: bool = False,
 ) -> tuple[torch.Tensor, int]:
     """The tensor of `samples` samples from `start`, as `spec` wants it, and how many of them are real sound."""
-    sound, real = hear(loaded.members[info.ext], info, start, spec, samples, from_first)
+    sound, real = hear(loaded.media[info.ext], info, start, spec, samples, from_first)
     return torch.from_numpy(sound), real

@@ -29,7 +29,7 @@ def evaluate(url: str, batch_size: int, rank: int, port: int) -> dict[str, Any]:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), rank=rank, world_size=RANKS)
     seen, dry = torch.zeros(8, dtype=torch.int64), []
     clip = Clip(1, start="center")
-    with VideoLoader(url, batch_size, clip=clip, size=(16, 16), evaluate=True, sidecar=None, threads=1) as loader:
+    with VideoLoader(url, batch_size, clip=clip, size=(16, 16), evaluate=True, sidecar=None, num_threads=1) as loader:
         for batch in loader:
             mine = torch.bincount(batch["id"], minlength=8)
             dist.all_reduce(mine)

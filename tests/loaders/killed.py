@@ -62,7 +62,7 @@ def make_loader(url: str, rank: int, world_size: int, kind: str = "plain") -> Vi
         clip=Clip(2, per_video=3),
         seed=5,
         sidecar=None,
-        threads=1,
+        num_threads=1,
         rank=rank,
         world_size=world_size,
         **batch,

@@ -16,7 +16,7 @@ from tests.support.ranks import in_group
 @in_group
 def main(url: str, steps: str, state: str) -> None:
     batch_size, clip = 4 // dist.get_world_size(), Clip(2, per_video=2)
-    with VideoLoader(url, batch_size, clip=clip, size=(16, 16), seed=5, sidecar=None, threads=1) as loader:
+    with VideoLoader(url, batch_size, clip=clip, size=(16, 16), seed=5, sidecar=None, num_threads=1) as loader:
         if state != "-":
             loader.load_state_dict(json.loads(state))
         seen, states = list[Any](), list[Any]()

@@ -13,6 +13,7 @@ import torch
 from headrace.dataio.shards.contract import VideoInfo
 from headrace.loaders.batch.batch import Output
 from headrace.loaders.batch.executor import BatchExecutor
+from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
 from headrace.loaders.cancellation import Cancelled, cancelled_by, check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.canvas import Whole
@@ -52,7 +53,7 @@ def test_a_decoder_stops_between_two_pictures(
 def test_closing_ends_long_samples_and_begins_no_others() -> None:
     begun, go, steps = threading.Event(), threading.Event(), []
 
-    def make(places: Sequence[SampleRef], _: object) -> list[ProcessedSample]:
+    def make(refs: Sequence[SampleRef], *_: object) -> list[ProcessedSample]:
         for step in range(1000):
             check_cancelled()
             steps.append(step)
@@ -60,9 +61,9 @@ def test_closing_ends_long_samples_and_begins_no_others() -> None:
             assert go.wait(60)
         raise AssertionError("nobody gave it up")
 
-    prefetcher = BatchExecutor(make, SampleLayout(("video",)), Output(torch.device("cpu"), pinned=False), threads=1)
-    place: Any = None
-    prefetcher.start([place] * 4)
+    prefetcher = BatchExecutor(make, SampleLayout(("video",)), Output(torch.device("cpu"), pinned=False), 1)
+    ref: Any = None
+    prefetcher.start(PlannedBatch([ref] * 4, [PlannedRead({}, 0)] * 4))
     assert begun.wait(60)
     prefetcher.stop()
     go.set()

@@ -59,7 +59,7 @@ def test_every_frame_is_that_of_the_original(packed: tuple[Dataset, Path], name:
     assert (info.frames, len(info.key_frames) >= 4) == (40, True)
     assert 0 <= info.start_pts * info.time_base < 1.5  # wherever the original began
     one = dataset.where(f"key = '{key}'")
-    with VideoLoader(one, 1, clip=Clip(4, start="every"), shuffle=False, sidecar=None, threads=1) as loader:
+    with VideoLoader(one, 1, clip=Clip(4, start="every"), shuffle=False, sidecar=None, num_threads=1) as loader:
         clips = [(batch["video"][0].numpy(), float(batch["clip"][0])) for batch in loader]
         assert not loader.quarantine
     assert len(clips) == 10
@@ -81,7 +81,7 @@ def test_sound_is_that_of_the_original(packed: tuple[Dataset, Path], name: str) 
     assert info is not None
     whole, rate = plain.sound(data, 1, 1.0)
     one = dataset.where(f"key = '{key}'")
-    options = {"sample_rate": rate, "shuffle": False, "sidecar": None, "threads": 1}
+    options = {"sample_rate": rate, "shuffle": False, "sidecar": None, "num_threads": 1}
     with AudioLoader(one, 1, window=Window(0.5, start="every"), **options) as loader:  # type: ignore[arg-type]
         heard = np.concatenate([batch["audio"][0].numpy() for _, batch in zip(range(2), loader, strict=False)], axis=1)
     assert np.abs(heard - whole[:, : heard.shape[1]]).max() < 1e-3

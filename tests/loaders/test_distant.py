@@ -60,7 +60,9 @@ def loader(url: str, proxy: FaultProxy) -> Iterator[FileLoader]:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Retry(S3Store(parse(url, options)), POLICY))
         dataset = stack.enter_context(Dataset(store))
-        yield stack.enter_context(FileLoader(dataset, BATCH, files=["wav"], sidecar=None, threads=2, drop_last=False))
+        yield stack.enter_context(
+            FileLoader(dataset, BATCH, files=["wav"], sidecar=None, num_threads=2, drop_last=False)
+        )
 
 
 def read(loader: FileLoader) -> dict[str, bytes]:
@@ -101,7 +103,7 @@ def test_the_first_batch_takes_four_round_trips_and_no_object_is_asked_after(
     url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-    with FileLoader(url, BATCH, files=["wav"], sidecar=None, threads=2) as loader:
+    with FileLoader(url, BATCH, files=["wav"], sidecar=None, num_threads=2) as loader:
         next(iter(loader))
         first = [_kind(request.path) for request in proxy.requests]
         assert first[: 3 + BATCH] == ["list-type=2", "/versions/", "/index/"] + ["/shards/"] * BATCH

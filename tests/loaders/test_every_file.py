@@ -73,7 +73,7 @@ def check_video(dataset: Dataset, key: str, most: int = MOST) -> None:
     """Clips end to end by number, and clips by time, against plain decoding."""
     alone, data = one_of(dataset, key)
     images, times = plain.frames(data, most)
-    options: dict[str, Any] = {"shuffle": False, "size": None, "sidecar": None, "threads": 2}
+    options: dict[str, Any] = {"shuffle": False, "size": None, "sidecar": None, "num_threads": 2}
     stride = 2 if len(images) >= 6 else 1
     span = 3 * stride
     with VideoLoader(alone, 1, clip=Clip(3, stride, start="every"), **options) as loader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,7 +11,7 @@ from dataclasses import fields
 import pytest
 
 from headrace import loaders
-from headrace.loaders.common import Asked, Common
+from headrace.loaders.config import LoaderConfig
 
 
 def test_the_public_names_are_these() -> None:
@@ -48,17 +49,20 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(loaders, "NoSuchThing")
 
 
-def test_what_every_loader_may_be_asked_for_has_the_same_types_for_checkers_and_at_run_time() -> None:
-    assert Common.__annotations__.keys() == {field.name for field in fields(Asked)}
-    told = {name: reference.__forward_arg__ for name, reference in Common.__annotations__.items()}
-    assert told == {field.name: field.type for field in fields(Asked)}
+@pytest.mark.parametrize("kind", [loaders.VideoLoader, loaders.AudioLoader, loaders.FileLoader])
+def test_every_argument_of_a_loader_is_shown_and_documented_once(kind: type) -> None:
+    shown = inspect.signature(kind).parameters
+    documented = re.findall(r"^    (\w+) \(.*\): ", kind.__init__.__doc__ or "", re.M)
+    assert sorted(documented) == sorted(shown)
+    assert {field.name for field in fields(LoaderConfig)} < set(shown)
 
 
 def test_help_shows_every_argument_of_a_loader_with_its_default() -> None:
     shown = inspect.signature(loaders.VideoLoader).parameters
     assert shown["crop"].default == "center"
-    assert shown["prefetch"].default == 2
-    assert "common" not in shown
+    assert shown["prefetch_batches"].default == 2
+    assert list(shown)[:3] == ["url_or_dataset", "batch_size", "clip"]
+    assert "self" not in shown
 
 
 @pytest.mark.parametrize("kind", [loaders.VideoLoader, loaders.AudioLoader])
@@ -70,7 +74,7 @@ def test_an_argument_that_there_is_not_is_named(kind: type) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "told"),
     [
-        (loaders.VideoLoader, "num_workers", "(did you mean threads?)"),
+        (loaders.VideoLoader, "num_workers", "(did you mean num_threads?)"),
         (loaders.VideoLoader, "frames", "(did you mean clip=Clip(frames=...)?)"),
         (loaders.AudioLoader, "frames", "'frames'"),
         (loaders.AudioLoader, "seconds", "(did you mean window=Window(seconds)?)"),

@@ -22,7 +22,7 @@ from headrace.loaders import FileLoader, Mixture
 from headrace.loaders.batch.batch import JoinedBatch, Output
 from headrace.loaders.batch.memory import BufferPool, MemoryBudget
 from headrace.loaders.batch.prefetcher import batches_from
-from headrace.loaders.batch.sample_builder import SampleBuilder
+from headrace.loaders.batch.sample_builder import PlannedRead, SampleBuilder
 from headrace.loaders.cancellation import Cancelled, cancelled_by
 from headrace.loaders.fetch.sample_reader import SampleReader, StoreReader
 from headrace.loaders.interfaces import FetchedSample, SampleRef
@@ -68,7 +68,7 @@ def make(packed: Path) -> Iterator[Make]:
         options = {
             "files": ["latents.npy", "json"],
             "sidecar": None,
-            "threads": 2,
+            "num_threads": 2,
             "drop_last": False,
             "trust_mounts": True,
         } | options
@@ -120,9 +120,9 @@ def test_the_rest_of_an_epoch_is_the_same_on_another_world_size(make: Make) -> N
 
 def test_batches_that_are_looked_up_together_are_those_that_are_looked_up_one_by_one(make: Make) -> None:
     plan = make(batch_size=3)._plan
-    assert plan.places(1, range(2, 9)) == [plan.places(1, range(n, n + 1))[0] for n in range(2, 9)]
+    assert plan.refs(1, range(2, 9)) == [plan.refs(1, range(n, n + 1))[0] for n in range(2, 9)]
     mixed = make(Mixture({"a": str(plan.datasets[0].url), "b": str(plan.datasets[0].url)}), batch_size=5)._plan
-    assert mixed.places(0, range(6)) == [mixed.places(0, range(n, n + 1))[0] for n in range(6)]
+    assert mixed.refs(0, range(6)) == [mixed.refs(0, range(n, n + 1))[0] for n in range(6)]
 
 
 def test_what_is_wrong_with_a_look_up_is_raised_where_its_batch_is_due(make: Make) -> None:
@@ -132,14 +132,14 @@ def test_what_is_wrong_with_a_look_up_is_raised_where_its_batch_is_due(make: Mak
         def batches_in(self, epoch: int) -> int:
             return plan.batches_in(epoch)
 
-        def places(self, epoch: int, batches: range) -> list[list[SampleRef]]:
+        def refs(self, epoch: int, batches: range) -> list[list[SampleRef]]:
             if 5 in batches:
                 raise CorruptionError("torn")
-            return plan.places(epoch, batches)
+            return plan.refs(epoch, batches)
 
     plan = make()._plan
     found = batches_from(Torn(), 0, 0)
-    assert [next(found) for _ in range(5)] == plan.places(0, range(5))
+    assert [next(found) for _ in range(5)] == plan.refs(0, range(5))
     with pytest.raises(CorruptionError, match="torn"):
         next(found)
 
@@ -156,14 +156,13 @@ def test_a_sample_that_comes_twice_in_a_batch_is_there_twice(make: Make, packed:
 def test_what_is_known_ahead_is_nothing_that_the_garbage_collector_looks_through(make: Make) -> None:
     """Thousands of objects a second, each held for some batches, had it look through everything that torch has made."""
     loader = make()
-    places = [place for batch in loader._plan.places(0, range(3)) for place in batch]
-    located = FileWork(["json"]).layout.joined
+    refs = [ref for batch in loader._plan.refs(0, range(3)) for ref in batch]
+    located = FileWork(["json"]).layout.files_of
     assert located is not None
-    files = [located(place.sample) for place in places]
-    made = FileWork(["json"]).process(
-        [FetchedSample(place, {}, None, one) for place, one in zip(places, files, strict=True)]
-    )
-    for one in (*places, *(place.sample for place in places), *files, *made):
+    files = [located(ref.sample) for ref in refs]
+    made = FileWork(["json"]).process([FetchedSample(ref, {}, files=one) for ref, one in zip(refs, files, strict=True)])
+    reads = [PlannedRead({"json": None}, 1) for _ in refs]
+    for one in (*refs, *(ref.sample for ref in refs), *files, *made, *reads):
         assert not gc.is_tracked(one)
 
 
@@ -188,15 +187,18 @@ def test_of_a_slow_store_nothing_more_is_read_once_a_loader_closes(make: Make, i
             closing.set()
             super().read_into(key, pieces)
 
-    work, store, output = loader._start_work(), loader.dataset.store, Output(torch.device("cpu"), pinned=False)
-    joined = work.layout.joined
+    work, store, output = loader._start_processor(), loader.dataset.store, Output(torch.device("cpu"), pinned=False)
+    joined = work.layout.files_of
     assert joined is not None
-    (places,) = loader._plan.places(0, range(1))
-    batch = JoinedBatch([joined(one.sample) for one in places], work.layout, output, BufferPool(output.device))
-    rooms = batch.rooms(range(8)) if in_place else [None] * 8
-    maker = SampleBuilder(loader._plan, work, [SampleReader(Slow(store), store)], Quarantine(0), MemoryBudget(1 << 20))
+    (refs,) = loader._plan.refs(0, range(1))
+    batch = JoinedBatch([joined(one.sample) for one in refs], work.layout, output, BufferPool(output.device))
+    targets = batch.targets(range(8)) if in_place else [None] * 8
+    builder = SampleBuilder(
+        loader._plan, work, [SampleReader(Slow(store), store)], quarantine=Quarantine(0), memory=MemoryBudget(1 << 20)
+    )
+    planned = builder.plan(refs)
     with cancelled_by(closing), pytest.raises(Cancelled):
-        maker.make(places, rooms)
+        builder.build(refs, targets, planned.reads)
     assert len(read) == 1
 
 
@@ -218,7 +220,7 @@ def damaged(packed: Path, tmp_path: Path) -> Path:
 
 
 def test_another_sample_of_another_length_stands_in_for_a_damaged_one(make: Make, damaged: Path) -> None:
-    loader = make(str(damaged), quarantine_limit=1)
+    loader = make(str(damaged), max_bad_samples=1)
     batches = list(loader)
     found = [one for batch in batches for one in contents(batch)]
     assert all(files == expected(key, "latents.npy", "json") for key, files in found)
@@ -230,7 +232,7 @@ def test_another_sample_of_another_length_stands_in_for_a_damaged_one(make: Make
 
 
 def test_a_damaged_sample_can_be_left_out(make: Make, damaged: Path) -> None:
-    loader = make(str(damaged), quarantine_limit=1, on_bad="shorter")
+    loader = make(str(damaged), max_bad_samples=1, on_error="skip")
     found = [one for batch in loader for one in contents(batch)]
     assert all(files == expected(key, "latents.npy", "json") for key, files in found)
     assert sorted(key for key, _ in found) == [f"{number:03}" for number in WITH_LATENTS if number != 11]
@@ -239,13 +241,13 @@ def test_a_damaged_sample_can_be_left_out(make: Make, damaged: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"files": "json"}, "no list of extensions"),
-        ({"files": []}, "no list of extensions"),
+        ({"files": "json"}, "not a list of extensions"),
+        ({"files": []}, "not a list of extensions"),
         ({"files": ["json", ""]}, "cannot hold ''"),
         ({"files": ["json", ".json"]}, "twice"),
         ({"files": ["json", "flac"]}, r"no sample with \.json, \.flac \(there are: \.json, \.latents\.npy, \.txt\)"),
         ({"transform": lambda tensors, generator: tensors}, "decodes nothing"),
-        ({"isolate": True}, "decodes nothing"),
+        ({"decode_in_subprocess": True}, "decodes nothing"),
         ({"columns": ["sizes"]}, "columns cannot hold 'sizes'"),
     ],
 )

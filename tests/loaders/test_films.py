@@ -41,7 +41,7 @@ def clips(url: Any, **options: Any) -> list[tuple[str, float, torch.Tensor, torc
         "size": (32, 32),
         "audio": AudioSpec(16_000, seconds=0.5),
         "sidecar": None,
-        "threads": 2,
+        "num_threads": 2,
         "seed": 3,
     } | options
     with VideoLoader(url, 2, clip=CLIP, drop_last=False, **sizes) as loader:
@@ -87,7 +87,7 @@ def test_clips_and_their_sound_are_those_of_whole_files(films: Path, expected: A
 def test_clips_of_excerpts_are_those_of_whole_files_and_read_no_more(
     films: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once: Any = {"evaluate": True, "shuffle": False, "threads": 1}  # nothing is read ahead for another epoch
+    once: Any = {"evaluate": True, "shuffle": False, "num_threads": 1}  # nothing is read ahead for another epoch
     before, real, taken = read(), trim.excerpt, list[bool]()
     in_order = clips(films / "ds", **once)
     plainly = read() - before
@@ -112,7 +112,7 @@ def test_clips_are_those_of_plain_decoding(films: Path) -> None:
     with Dataset(str(films / "ds")) as dataset:
         images, times = plain.frames(dataset.read(dataset.find("front-mp4"), "mp4"))
         alone = dataset.where("key = 'front-mp4'")
-        loader = VideoLoader(alone, 1, clip=CLIP, size=None, sidecar=None, threads=2)
+        loader = VideoLoader(alone, 1, clip=CLIP, size=None, sidecar=None, num_threads=2)
         for batch in loader:
             for start, video in zip(batch["clip"].tolist(), batch["video"], strict=True):
                 first = min(range(long.FRAMES), key=lambda n: abs(float(times[n]) - start))
@@ -169,13 +169,13 @@ def _misled(sample: Sample, at: int, head: Any) -> Sample:
 def test_processes_that_may_crash_get_what_they_ask_for(
     films: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert alike(clips(films / "ds", isolate=60.0), expected)
+    assert alike(clips(films / "ds", decode_in_subprocess=60.0), expected)
     whole, nothing = list[int](), ((0, 1),)
     monkeypatch.setattr(isolated, "_ASKED", 2)
     monkeypatch.setattr(needed, "runs", lambda member, spans: nothing)
     get = PartialFile.__getitem__
     monkeypatch.setattr(PartialFile, "__getitem__", lambda self, where: (whole.append(1), get(self, where))[1])
-    assert alike(clips(films / "ds", isolate=60.0), expected)
+    assert alike(clips(films / "ds", decode_in_subprocess=60.0), expected)
     assert whole  # of one file at least so much was missing that all of it was sent
 
 
@@ -184,7 +184,7 @@ def test_processes_that_may_crash_get_what_they_ask_for(
 
 def windows(url: Any) -> list[tuple[str, float, torch.Tensor]]:
     """Key, time and sound of an epoch's windows."""
-    options: dict[str, Any] = {"sidecar": None, "threads": 2, "seed": 5, "drop_last": False}
+    options: dict[str, Any] = {"sidecar": None, "num_threads": 2, "seed": 5, "drop_last": False}
     with AudioLoader(url, 1, window=Window(1.5, per_sample=4), sample_rate=16_000, **options) as loader:
         return [(batch["key"][0], float(batch["start"][0]), batch["audio"][0].clone()) for batch in loader]
 
@@ -251,10 +251,10 @@ def test_damage_costs_the_clips_that_need_it_and_no_others(films: Path, damaged:
             "size": (16, 16),
             "sidecar": None,
             "seed": 3,
-            "on_bad": "shorter",
+            "on_error": "skip",
             "drop_last": False,
         }
-        with VideoLoader(url, 2, clip=PARTS, threads=2, quarantine_limit=20, **options) as loader:
+        with VideoLoader(url, 2, clip=PARTS, num_threads=2, max_bad_samples=20, **options) as loader:
             seen = [one for batch in loader for one in zip(batch["key"], batch["clip"].tolist(), strict=True)]
             return seen, loader.quarantine
 
@@ -264,14 +264,20 @@ def test_damage_costs_the_clips_that_need_it_and_no_others(films: Path, damaged:
     assert 1 <= len(missing) <= 6
     assert seen == [one for one in sound if one not in missing]
     assert all(key == "front-mp4" and abs(clip * 25 - damaged[1]) < 80 for key, clip in missing)
-    assert [(one.key, one.code, one.for_good) for one in refused] == [("front-mp4", "corruption", False)]
+    assert [(one.key, one.code, one.permanent) for one in refused] == [("front-mp4", "corruption", False)]
     assert "are not those that were packed" in refused[0].reason
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_stands_in_for_damage_is_the_same_on_any_number_of_ranks(damaged: tuple[Path, int], ranks: int) -> None:
     def epoch(rank: int, of: int, batch: int) -> list[list[tuple[str, float]]]:
-        options: dict[str, Any] = {"size": (16, 16), "sidecar": None, "threads": 2, "seed": 3, "quarantine_limit": 20}
+        options: dict[str, Any] = {
+            "size": (16, 16),
+            "sidecar": None,
+            "num_threads": 2,
+            "seed": 3,
+            "max_bad_samples": 20,
+        }
         with VideoLoader(damaged[0], batch, clip=PARTS, rank=rank, world_size=of, **options) as loader:
             return [list(zip(one["key"], one["clip"].tolist(), strict=True)) for one in loader]
 
@@ -286,8 +292,14 @@ def test_a_shard_that_was_cut_off_costs_the_clips_behind_the_cut(films: Path, tm
         last = max(dataset.samples(range(len(dataset))), key=lambda sample: (sample.shard, sample.members[0].offset))
     member = last.members[0]
     os.truncate(tmp_path / "ds" / last.shard, member.offset + member.length * 3 // 4)
-    options: dict[str, Any] = {"size": (16, 16), "sidecar": None, "threads": 2, "on_bad": "shorter", "drop_last": False}
-    with VideoLoader(tmp_path / "ds", 2, clip=PARTS, quarantine_limit=20, **options) as loader:
+    options: dict[str, Any] = {
+        "size": (16, 16),
+        "sidecar": None,
+        "num_threads": 2,
+        "on_error": "skip",
+        "drop_last": False,
+    }
+    with VideoLoader(tmp_path / "ds", 2, clip=PARTS, max_bad_samples=20, **options) as loader:
         seen = [key for batch in loader for key in batch["key"]]
         assert [one.key for one in loader.quarantine] == [last.key]
     assert seen.count(last.key) < 12
@@ -295,12 +307,12 @@ def test_a_shard_that_was_cut_off_costs_the_clips_behind_the_cut(films: Path, tm
 
 
 def test_the_sources_of_a_mixture_share_what_is_held_of_heads(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, real = list[int](), loader_module.Source
+    held, real = list[int](), loader_module.SampleReader
     monkeypatch.setattr(
-        loader_module, "Source", lambda reader, store, most: (held.append(most), real(reader, store, most))[1]
+        loader_module, "SampleReader", lambda reader, store, most: (held.append(most), real(reader, store, most))[1]
     )
     mixture = Mixture({"one": str(films / "ds"), "other": str(films / "ds")})
-    with VideoLoader(mixture, 2, clip=CLIP, size=(16, 16), sidecar=None, threads=2) as loader:
+    with VideoLoader(mixture, 2, clip=CLIP, size=(16, 16), sidecar=None, num_threads=2) as loader:
         assert loader.memory["heads"] == 0
         assert len(next(iter(loader))["key"]) == 2
         assert 0 < loader.memory["heads"] <= HELD_BYTES

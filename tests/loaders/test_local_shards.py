@@ -21,15 +21,17 @@ def copy(tmp_path: Path, made_dataset: Dataset) -> Path:
 
 
 def loader_of(folder: Path) -> VideoLoader:
-    return VideoLoader(folder, 2, clip=Clip(4), size=(32, 32), sidecar=None, threads=2, quarantine_limit=8, prefetch=1)
+    return VideoLoader(
+        folder, 2, clip=Clip(4), size=(32, 32), sidecar=None, num_threads=2, max_bad_samples=8, prefetch_batches=1
+    )
 
 
 def test_a_shard_that_is_truncated_while_it_is_read_is_damage_and_nothing_worse(copy: Path) -> None:
     with loader_of(copy) as loader, Dataset(copy) as dataset:
         batches = iter(loader)
         next(batches)
-        assert loader._ahead is not None
-        assert isinstance(loader._ahead._sources[0]._reader, DirectReader)
+        assert loader._prefetcher is not None
+        assert isinstance(loader._prefetcher._builder._readers[0]._reader, DirectReader)
         lost = dataset.sample(0).shard
         os.truncate(copy / lost, 700)
         for _ in range(3):  # what was read before may still be delivered whole
@@ -41,7 +43,7 @@ def test_a_shard_that_is_truncated_while_it_is_read_is_damage_and_nothing_worse(
         assert all(refusal.reason.count("700") for refusal in loader.quarantine)
         assert gone
         assert len(gone) < len(dataset)
-        for error in loader._quarantine._condemned.values():  # nothing keeps what was read of them
+        for error in loader._quarantine._known_bad.values():  # nothing keeps what was read of them
             assert error.__traceback__ is None
             assert error.__cause__ is None
         assert not gone & set(torch.cat([batch["id"] for batch in batches]).tolist())

@@ -44,7 +44,7 @@ def make(clips: Dataset) -> Iterator[Callable[..., VideoLoader]]:
     opened: list[VideoLoader] = []
 
     def loader(batch_size: int = 6, **options: Any) -> VideoLoader:
-        options = {"clip": Clip(2, per_video=2), "size": (24, 32), "threads": 2, "sidecar": None} | options
+        options = {"clip": Clip(2, per_video=2), "size": (24, 32), "num_threads": 2, "sidecar": None} | options
         opened.append(VideoLoader(clips, batch_size, **options))
         return opened[-1]
 
@@ -103,7 +103,7 @@ def test_impossible_pixels_are_refused(make: Any, wrong: dict[str, Any]) -> None
 
 
 def test_random_cuts_and_mirrors_are_drawn_from_the_place_alone(make: Any, clips: Dataset) -> None:
-    options = {"size": (20, 20), "crop": "random", "flip": 0.5, "seed": 3}
+    options = {"size": (20, 20), "crop": "random", "flip_prob": 0.5, "seed": 3}
     alone = first(make(**options))
     ranks = [first(make(batch_size=3, rank=rank, world_size=2, **options)) for rank in (0, 1)]
     assert torch.equal(torch.cat([rank["video"] for rank in ranks]), alone["video"])
@@ -127,7 +127,7 @@ def test_cuts_are_spread_over_the_whole_picture_and_mirrors_as_often_as_asked(cl
     assert torch.equal(fit(frames, (30, 10), at=(0.0, 0.0)), frames.permute(0, 3, 1, 2)[..., :10])
     assert torch.equal(fit(frames, (30, 10), at=(0.0, 0.999)), frames.permute(0, 3, 1, 2)[..., 30:])
     assert torch.equal(fit(frames, None, mirror=True), frames.permute(0, 3, 1, 2).flip(3))
-    for wrong in ({"crop": "top"}, {"flip": 2.0}):
+    for wrong in ({"crop": "top"}, {"flip_prob": 2.0}):
         with pytest.raises(UsageError):
             Cut(**wrong)  # type: ignore[arg-type]
 
@@ -190,7 +190,7 @@ def test_a_transform_gets_tensors_and_a_generator_that_a_resume_repeats(make: An
     assert whole[0].dtype == torch.float32
     loader = make(**options)
     states = [loader.state_dict() for _ in loader]
-    resumed = make(threads=1, **options)
+    resumed = make(num_threads=1, **options)
     resumed.load_state_dict(states[2])
     assert torch.equal(first(resumed)["video"], whole[3])
     noise = [clip - clip.floor() for clip in whole[0]]
@@ -219,7 +219,7 @@ def test_what_a_transform_gets_is_its_own_to_keep_and_to_turn(make: Any) -> None
         return {"video": tensors["video"].transpose(2, 3)}
 
     plain = first(make(size=(32, 32)))["video"]
-    batch = first(make(size=(32, 32), transform=turned, threads=1))["video"]
+    batch = first(make(size=(32, 32), transform=turned, num_threads=1))["video"]
     assert torch.equal(batch, plain.transpose(3, 4))
     batch.zero_()
     assert all(torch.equal(one, other) for one, other in zip(kept, plain, strict=False))
@@ -254,7 +254,7 @@ def test_windows_end_to_end_cover_each_recording_once(clips: Dataset) -> None:
 
 def test_log_mel_windows_are_those_of_the_waveform(clips: Dataset) -> None:
     what = LogMel(bands=20)
-    options: dict[str, Any] = {"window": 0.5, "seed": 4, "sidecar": None, "threads": 2}
+    options: dict[str, Any] = {"window": 0.5, "seed": 4, "sidecar": None, "num_threads": 2}
     with AudioLoader(clips, 2, **options) as waves, AudioLoader(clips, 2, features=what, **options) as mels:
         from headrace.loaders.sound.mel import log_mel
 
@@ -291,7 +291,7 @@ def test_the_first_channels_are_taken_unmixed_on_request(tmp_path: Path) -> None
                 window=Window(0.5, start="center"),
                 sample_rate=8000,
                 channels=channels,
-                policy=policy,
+                downmix=policy,
                 sidecar=None,  # type: ignore[arg-type]
             ) as loader:
                 audio = first(loader)["audio"][0]
@@ -339,16 +339,16 @@ def test_explain_names_stream_decoder_and_rule(make: Any) -> None:
         ({"seed": None}, "seed cannot be None"),
         ({"shuffle": "no"}, "shuffle cannot be 'no'"),
         ({"rotate": 90}, "rotate cannot be 90"),
-        ({"flip": "0.5"}, "flip cannot be '0.5'"),
+        ({"flip_prob": "0.5"}, "flip_prob cannot be '0.5'"),
         ({"device": None}, "device cannot be None"),
         ({"rank": "0", "world_size": 1}, "rank cannot be '0'"),
         ({"batch_size": 2.0}, "batch_size cannot be 2.0"),
-        ({"isolate": None}, "isolate cannot be None"),
-        ({"quarantine_limit": "1%"}, "quarantine_limit cannot be '1%'"),
+        ({"decode_in_subprocess": None}, "decode_in_subprocess cannot be None"),
+        ({"max_bad_samples": "1%"}, "max_bad_samples cannot be '1%'"),
         ({"storage_options": "x"}, "storage_options cannot be 'x'"),
         ({"sidecar": 3}, "sidecar cannot be 3"),
         ({"columns": "width"}, "columns cannot be 'width'"),
-        ({"on_bad": "stop"}, "on_bad='stop' is not known"),
+        ({"on_error": "stop"}, "on_error='stop' is not known"),
         ({"transform": 3}, "transform=3 cannot be called"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -47,7 +47,7 @@ def make(dataset: Dataset) -> Iterator[Make]:
     made = []
 
     def loader(source: Any = dataset, batch_size: int | None = 6, **options: Any) -> VideoLoader:
-        options = {"clip": Clip(2, 2), "size": SIZE, "threads": 2, "seed": 3} | options
+        options = {"clip": Clip(2, 2), "size": SIZE, "num_threads": 2, "seed": 3} | options
         made.append(VideoLoader(source, batch_size, **options))
         return made[-1]
 
@@ -393,7 +393,7 @@ def test_the_limit_of_refusals_is_a_share_or_a_number(limit: float, samples: int
 
 @pytest.mark.parametrize("limit", [-1, 1.5, float("nan"), float("inf"), True])
 def test_other_limits_are_refused(limit: float) -> None:
-    with pytest.raises(UsageError, match="quarantine_limit"):
+    with pytest.raises(UsageError, match="max_bad_samples"):
         skips_allowed(limit, 10)
 
 
@@ -408,7 +408,7 @@ def test_a_sample_condemned_in_one_source_is_read_in_another(
         shard.seek(member.offset + 20)
         shard.write(b"\xff" * 64)
     mixed = Mixture({"good": dataset, "bad": str(copy)}, weights={"good": 1, "bad": 1})
-    loader = make(mixed, 8, quarantine_limit=4)
+    loader = make(mixed, 8, max_bad_samples=4)
     batches = take(loader, 4)
     by_source = {
         name: [n for b in batches for s, n in zip(b["source"], b["id"].tolist(), strict=True) if s == name]
@@ -420,8 +420,8 @@ def test_a_sample_condemned_in_one_source_is_read_in_another(
     assert (refusal.source, refusal.id) == (0, 1)  # sources are numbered by their names
     state = json.loads(json.dumps(loader.state_dict()))
     assert state["quarantine"] == [[0, 1]]
-    resumed = make(mixed, 8, quarantine_limit=4)
+    resumed = make(mixed, 8, max_bad_samples=4)
     resumed.load_state_dict(state)
     assert all(same(a, b) for a, b in zip(take(loader, 2), take(resumed, 2), strict=True))
     with pytest.raises(CorruptionError, match="more than 0"):
-        take(make(mixed, 8, quarantine_limit=0), 4)
+        take(make(mixed, 8, max_bad_samples=0), 4)

@@ -63,7 +63,7 @@ def test_pack_and_index_name_videos_that_are_not_used(tar: Path, tmp_path: Path)
 def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log._said.clear()
     with pack([tar], tmp_path / "packed", workers=1) as packed, caplog.at_level(logging.WARNING, logger="headrace"):
-        with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, threads=1, sidecar=None) as loader:
+        with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, num_threads=1, sidecar=None) as loader:
             assert len(list(loader)) == 3
         told = [record.message for record in caplog.records if "more than one video" in record.message]
         assert len(told) == 1
@@ -85,6 +85,6 @@ def test_samples_with_the_same_side_files_are_looked_through_once(
         for most in (clips._MOST_SEEN, 0):
             monkeypatch.setattr(clips, "_MOST_SEEN", most)
             looked.clear()
-            with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, threads=1, sidecar=None) as loader:
+            with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, num_threads=1, sidecar=None) as loader:
                 assert len(list(loader)) == 4
             assert len(looked) == 1 if most else len(looked) >= 4

@@ -137,7 +137,7 @@ def by_an_error(loader: Any) -> None:
 def test_closing_takes_no_second_and_leaves_nothing(state: Callable[[Any], None], kind: str, clips: Dataset) -> None:
     def make() -> Any:
         if kind == "sound":
-            return AudioLoader(clips, 1, window=0.2, threads=2, sidecar=None)
+            return AudioLoader(clips, 1, window=0.2, num_threads=2, sidecar=None)
         spec = AudioSpec(8000, seconds=0.1)
         return VideoLoader(
             clips,
@@ -145,9 +145,9 @@ def test_closing_takes_no_second_and_leaves_nothing(state: Callable[[Any], None]
             clip=Clip(3, per_video=3),
             size=(24, 32),
             audio=spec,
-            threads=2,
+            num_threads=2,
             sidecar=None,
-            isolate=kind == "isolated",
+            decode_in_subprocess=kind == "isolated",
         )
 
     with make() as loader:  # whatever is loaded once and kept, such as DALI
@@ -172,7 +172,7 @@ def test_what_cannot_begin_leaves_nothing_begun(clips: Dataset, monkeypatch: pyt
         return opened[-1]
 
     monkeypatch.setattr(loader_module, "open_reader", reader)
-    with VideoLoader(clips, 2, clip=Clip(2), size=(24, 32), threads=2, sidecar=None) as loader:
+    with VideoLoader(clips, 2, clip=Clip(2), size=(24, 32), num_threads=2, sidecar=None) as loader:
         for _ in range(2):  # and may be tried again
             with monkeypatch.context() as patch:
                 patch.setattr("headrace.loaders.video_loader.AutoDecoder", lambda *_: 1 / 0)
@@ -188,7 +188,7 @@ def test_what_cannot_begin_leaves_nothing_begun(clips: Dataset, monkeypatch: pyt
 @pytest.mark.parametrize("isolate", [-1.0, 1e9, float("nan")])
 def test_an_impossible_time_limit_is_refused_before_anything_is_started(isolate: float, clips: Dataset) -> None:
     with pytest.raises(UsageError, match="no time limit"):
-        VideoLoader(clips, 2, isolate=isolate)
+        VideoLoader(clips, 2, decode_in_subprocess=isolate)
 
 
 def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -> None:
@@ -197,8 +197,8 @@ def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -
         return sample
 
     before = left()["threads"]
-    how: dict[str, Any] = {"clip": Clip(8), "size": (24, 32), "threads": 4, "transform": hold}
-    with VideoLoader(clips, 4, memory=1, sidecar=None, **how) as loader:
+    how: dict[str, Any] = {"clip": Clip(8), "size": (24, 32), "num_threads": 4, "transform": hold}
+    with VideoLoader(clips, 4, memory_limit=1, sidecar=None, **how) as loader:
         begun(loader)
         assert loader.memory["limit"] == 1
         assert loader.memory["waits"] > 0
@@ -208,7 +208,8 @@ def test_closing_while_every_thread_waits_for_memory_ends_them(clips: Dataset) -
 SCRIPT = """
 import sys, time, signal
 from headrace.loaders import Clip, VideoLoader
-options = {"clip": Clip(3, per_video=5), "size": (24, 32), "threads": 2, "sidecar": None, "isolate": sys.argv[2] == "isolated"}
+options = {"clip": Clip(3, per_video=5), "size": (24, 32), "num_threads": 2, "sidecar": None}
+options["decode_in_subprocess"] = sys.argv[2] == "isolated"
 with VideoLoader(sys.argv[1], 2, **options) as loader:
     while True:
         for batch in loader:
@@ -259,24 +260,24 @@ def _of_others() -> set[str]:
 
 
 def test_batches_outlive_the_loader_that_made_them(clips: Dataset) -> None:
-    with VideoLoader(clips, 1, clip=Clip(3, per_video=4), size=(24, 32), threads=2, sidecar=None) as loader:
+    with VideoLoader(clips, 1, clip=Clip(3, per_video=4), size=(24, 32), num_threads=2, sidecar=None) as loader:
         kept = [batch["video"] for batch in loader]
         copies = [video.clone() for video in kept]
         for _ in loader:  # the next epoch writes into other memory
             pass
     assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
-    with VideoLoader(clips, 1, clip=Clip(3, per_video=4), size=(24, 32), threads=1, sidecar=None) as loader:
+    with VideoLoader(clips, 1, clip=Clip(3, per_video=4), size=(24, 32), num_threads=1, sidecar=None) as loader:
         seen = {batch["video"].data_ptr() for _ in range(3) for batch in loader}
     assert len(seen) < 60  # 60 batches in far fewer places
 
 
 def pictures(clips: Dataset, recordings: Dataset) -> Any:
-    return VideoLoader(clips, 1, clip=Clip(1, per_video=8), size=(16, 16), threads=2, sidecar=None)
+    return VideoLoader(clips, 1, clip=Clip(1, per_video=8), size=(16, 16), num_threads=2, sidecar=None)
 
 
 def sound(clips: Dataset, recordings: Dataset) -> Any:
     """Cut out of FLAC, M4A, MP3 and WAV, and resampled by what the threads keep for it."""
-    return AudioLoader(recordings, 1, window=Window(0.2, per_sample=32), threads=2, sidecar=None)
+    return AudioLoader(recordings, 1, window=Window(0.2, per_sample=32), num_threads=2, sidecar=None)
 
 
 @pytest.fixture(params=[pictures, sound], ids=lambda kind: kind.__name__)
@@ -318,7 +319,7 @@ def test_a_forgotten_loader_ends_and_not_in_the_thread_that_collects_it(
 ) -> None:
     closed, close = list[int](), Prefetcher.close
     monkeypatch.setattr(Prefetcher, "close", lambda it: (close(it), closed.append(threading.get_ident())))
-    loader = AudioLoader(clips, 1, window=0.2, threads=2, sidecar=None)
+    loader = AudioLoader(clips, 1, window=0.2, num_threads=2, sidecar=None)
     begun(loader)
     del loader
     gc.collect()

@@ -61,7 +61,7 @@ def test_batches_through_the_daemon_are_the_same_and_go_on_when_it_is_killed(
     process, socket = daemon
     with (
         VideoLoader(dataset, 4, clip=Clip(2, per_video=4), size=(16, 16), sidecar=None) as alone,
-        VideoLoader(dataset, 4, clip=Clip(2, per_video=4), size=(16, 16), sidecar=socket, prefetch=1) as served,
+        VideoLoader(dataset, 4, clip=Clip(2, per_video=4), size=(16, 16), sidecar=socket, prefetch_batches=1) as served,
     ):
         for number, (one, other) in enumerate(zip(alone, served, strict=True)):
             assert one["key"] == other["key"]
@@ -78,7 +78,7 @@ def test_clips_of_films_through_the_daemon_are_the_same(
 ) -> None:
     def epoch(sidecar: Path | None) -> list[tuple[list[str], torch.Tensor]]:
         clip = Clip(4, 2, per_video=5)
-        with VideoLoader(films / "ds", 4, clip=clip, size=(16, 16), threads=2, sidecar=sidecar) as loader:
+        with VideoLoader(films / "ds", 4, clip=clip, size=(16, 16), num_threads=2, sidecar=sidecar) as loader:
             return [(batch["key"], batch["video"].clone()) for batch in loader]
 
     own = metrics.store_bytes.labels("posix", "read")

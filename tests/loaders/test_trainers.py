@@ -23,7 +23,7 @@ def make(made_dataset: Dataset) -> Iterator[Make]:
 
     def loader() -> VideoLoader:
         clip = Clip(2, per_video=2)
-        made.append(VideoLoader(made_dataset, 2, clip=clip, size=(16, 16), seed=4, sidecar=None, threads=1))
+        made.append(VideoLoader(made_dataset, 2, clip=clip, size=(16, 16), seed=4, sidecar=None, num_threads=1))
         return made[-1]
 
     yield loader

@@ -27,7 +27,7 @@ def make(made_dataset: Dataset) -> Iterator[Make]:
 
     def loader(source: Any = made_dataset) -> VideoLoader:
         options: dict[str, Any] = {"clip": Clip(2, per_video=3), "size": (16, 16), "seed": 9, "sidecar": None}
-        made.append(VideoLoader(source, 4, threads=2, **options))
+        made.append(VideoLoader(source, 4, num_threads=2, **options))
         return made[-1]
 
     yield loader
@@ -62,12 +62,12 @@ def test_a_batch_that_does_not_reach_the_trainer_comes_again(
 def test_closing_lets_go_of_everything_although_a_part_fails(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = make()
     some(loader, 1)
-    assert loader._ahead is not None
-    work, (source,) = loader._ahead._work, loader._ahead._sources
+    assert loader._prefetcher is not None
+    work, (source,) = loader._prefetcher._builder._processor, loader._prefetcher._builder._readers
     closed = []
     monkeypatch.setattr(work, "close", lambda: 1 / 0)
     monkeypatch.setattr(source, "close", lambda: closed.append(source))
-    monkeypatch.setattr(loader, "_let_go", lambda: closed.append(loader))
+    monkeypatch.setattr(loader, "_close_datasets", lambda: closed.append(loader))
     with pytest.raises(ZeroDivisionError):
         loader.close()
     assert closed == [source, loader]
@@ -77,8 +77,8 @@ def test_a_loader_whose_end_was_interrupted_can_go_on(make: Make, monkeypatch: p
     whole, loader = some(make(), 5), make()
     some(loader, 2)
     state = loader.state_dict()
-    assert loader._ahead is not None
-    prefetcher = loader._ahead._prefetcher
+    assert loader._prefetcher is not None
+    prefetcher = loader._prefetcher._executor
     real, threads = prefetcher.close, list(prefetcher._pool._threads)
 
     def interrupted() -> None:
@@ -107,10 +107,10 @@ def test_who_waits_while_a_loader_is_closed_gets_no_half_batch(make: Make, monke
 
     def close() -> None:
         assert begun.wait(60)
-        ahead = loader._ahead
+        ahead = loader._prefetcher
         assert ahead is not None
-        stop = ahead._prefetcher.stop
-        monkeypatch.setattr(ahead._prefetcher, "stop", lambda: (stop(), go.set()))
+        stop = ahead._executor.stop
+        monkeypatch.setattr(ahead._executor, "stop", lambda: (stop(), go.set()))
         loader.close()
 
     closing = threading.Thread(target=close)

@@ -26,7 +26,7 @@ from headrace.loaders import (
     VideoLoader,
     Window,
 )
-from headrace.loaders.validation import plain
+from headrace.loaders.validation import checked
 
 ONE = Bucket((64, 64))
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
@@ -42,7 +42,7 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (LogMel, (), {"low": float("nan")}, "no bands"),
     (AudioSpec, ("16k",), {}, "AudioSpec's sample_rate cannot be '16k'"),
     (Packing, (30.5,), {}, "Packing's capacity cannot be 30.5"),
-    (Packing, (30,), {"anew": "yes"}, "Packing's anew cannot be 'yes'"),
+    (Packing, (30,), {"repack_each_epoch": "yes"}, "Packing's repack_each_epoch cannot be 'yes'"),
     (Bucket, ((256,),), {}, r"Bucket's size cannot be \(256,\)"),
     (Bucket, (256,), {}, "Bucket's size cannot be 256"),
     (Buckets, ([(64, 64)],), {"budget": 10**9}, "Buckets's buckets cannot be"),
@@ -77,7 +77,7 @@ def test_whole_numbers_stand_for_floats_and_stay_whole() -> None:
 def test_numpys_numbers_become_plain_ones_and_a_state_of_them_is_json(made_dataset: Dataset) -> None:
     clip: Any = Clip(np.int64(2), np.int32(2), start="center", per_video=np.int16(2))  # type: ignore[arg-type]
     size, seed, batch = tuple(np.array([16, 24])), np.uint32(7), np.int64(2)
-    more: dict[str, Any] = {"shuffle": np.bool_(True), "device": torch.device("cpu"), "sidecar": None, "threads": 1}
+    more: dict[str, Any] = {"shuffle": np.bool_(True), "device": torch.device("cpu"), "sidecar": None, "num_threads": 1}
     plain = VideoLoader(made_dataset, 2, clip=Clip(2, 2, start="center", per_video=2), size=(16, 24), seed=7, **more)
     numpys = VideoLoader(made_dataset, batch, clip=clip, size=size, seed=seed, **more)  # type: ignore[arg-type]
     with plain, numpys:
@@ -91,7 +91,7 @@ def test_numpys_numbers_become_plain_ones_and_a_state_of_them_is_json(made_datas
 
 
 def test_a_mapping_of_a_configuration_is_as_good_as_a_dict() -> None:
-    assert plain("weights", UserDict(a=1, b=np.float32(2)), dict[str, float]) == {"a": 1, "b": 2.0}
+    assert checked("weights", UserDict(a=1, b=np.float32(2)), dict[str, float]) == {"a": 1, "b": 2.0}
 
 
 @pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1])

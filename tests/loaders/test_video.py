@@ -50,7 +50,7 @@ def make(dataset: Dataset) -> Iterator[Callable[..., VideoLoader]]:
     made = []
 
     def loader(source: Any = dataset, batch_size: int = 4, **options: Any) -> VideoLoader:
-        options = {"clip": Clip(2, 2, per_video=3), "size": SIZE, "threads": 2} | options
+        options = {"clip": Clip(2, 2, per_video=3), "size": SIZE, "num_threads": 2} | options
         made.append(VideoLoader(source, batch_size, **options))
         return made[-1]
 
@@ -153,7 +153,7 @@ def test_a_resumed_loader_continues_with_the_very_next_batch(make: Callable[...,
     before = take(first, stop)
     state = json.loads(json.dumps(first.state_dict()))
     assert len(json.dumps(state)) < 200
-    second = make(seed=seed, threads=1, prefetch=1)
+    second = make(seed=seed, num_threads=1, prefetch_batches=1)
     second.load_state_dict(state)
     assert second.state_dict() == state
     after = take(second, 5)
@@ -177,7 +177,7 @@ def test_another_world_size_resumes_at_the_same_global_batch(
 
 
 def test_the_state_is_that_of_the_batch_received_not_of_what_was_prefetched(make: Callable[..., VideoLoader]) -> None:
-    loader = make(prefetch=4)
+    loader = make(prefetch_batches=4)
     assert loader.state_dict()["batch"] == 0
     for number, _ in enumerate(loader, 1):
         assert (loader.state_dict()["epoch"], loader.state_dict()["batch"]) == (0, number)
@@ -272,7 +272,7 @@ def test_a_sample_with_wrong_bytes_is_replaced_and_everything_else_stays(
     sample = bad.dataset.sample(2)
     assert (refusal.id, refusal.key, refusal.shard) == (2, sample.key, sample.shard)
     assert str(refusal.offset) in refusal.reason
-    assert refusal.for_good
+    assert refusal.permanent
     assert (REGISTRY.get_sample_value(counter, {"reason": "corruption"}) or 0) - before == 3
     assert len([record for record in caplog.records if sample.key in record.message]) == 1
 
@@ -325,7 +325,7 @@ def test_a_clip_that_hits_the_damage_inside_a_file_is_replaced_and_the_rest_of_t
     assert [batch["id"].tolist()[n] for n in others] == others
     (refusal,) = loader.quarantine
     assert refusal.key == "corrupted"
-    assert not refusal.for_good
+    assert not refusal.permanent
     assert loader.state_dict()["quarantine"] == []
     early = make(packed, batch_size=7, clip=Clip(1, per_video=50, start="center"), shuffle=False)
     early.load_state_dict(early.state_dict() | {"batch": number * 50 // 7 + 1})
@@ -353,7 +353,7 @@ def test_a_cache_that_rots_is_passed_by(make: Callable[..., VideoLoader], monkey
 
 
 def test_too_many_damaged_samples_are_an_error(make: Callable[..., VideoLoader], damaged: Path) -> None:
-    loader = make(damaged, quarantine_limit=0)
+    loader = make(damaged, max_bad_samples=0)
     with pytest.raises(CorruptionError, match="more than 0 samples are damaged"):
         take(loader, 6)
     assert not _loader_threads()
@@ -367,7 +367,7 @@ def test_when_every_neighbour_is_damaged_the_first_is_named(
     for shard in (copy / "shards").iterdir():
         shard.write_bytes(bytes(shard.stat().st_size))
     loader = make(copy)
-    with pytest.raises(CorruptionError, match="so is every sample that could stand in"):
+    with pytest.raises(CorruptionError, match="so are all samples that could replace it"):
         next(iter(loader))
     assert loader.state_dict()["batch"] == 0
 
@@ -379,7 +379,7 @@ def test_a_lost_shard_is_damage_and_an_unreachable_store_is_not(
     shutil.copytree(dataset.url.removeprefix("file://"), copy)
     lost = sorted((copy / "shards").iterdir())[0]
     lost.unlink()
-    loader = make(copy, quarantine_limit=8)
+    loader = make(copy, max_bad_samples=8)
     ids = torch.cat([batch["id"] for batch in loader]).tolist()
     gone = {n for n in range(len(dataset)) if dataset.sample(n).shard.endswith(lost.name)}
     assert gone
@@ -426,8 +426,8 @@ def test_sound_of_the_same_window_comes_with_the_clip(make: Callable[..., VideoL
         {"rank": 2, "world_size": 2},
         {"normalize": ((0, 0), (1, 1))},
         {"normalize": ((0, 0, 0), (1, 1, 0))},
-        {"threads": 1000},
-        {"prefetch": 0},
+        {"num_threads": 1000},
+        {"prefetch_batches": 0},
         {"audio": True},
         {"version": 7},
     ],
@@ -504,7 +504,7 @@ def _ended() -> bool:
 
 def test_no_thread_outlives_the_loader_whatever_ends_it(make: Callable[..., VideoLoader], dataset: Dataset) -> None:
     def new() -> VideoLoader:
-        return VideoLoader(dataset, 4, clip=Clip(2), size=SIZE, threads=2, drop_last=False)
+        return VideoLoader(dataset, 4, clip=Clip(2), size=SIZE, num_threads=2, drop_last=False)
 
     loader = new()
     assert not _loader_threads()  # not before the first batch
@@ -577,14 +577,14 @@ def test_memory_ahead_is_bounded_by_prefetch(make: Callable[..., VideoLoader], m
         most = max(most, len(self))
 
     monkeypatch.setattr(BatchExecutor, "start", counted)
-    take(make(prefetch=3), 9)
+    take(make(prefetch_batches=3), 9)
     assert most == 4  # the one being delivered and three more
 
 
 def test_upcoming_samples_are_announced_soonest_first(
     make: Callable[..., VideoLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, AT_ONCE
+    from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, PLANNED_AT_ONCE
 
     said: list[list[tuple[str, int, int]]] = []
     announced = threading.Semaphore(0)  # by the planner, which the trainer does not wait for
@@ -598,7 +598,7 @@ def test_upcoming_samples_are_announced_soonest_first(
         return Listening(store)
 
     monkeypatch.setattr(loader_module, "open_reader", opened)
-    loader = make(shuffle=False, prefetch=1)
+    loader = make(shuffle=False, prefetch_batches=1)
     take(loader, 1)
     samples = [loader.dataset.sample(n // 3) for n in range(24)]
     members = [sample.member(sample.video.ext) for sample in samples if sample.video]
@@ -607,7 +607,7 @@ def test_upcoming_samples_are_announced_soonest_first(
     assert announced.acquire(timeout=60)
     assert said[0] == expected[:4]  # the first batch by itself
     assert said[1][:20] == expected[4:]
-    assert len(said[1]) == 4 * (ANNOUNCED_BATCHES + AT_ONCE)
+    assert len(said[1]) == 4 * (ANNOUNCED_BATCHES + PLANNED_AT_ONCE)
 
 
 # -- a GPU

@@ -18,7 +18,7 @@ def main() -> None:
     dataset, repository, socket, stop = sys.argv[1:]
     state = {"w": torch.randn(2_000_000)}
     with (
-        VideoLoader(dataset, 2, clip=Clip(frames=4), size=(64, 64), sidecar=socket, threads=1) as loader,
+        VideoLoader(dataset, 2, clip=Clip(frames=4), size=(64, 64), sidecar=socket, num_threads=1) as loader,
         Checkpointer(repository, run="flow-7b", sidecar=socket) as checkpointer,
     ):
         steps = itertools.count(1)

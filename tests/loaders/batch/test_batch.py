@@ -16,18 +16,23 @@ from headrace.loaders.batch import executor
 from headrace.loaders.batch.batch import Batch, JoinedBatch, Output, write_pixels
 from headrace.loaders.batch.executor import BatchExecutor
 from headrace.loaders.batch.memory import BufferPool
+from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead
 from headrace.loaders.interfaces import ProcessedSample, SampleLayout, SampleRef
 
 CPU = Output(torch.device("cpu"), pinned=False)
 VIDEO = SampleLayout(("video",))
 
 
-def places(*numbers: int) -> list[SampleRef]:
+def refs(*numbers: int) -> list[SampleRef]:
     return [SampleRef(0, n, Sample(n, f"key{n}", "shards/0.tar", (), 1.0)) for n in numbers]
 
 
-def finished(place: SampleRef, shape: tuple[int, ...] = (1, 3, 2, 2)) -> ProcessedSample:
-    return ProcessedSample(place.sample, {"video": torch.full(shape, place.virtual, dtype=torch.uint8)})
+def planned(refs: Sequence[SampleRef]) -> PlannedBatch:
+    return PlannedBatch(refs, [PlannedRead({}, 0)] * len(refs))
+
+
+def finished(ref: SampleRef, shape: tuple[int, ...] = (1, 3, 2, 2)) -> ProcessedSample:
+    return ProcessedSample(ref.sample, {"video": torch.full(shape, ref.virtual, dtype=torch.uint8)})
 
 
 @pytest.fixture
@@ -35,10 +40,10 @@ def prefetcher() -> Iterator[Callable[..., BatchExecutor]]:
     made: list[BatchExecutor] = []
 
     def make(work: Callable[[SampleRef], ProcessedSample], threads: int = 2, group: int = 1) -> BatchExecutor:
-        def many(some: Sequence[SampleRef], _: object) -> list[ProcessedSample]:
-            return [work(place) for place in some]
+        def many(some: Sequence[SampleRef], *_: object) -> list[ProcessedSample]:
+            return [work(ref) for ref in some]
 
-        made.append(BatchExecutor(many, VIDEO, CPU, threads, group))
+        made.append(BatchExecutor(many, VIDEO, CPU, threads, group=group))
         return made[-1]
 
     yield make
@@ -50,16 +55,16 @@ def prefetcher() -> Iterator[Callable[..., BatchExecutor]]:
 def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher: Any, group: int) -> None:
     late_is_done = threading.Event()
 
-    def work(place: SampleRef) -> ProcessedSample:
-        if place.virtual == 0 and group == 1:
+    def work(ref: SampleRef) -> ProcessedSample:
+        if ref.virtual == 0 and group == 1:
             assert late_is_done.wait(60)
-        if place.virtual == 5:
+        if ref.virtual == 5:
             late_is_done.set()
-        return finished(place)
+        return finished(ref)
 
     ahead = prefetcher(work, 2, group)
-    ahead.start(places(0, 1, 2))
-    ahead.start(places(3, 4, 5))
+    ahead.start(planned(refs(0, 1, 2)))
+    ahead.start(planned(refs(3, 4, 5)))
     first, second = ahead.next().tensors(), ahead.next().tensors()
     assert first["id"].tolist() == [0, 1, 2]
     assert first["video"][:, 0, 0, 0, 0].tolist() == [0, 1, 2]
@@ -67,14 +72,14 @@ def test_batches_and_clips_come_in_order_whichever_is_finished_first(prefetcher:
 
 
 def test_an_error_is_raised_at_its_batch_and_not_before(prefetcher: Any) -> None:
-    def work(place: SampleRef) -> ProcessedSample:
-        if place.virtual == 3:
+    def work(ref: SampleRef) -> ProcessedSample:
+        if ref.virtual == 3:
             raise CorruptionError("three is bad")
-        return finished(place)
+        return finished(ref)
 
     ahead = prefetcher(work)
     for numbers in ((0, 1), (2, 3)):
-        ahead.start(places(*numbers))
+        ahead.start(planned(refs(*numbers)))
     assert ahead.next().tensors()["id"].tolist() == [0, 1]
     for _ in range(2):
         with pytest.raises(CorruptionError, match="three"):
@@ -87,13 +92,13 @@ def test_a_batch_of_which_nothing_is_ever_finished_is_a_deadline_error(
     monkeypatch.setattr(executor, "STALL_SECONDS", 0.05)
     forever = threading.Event()
 
-    def work(place: SampleRef) -> ProcessedSample:
+    def work(ref: SampleRef) -> ProcessedSample:
         forever.wait(60)
-        return finished(place)
+        return finished(ref)
 
     ahead = prefetcher(work)
-    ahead.start(places(0))
-    with pytest.raises(DeadlineError, match="no clip was finished"):
+    ahead.start(planned(refs(0)))
+    with pytest.raises(DeadlineError, match="no sample was finished"):
         ahead.next()
     forever.set()
 
@@ -102,13 +107,13 @@ def test_closing_drops_what_was_not_begun(prefetcher: Any) -> None:
     begun: list[int] = []
     go = threading.Event()
 
-    def work(place: SampleRef) -> ProcessedSample:
-        begun.append(place.virtual)
+    def work(ref: SampleRef) -> ProcessedSample:
+        begun.append(ref.virtual)
         go.wait(60)
-        return finished(place)
+        return finished(ref)
 
     ahead = prefetcher(work, threads=1)
-    ahead.start(places(*range(50)))
+    ahead.start(planned(refs(*range(50))))
     threading.Timer(0.05, go.set).start()
     ahead.close()
     assert len(begun) <= 1
@@ -116,15 +121,15 @@ def test_closing_drops_what_was_not_begun(prefetcher: Any) -> None:
 
 
 def test_clips_of_unequal_shape_name_the_sample(prefetcher: Any) -> None:
-    ahead = prefetcher(lambda place: finished(place, (1, 3, 2, 2 + place.virtual)), threads=1)
-    ahead.start(places(0, 1))
+    ahead = prefetcher(lambda ref: finished(ref, (1, 3, 2, 2 + ref.virtual)), threads=1)
+    ahead.start(planned(refs(0, 1)))
     with pytest.raises(UsageError, match="'key1'"):
         ahead.next()
 
 
 def test_a_batch_of_no_clips_has_no_video(prefetcher: Any) -> None:
     ahead = prefetcher(finished)
-    ahead.start([])
+    ahead.start(planned([]))
     batch = ahead.next().tensors()
     assert batch["video"] is None
     assert len(batch["id"]) == 0
@@ -132,12 +137,12 @@ def test_a_batch_of_no_clips_has_no_video(prefetcher: Any) -> None:
 
 def test_what_was_drawn_in_a_batchs_room_is_in_the_batch_without_a_copy() -> None:
     batch = Batch(2, VIDEO, CPU, BufferPool(CPU.device))
-    room = batch.room(1)
-    assert room is not None
-    drawn = room((1, 3, 2, 2))
+    target = batch.target(1)
+    assert target is not None
+    drawn = target((1, 3, 2, 2))
     assert drawn is not None
     drawn[:] = 7
-    second, first = places(1, 0)
+    second, first = refs(1, 0)
     batch.put(1, ProcessedSample(second.sample, {"video": torch.from_numpy(drawn)}))
     batch.put(0, finished(first))
     video = batch.tensors()["video"]
@@ -150,20 +155,20 @@ def test_there_is_no_room_for_pixels_that_become_something_else_or_have_another_
     floats = Output(CPU.device, pinned=False, dtype=torch.float16)
     turned = Output(CPU.device, pinned=False, axes="THWC")
     for output in (floats, turned):
-        assert Batch(1, VIDEO, output, BufferPool(CPU.device)).room(0) is None
+        assert Batch(1, VIDEO, output, BufferPool(CPU.device)).target(0) is None
     batch = Batch(2, VIDEO, CPU, BufferPool(CPU.device))
-    batch.put(0, finished(*places(0)))
-    room = batch.room(1)
-    assert room is not None
-    assert room((2, 3, 2, 2)) is None
+    batch.put(0, finished(*refs(0)))
+    target = batch.target(1)
+    assert target is not None
+    assert target((2, 3, 2, 2)) is None
 
 
 def test_a_batch_whose_samples_were_all_left_out_after_they_were_drawn_has_no_video() -> None:
     batch = Batch(1, VIDEO, CPU, BufferPool(CPU.device))
-    room = batch.room(0)
-    assert room is not None
-    assert room((1, 3, 2, 2)) is not None
-    batch.put(0, ProcessedSample(places(0)[0].sample, {}))
+    target = batch.target(0)
+    assert target is not None
+    assert target((1, 3, 2, 2)) is not None
+    batch.put(0, ProcessedSample(refs(0)[0].sample, {}))
     assert batch.tensors()["video"] is None
 
 
@@ -184,8 +189,8 @@ class Watched(BufferPool):
 def test_a_batch_of_which_something_was_left_out_is_in_memory_of_the_ring_too(dtype: torch.dtype) -> None:
     ring = Watched()
     batch = Batch(3, VIDEO, Output(CPU.device, pinned=False, dtype=dtype), ring)
-    for slot, place in enumerate(places(0, 1, 2)):
-        batch.put(slot, ProcessedSample(place.sample, {}) if slot == 1 else finished(place))
+    for slot, ref in enumerate(refs(0, 1, 2)):
+        batch.put(slot, ProcessedSample(ref.sample, {}) if slot == 1 else finished(ref))
     video = batch.tensors()["video"]
     assert (video * 255).round().flatten(1).tolist() == [[0] * 12, [2] * 12]
     assert video.data_ptr() in ring.addresses
@@ -196,10 +201,10 @@ def test_files_of_which_something_was_left_out_or_replaced_are_in_memory_of_the_
     ring, layout = Watched(), SampleLayout(("bytes",))
     files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(3)]
     batch = JoinedBatch(files, layout, CPU, ring)
-    for slot, place in enumerate(places(0, 1, 2)):
+    for slot, ref in enumerate(refs(0, 1, 2)):
         long = 3 if slot != 1 else other
         tensors = {} if long is None else {"bytes": torch.full((long,), slot, dtype=torch.uint8)}
-        batch.put(slot, ProcessedSample(place.sample, tensors))
+        batch.put(slot, ProcessedSample(ref.sample, tensors))
     joined = batch.tensors()["bytes"]
     assert joined.tolist() == [0] * 3 + [1] * (other or 0) + [2] * 3
     assert joined.data_ptr() in ring.addresses
@@ -236,6 +241,6 @@ def test_pixels_that_a_processor_decoded_go_to_the_device_as_bytes_and_become_fl
 def test_all_that_goes_into_a_batch_is_held_until_the_trainers_stream_has_read_it() -> None:
     files = [Files("shards/0.tar", (Member("bin", 512 * n, 3, 0),)) for n in range(2)]
     batch = JoinedBatch(files, SampleLayout(("bytes",)), CPU, BufferPool(CPU.device))
-    for slot, (place, length) in enumerate(zip(places(0, 1), (3, 5), strict=True)):
-        batch.put(slot, ProcessedSample(place.sample, {"bytes": torch.zeros(length, dtype=torch.uint8)}))
+    for slot, (ref, length) in enumerate(zip(refs(0, 1), (3, 5), strict=True)):
+        batch.put(slot, ProcessedSample(ref.sample, {"bytes": torch.zeros(length, dtype=torch.uint8)}))
     assert sorted(len(tensor) for tensor in batch._held()) == [5, 6]

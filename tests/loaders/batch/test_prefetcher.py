@@ -13,19 +13,20 @@ import torch
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.contract import Member, Sample
 from headrace.loaders.batch.batch import Output
-from headrace.loaders.batch.executor import BatchExecutor, Make
+from headrace.loaders.batch.executor import BatchExecutor, Build
 from headrace.loaders.batch.memory import MemoryBudget
-from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, AT_ONCE, Prefetcher
+from headrace.loaders.batch.prefetcher import ANNOUNCED_BATCHES, PLANNED_AT_ONCE, Prefetcher
+from headrace.loaders.batch.sample_builder import SampleBuilder
 from headrace.loaders.fetch.sample_reader import Range
-from headrace.loaders.interfaces import FileTarget, ProcessedSample, SampleLayout, SampleRef
+from headrace.loaders.interfaces import FileTarget, ProcessedSample, SampleRef
+from headrace.loaders.quarantine.quarantine import Quarantine
 from headrace.loaders.works.files import FileWork
-from headrace.loaders.works.foreseen import Foreseen
 
 Batches = Iterator[Sequence[SampleRef]]
-AT_MOST = ANNOUNCED_BATCHES + AT_ONCE
+AT_MOST = ANNOUNCED_BATCHES + PLANNED_AT_ONCE
 
 
-def place(number: int) -> SampleRef:
+def ref(number: int) -> SampleRef:
     return SampleRef(0, number, Sample(number, f"key{number}", "shard", (Member("bin", 512 * number, 3, 0),), 0.0))
 
 
@@ -44,12 +45,12 @@ class Listening:
         pass
 
 
-def made(places: Sequence[SampleRef], rooms: Sequence[Any]) -> list[ProcessedSample]:
+def made(refs: Sequence[SampleRef], targets: Sequence[Any], *_: object) -> list[ProcessedSample]:
     """Every byte of a sample is its number."""
-    for one, room in zip(places, rooms, strict=True):
-        assert isinstance(room, FileTarget)
-        room.memory[:] = bytes([one.sample.id] * len(room.memory))
-    return [ProcessedSample(one.sample, {"bytes": torch.empty(0)}, {"sizes": [3]}, in_place=True) for one in places]
+    for one, target in zip(refs, targets, strict=True):
+        assert isinstance(target, FileTarget)
+        target.memory[:] = bytes([one.sample.id] * len(target.memory))
+    return [ProcessedSample(one.sample, {"bytes": torch.empty(0)}, {"sizes": [3]}, in_place=True) for one in refs]
 
 
 def deliver(ahead: Prefetcher) -> Any:
@@ -63,11 +64,12 @@ def deliver(ahead: Prefetcher) -> Any:
 def start() -> Iterator[Callable[..., tuple[Prefetcher, Listening]]]:
     begun = list[Prefetcher]()
 
-    def start(batches: Batches, make: Make = made) -> tuple[Prefetcher, Listening]:
-        work, source = Foreseen(FileWork(["bin"])), Listening()
-        layout: SampleLayout = work.layout
-        prefetcher = BatchExecutor(make, layout, Output(torch.device("cpu"), pinned=False), threads=2, group=2)
-        begun.append(Prefetcher(batches, work, [source], prefetcher, 2, MemoryBudget(1 << 30)))  # type: ignore[list-item]
+    def start(batches: Batches, build: Build = made) -> tuple[Prefetcher, Listening]:
+        processor, source, memory = FileWork(["bin"]), Listening(), MemoryBudget(1 << 30)
+        plan: Any = None
+        builder = SampleBuilder(plan, processor, [source], quarantine=Quarantine(0), memory=memory)  # type: ignore[list-item]
+        executor = BatchExecutor(build, processor.layout, Output(torch.device("cpu"), pinned=False), 2, group=2)
+        begun.append(Prefetcher(batches, builder, executor, ahead=2, memory=memory))
         return begun[-1], source
 
     yield start
@@ -76,13 +78,13 @@ def start() -> Iterator[Callable[..., tuple[Prefetcher, Listening]]]:
 
 
 def test_batches_come_in_order_and_are_announced_several_at_a_time(start: Any) -> None:
-    ahead, source = start([place(2 * n % 256), place((2 * n + 1) % 256)] for n in range(10**9))
+    ahead, source = start([ref(2 * n % 256), ref((2 * n + 1) % 256)] for n in range(10**9))
     for number in range(60):
         batch = deliver(ahead).tensors()
         assert batch["bytes"].tolist() == [2 * number] * 3 + [2 * number + 1] * 3
     assert source.heard.acquire(timeout=60)
     assert all(len(told) <= 2 * (AT_MOST + 3) for told in source.told)
-    assert len(source.told) <= 2 + (60 + 3) / AT_ONCE  # the first by itself, the others not one by one
+    assert len(source.told) <= 2 + (60 + 3) / PLANNED_AT_ONCE  # the first by itself, the others not one by one
 
 
 def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until_it_is_there(start: Any) -> None:
@@ -91,15 +93,15 @@ def test_the_first_batch_is_announced_by_itself_and_nothing_else_looked_up_until
     def batches() -> Batches:
         for n in range(10**9):
             seen.append(n)
-            yield [place(n)]
+            yield [ref(n)]
 
-    def make(places: Sequence[SampleRef], rooms: Sequence[Any]) -> list[ProcessedSample]:
-        if places[0].sample.id == 0:
+    def make(refs: Sequence[SampleRef], targets: Sequence[Any], *_: object) -> list[ProcessedSample]:
+        if refs[0].sample.id == 0:
             assert source.heard.acquire(timeout=60)
-            ahead._prefetcher.run(int).result(60)  # whatever else the other thread was asked for is done
+            ahead._executor.run(int).result(60)  # whatever else the other thread was asked for is done
             told.extend(source.told)
             told.append([("looked up", n, 0) for n in seen])
-        return made(places, rooms)
+        return made(refs, targets)
 
     ahead, source = start(batches(), make)
     deliver(ahead)
@@ -114,13 +116,13 @@ def test_what_is_in_the_making_is_announced_before_what_is_due_later(start: Any)
     def batches() -> Batches:
         for n in range(10**9):
             assert n < 4 or begun.wait(60)
-            yield [place(n)]
+            yield [ref(n)]
 
-    def make(places: Sequence[SampleRef], rooms: Sequence[Any]) -> list[ProcessedSample]:
-        if places[0].sample.id == 1:
+    def make(refs: Sequence[SampleRef], targets: Sequence[Any], *_: object) -> list[ProcessedSample]:
+        if refs[0].sample.id == 1:
             begun.set()
             assert source.heard.acquire(timeout=60)
-        return made(places, rooms)
+        return made(refs, targets)
 
     ahead, source = start(batches(), make)
     deliver(ahead)
@@ -143,7 +145,7 @@ def test_batches_are_looked_up_by_the_threads_that_make_them_one_at_a_time(start
             threads.add(threading.current_thread().name)
             time.sleep(0.01)  # long enough for another one to come in
             inside.pop()
-            return [place(0)]
+            return [ref(0)]
 
     ahead, _ = start(Slowly())
     for _ in range(12):
@@ -154,7 +156,7 @@ def test_batches_are_looked_up_by_the_threads_that_make_them_one_at_a_time(start
 
 
 def test_what_goes_wrong_when_a_batch_is_announced_is_raised_before_the_next(start: Any) -> None:
-    ahead, source = start([place(n)] for n in range(10**9))
+    ahead, source = start([ref(n)] for n in range(10**9))
 
     def announce(_: Sequence[Range]) -> None:
         raise CorruptionError("nobody listens")
@@ -167,7 +169,7 @@ def test_what_goes_wrong_when_a_batch_is_announced_is_raised_before_the_next(sta
 
 def test_what_cannot_be_looked_up_is_raised_where_it_is_due(start: Any) -> None:
     def batches() -> Batches:
-        yield from ([place(n)] for n in range(5))
+        yield from ([ref(n)] for n in range(5))
         raise CorruptionError("the index is damaged")
 
     ahead, _ = start(batches())
@@ -186,7 +188,7 @@ def test_closing_waits_for_one_look_up_and_not_for_all_that_were_asked_for(start
             if n == 5:
                 reached.set()
                 go_on.wait(60)
-            yield [place(n)]
+            yield [ref(n)]
 
     ahead, _ = start(batches())
     deliver(ahead)

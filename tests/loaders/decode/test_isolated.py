@@ -114,7 +114,7 @@ def test_a_loader_survives_both_and_puts_the_clips_aside(
         pack([folder], tmp_path / "ds", workers=1) as packed,
         VideoLoader(
             packed, 3, clip=Clip(2, per_video=40, start="center"), size=(24, 32), shuffle=False, sidecar=None,
-            threads=2, isolate=True, quarantine_limit=10,
+            num_threads=2, decode_in_subprocess=True, max_bad_samples=10,
         ) as loader,
     ):  # fmt: skip
         delivered = sum(len(batch["key"]) for batch in loader)

@@ -101,10 +101,10 @@ def test_a_loader_decodes_what_its_clips_have_in_common_once(
         clip = Clip(4, start=start, **parts)
         opened.clear()
         with VideoLoader(
-            made_dataset, 10, clip=clip, size=(24, 32), shuffle=False, drop_last=False, threads=1
+            made_dataset, 10, clip=clip, size=(24, 32), shuffle=False, drop_last=False, num_threads=1
         ) as loader:
             if not alike:
-                loader._delivery = replace(loader._delivery, grouped=None)
+                loader._delivery = replace(loader._delivery, group_slots=None)
             found = [batch["video"].numpy().copy() for batch in loader]
         return found, opened["windows"]
 
@@ -131,13 +131,13 @@ def test_light_clips_of_a_batch_are_decoded_in_a_go_up_to_a_bound_unless_more_is
     do = clips.ClipWork.do
 
     def watched(self: clips.ClipWork, loaded: Any) -> Any:
-        done.append([one.place.sample.video.width for one in loaded])
+        done.append([one.ref.sample.video.width for one in loaded])
         return do(self, loaded)
 
     monkeypatch.setattr(clips.ClipWork, "do", watched)
     how: dict[str, Any] = {"transform": lambda tensors, _: tensors} if transformed else {}
     with VideoLoader(
-        tmp_path / "ds", 6, clip=Clip(2), size=(24, 24), evaluate=True, threads=1, prefetch=1, **how
+        tmp_path / "ds", 6, clip=Clip(2), size=(24, 24), evaluate=True, num_threads=1, prefetch_batches=1, **how
     ) as loader:
         (batch,) = loader
     assert batch["video"].shape == (6, 2, 3, 24, 24)

@@ -21,8 +21,8 @@ from headrace.loaders.quarantine.records import SkippedSample
 from tests.loaders import made
 
 
-def refusal(number: int = 1, dataset: str = "s3://bucket/clips", *, for_good: bool = False) -> SkippedSample:
-    return SkippedSample(number, f"key{number}", "shards/0.tar", 512, "corruption", "it is bad", for_good, dataset)
+def refusal(number: int = 1, dataset: str = "s3://bucket/clips", *, permanent: bool = False) -> SkippedSample:
+    return SkippedSample(number, f"key{number}", "shards/0.tar", 512, "corruption", "it is bad", permanent, dataset)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_refused_sample_is_listed_by_the_command_and_the_dataset_is_not_touche
     damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(damaged)
-    with VideoLoader(damaged, 2, clip=Clip(2, per_video=2), size=(24, 32), sidecar=None, quarantine_limit=3) as loader:
+    with VideoLoader(damaged, 2, clip=Clip(2, per_video=2), size=(24, 32), sidecar=None, max_bad_samples=3) as loader:
         list(loader)
         list(loader)
         assert [one.key for one in loader.quarantine] == ["h264-late"]
@@ -65,8 +65,8 @@ def test_a_refused_sample_is_listed_by_the_command_and_the_dataset_is_not_touche
 
 
 def test_on_bad_shorter_leaves_the_sample_out_and_lists_it(damaged: Path) -> None:
-    options = {"clip": Clip(2), "size": (24, 32), "sidecar": None, "quarantine_limit": 3, "shuffle": False}
-    with VideoLoader(damaged, 6, **options, on_bad="shorter") as loader:  # type: ignore[arg-type]
+    options = {"clip": Clip(2), "size": (24, 32), "sidecar": None, "max_bad_samples": 3, "shuffle": False}
+    with VideoLoader(damaged, 6, **options, on_error="skip") as loader:  # type: ignore[arg-type]
         (batch,) = loader
         assert len(batch["key"]) == len(batch["id"]) == len(batch["clip"]) == batch["video"].shape[0] == 5
         assert "h264-late" not in batch["key"]
@@ -82,7 +82,7 @@ def test_an_evaluation_counts_nobody_twice_in_the_place_of_a_damaged_sample(dama
         "clip": Clip(2),
         "size": (24, 32),
         "sidecar": None,
-        "quarantine_limit": 3,
+        "max_bad_samples": 3,
         "evaluate": True,
     }
     with VideoLoader(damaged, 2, **options) as loader:
@@ -92,7 +92,7 @@ def test_an_evaluation_counts_nobody_twice_in_the_place_of_a_damaged_sample(dama
         {*range(6)} - {loader.quarantine[0].id}
     )
     assert [sum(batch["sizes"]) for batch in batches] == [2, 2, 2]  # as planned: no rank knows what the others found
-    with VideoLoader(damaged, 2, **options, on_bad="replace") as loader:
+    with VideoLoader(damaged, 2, **options, on_error="replace") as loader:
         assert [len(batch["id"]) for batch in loader] == [2, 2, 2]
 
 
@@ -101,9 +101,9 @@ def test_a_list_that_cannot_be_written_stops_nobody(
 ) -> None:
     monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "file" / "x"))
     (tmp_path / "file").write_text("not a directory")
-    with VideoLoader(damaged, 6, clip=Clip(2), size=(24, 32), sidecar=None, quarantine_limit=3) as loader:
+    with VideoLoader(damaged, 6, clip=Clip(2), size=(24, 32), sidecar=None, max_bad_samples=3) as loader:
         assert len(list(loader)) == 1
-    assert "not written down" in caplog.text
+    assert "cannot be recorded" in caplog.text
     monkeypatch.setenv("HEADRACE_QUARANTINE", "off")
     assert main(["quarantine"]) == 2
 
@@ -112,7 +112,7 @@ def test_who_has_no_home_has_no_list_and_can_train(damaged: Path, monkeypatch: p
     for name in ("HOME", "XDG_STATE_HOME", "HEADRACE_QUARANTINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: (1 << 31) - 9)  # nobody of that number is known here
-    with VideoLoader(damaged, 4, clip=Clip(2), size=(16, 16), sidecar=None, quarantine_limit=4) as loader:
+    with VideoLoader(damaged, 4, clip=Clip(2), size=(16, 16), sidecar=None, max_bad_samples=4) as loader:
         for _ in loader:
             pass
         assert loader.quarantine
@@ -182,7 +182,7 @@ def test_a_copied_dataset_has_a_list_of_its_own(damaged: Path, tmp_path: Path) -
     folder = records.directory()
     assert folder is not None
     shutil.copytree(damaged, tmp_path / "copy")
-    with VideoLoader(tmp_path / "copy", 6, clip=Clip(2), size=(24, 32), sidecar=None, quarantine_limit=3) as loader:
+    with VideoLoader(tmp_path / "copy", 6, clip=Clip(2), size=(24, 32), sidecar=None, max_bad_samples=3) as loader:
         list(loader)
         assert len(records.distinct(folder, loader.dataset.url)[0]) == 1
     assert records.distinct(folder, f"file://{damaged}") == ([], 0)

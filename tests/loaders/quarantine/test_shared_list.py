@@ -234,8 +234,10 @@ def make(damaged: Path, tmp_path: Path) -> Iterator[Make]:
     made = []
 
     def loader(**options: Any) -> VideoLoader:
-        options = {"batch_size": 4, "quarantine_list": tmp_path / "list", "quarantine_limit": 8, "seed": 5} | options
-        made.append(VideoLoader(damaged, clip=Clip(2, per_video=3), size=(16, 16), sidecar=None, threads=2, **options))
+        options = {"batch_size": 4, "quarantine_list": tmp_path / "list", "max_bad_samples": 8, "seed": 5} | options
+        made.append(
+            VideoLoader(damaged, clip=Clip(2, per_video=3), size=(16, 16), sidecar=None, num_threads=2, **options)
+        )
         return made[-1]
 
     yield loader
@@ -382,7 +384,7 @@ def test_newer_entries_are_taken_over_when_asked_for_and_the_state_says_so(
     resumed = make()
     resumed.load_state_dict(json.loads(json.dumps(other.state_dict())))
     assert take(resumed, 2) == rest[2:]
-    with pytest.raises(UsageError, match="goes by no list"):
+    with pytest.raises(UsageError, match="follows no list"):
         make(quarantine_list=None).update_quarantine()
 
 
@@ -399,7 +401,7 @@ def test_a_version_that_cannot_be_leaves_a_state_that_can_be_loaded(make: Make, 
 def test_a_loader_that_goes_by_one_version_for_good_takes_over_no_other(make: Make, tmp_path: Path) -> None:
     QuarantineList(tmp_path / "list").append([entry(1)])
     loader = make(quarantine_list=QuarantineList(tmp_path / "list", version=0))
-    with pytest.raises(UsageError, match="version 0 of its list for good"):
+    with pytest.raises(UsageError, match="version 0 of its list only"):
         loader.update_quarantine()
 
 
@@ -473,6 +475,6 @@ def test_what_the_list_cannot_take_stays_in_the_state(
 
 def test_a_list_that_cannot_be_opened_lets_go_of_the_dataset(make: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    for wrong in ({"quarantine_list": "nosuch://x"}, {"quarantine_limit": -1}):
+    for wrong in ({"quarantine_list": "nosuch://x"}, {"max_bad_samples": -1}):
         with pytest.raises(UsageError):
             make(**wrong)

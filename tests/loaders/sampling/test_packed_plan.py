@@ -55,7 +55,13 @@ def make(recordings: Dataset) -> Iterator[Make]:
     made = []
 
     def loader(source: Any = recordings, batch_size: int | None = 2, **options: Any) -> AudioLoader:
-        options = {"packing": PACKING, "sample_rate": RATE, "sidecar": None, "threads": 2, "drop_last": False} | options
+        options = {
+            "packing": PACKING,
+            "sample_rate": RATE,
+            "sidecar": None,
+            "num_threads": 2,
+            "drop_last": False,
+        } | options
         made.append(AudioLoader(source, batch_size, **options))
         return made[-1]
 
@@ -97,7 +103,7 @@ def heard(batches: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], ...]]:
     return [tuple(tuple(keys) for keys in batch["key"]) for batch in batches]
 
 
-ANEW = Packing(RATE, lookahead=3, anew=True)
+ANEW = Packing(RATE, lookahead=3, repack_each_epoch=True)
 
 
 def test_packed_anew_other_recordings_share_a_row_in_each_epoch_and_all_come_once(make: Make) -> None:
@@ -123,7 +129,7 @@ def test_a_mixture_packed_anew_plays_every_recording_once_in_each_epoch_of_its_s
     make: Make, recordings: Dataset
 ) -> None:
     halves = {"a": recordings, "b": recordings.where("key >= '06'")}
-    packing = Packing(2 * RATE, lookahead=4, anew=True)
+    packing = Packing(2 * RATE, lookahead=4, repack_each_epoch=True)
 
     def mixed(**options: Any) -> AudioLoader:
         return make(Mixture(halves, weights={"a": 1, "b": 2}, epoch_batches=9), packing=packing, **options)
@@ -184,7 +190,7 @@ def _third(make: Make) -> AudioLoader:
 
 
 def test_packed_anew_an_epoch_that_would_fill_no_batch_is_packed_as_the_first(make: Make) -> None:
-    loader = make(packing=Packing(RATE, lookahead=2, anew=True), batch_size=11, drop_last=True)
+    loader = make(packing=Packing(RATE, lookahead=2, repack_each_epoch=True), batch_size=11, drop_last=True)
     stream = loader._plan.streams[0]
     lengths = lengths_at(stream, AudioSpec(RATE))
     alone = [len(packed_by(lengths, loader.packed[0].packing, key_of(_PACK, 0, epoch))) for epoch in range(6)]
@@ -270,7 +276,7 @@ def test_rows_of_which_every_recording_is_damaged_are_silent(
             shard.write(b"\x00" * 50)
     packing = PACKING if features == "waveform" else Packing(400)
     options = {"features": features, "packing": packing}
-    whole, bad = make(**options), make(str(copy), quarantine_limit=100, **options)
+    whole, bad = make(**options), make(str(copy), max_bad_samples=100, **options)
     name = "audio" if features == "waveform" else "mel"
     silence = 0.0 if features == "waveform" else MEL.silence
     for right, found in zip(whole, bad, strict=True):

@@ -144,7 +144,7 @@ def test_dalis_graph_is_not_there_without_the_gpu_that_is_asked_for() -> None:
 
 def test_spectrograms_stand_in_the_place_of_sound_for_clips_and_windows_alike() -> None:
     sample = Sample(0, "a", "s", (), 1.0)
-    place = FetchedSample(SampleRef(0, 0, sample), {})
+    ref = FetchedSample(SampleRef(0, 0, sample), {})
 
     class Heard:
         layout = SampleLayout(("video", "audio"), {"clip": torch.float64})
@@ -156,7 +156,7 @@ def test_spectrograms_stand_in_the_place_of_sound_for_clips_and_windows_alike() 
 
     work = mels(cast(Processor, Heard()), AudioSpec(RATE, seconds=1.0, features=LogMel()), torch.device("cpu"))
     assert work.layout.tensors == ("video", "mel")
-    first, bad, last = work.process([place] * 3)
+    first, bad, last = work.process([ref] * 3)
     assert isinstance(bad, CorruptionError)
     assert isinstance(first, ProcessedSample)
     assert isinstance(last, ProcessedSample)

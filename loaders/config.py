@@ -1,0 +1,347 @@
+"""The options of loaders: each described once, checked, and brought together.
+
+Purpose: `LoaderConfig` has the options that all loaders share. `VideoConfig`, `AudioConfig` and `FileConfig` add those
+of one loader. `configured_by` gives the loader's constructor the same arguments, for people (`help`) and for type
+checkers.
+Invariants: a config is frozen and checked. Nothing here reads data or starts anything, but `open_plan` opens the
+datasets.
+Failure behaviour: `UsageError` naming the argument and what would do; `TypeError` naming the loader for an argument
+that does not exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, get_args
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.shards.dataset import Dataset
+from headrace.loaders.batch.batch import AXES, Output
+from headrace.loaders.batch.sample_builder import OnError
+from headrace.loaders.interfaces import Processor
+from headrace.loaders.loader import DEFAULT_MEMORY, BadSampleOptions, DeliveryOptions
+from headrace.loaders.sampling.permutation import I64
+from headrace.loaders.sampling.plan import Bucketing, DatasetLike, Find, OrderPlan, Sampling, make_plan, open_datasets
+from headrace.loaders.validation import check_choice, check_count, check_type, checked
+from headrace.loaders.works.added import Transform, check_columns, known_columns, wrapped
+from headrace.loaders.works.sources import sourced
+
+if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
+    from headrace.loaders.decode.isolated import IsolatedDecoder
+    from headrace.loaders.quarantine.shared_list import QuarantineList
+    from headrace.loaders.sampling.mixture import Mixture
+    from headrace.loaders.sampling.packing import Pack
+    from headrace.loaders.sound.spec import AudioSpec
+
+MAX_THREADS, DEFAULT_MOST_THREADS = 256, 16
+MAX_PREFETCH = 64
+MAX_BATCH = 1 << 16
+MAX_MEMORY = 1 << 44
+MAX_SECONDS = 3600.0
+DTYPES = {
+    "uint8": torch.uint8,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+P = ParamSpec("P")
+ConfigT = TypeVar("ConfigT", bound="LoaderConfig")
+LoaderT = TypeVar("LoaderT")
+_OTHER_NAMES = {
+    "num_workers": "num_threads",
+    "prefetch_factor": "prefetch_batches",
+    "transforms": "transform",
+    "frames": "clip=Clip(frames=...)",
+    "stride": "clip=Clip(stride=...)",
+    "fps": "clip=Clip(fps=...)",
+    "seconds": "window=Window(seconds)",
+}
+"""What other libraries call an argument, or what it is a part of here."""
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """The options that all loaders share.
+
+    Args:
+        columns (Sequence[str]): columns of the index, or promoted fields of the samples' JSON, that every batch lists.
+            Default: ().
+        transform (Callable): called as `transform(tensors, generator)` for each sample, before pixels become floats. It
+            returns a dict of the same names. The generator is the sample's own; a resumed run seeds it alike. Default:
+            None.
+        shuffle (bool): shuffle anew in every epoch. Default: True.
+        seed (int): seed of everything that is drawn; it fits 64 bits. Default: 0.
+        rank (int | None): this process's rank. Default: torch.distributed's, else 0.
+        world_size (int | None): number of ranks. Default: torch.distributed's, else 1.
+        drop_last (bool): leave out the last, short global batch of an epoch. With False the ranks share it as evenly as
+            possible: a rank may get one sample fewer than another, or a batch without samples. Default: True.
+        evaluate (bool): deliver every sample once, in order, without padding. Default: False.
+        device (str | torch.device): "cpu" (pinned where CUDA is), "pinned" (or an error), "cuda", or a device. Default:
+            "cpu".
+        num_threads (int | None): threads that decode. Default: this rank's share of the machine's cores, at most 16.
+        prefetch_batches (int): batches in progress while the trainer works, 1 to 64. Default: 2.
+        memory_limit (int): bytes in flight at most. Default: 4 GiB.
+        copy (bool): give every batch memory of its own. By default a batch's memory is used again once nothing refers
+            to it. Default: False.
+        sidecar (str | os.PathLike | None): "auto", the path of the sidecar's socket, or None to read without it.
+            Default: "auto".
+        on_error (str | None): "replace" substitutes a neighbour for a damaged sample; "skip" leaves the sample out of
+            its batch. Default: "replace", in an evaluation "skip".
+        max_bad_samples (float): raise `CorruptionError` once more samples than this are damaged: a number or, below 1,
+            a share of the epoch's samples. Default: 0.01.
+        quarantine_list (str | os.PathLike | QuarantineList | None): a list of bad samples that runs share. Default:
+            None.
+        decode_in_subprocess (bool | float): decode (by PyAV) in processes that may crash. A number is the time limit of
+            a decoding in seconds, up to 3600; True is 60. Default: False.
+        version (int | str | None): version or tag of the dataset at a URL. Default: the newest version.
+        trust_mounts (bool): let a dataset name directories of this machine, private hosts and other S3 endpoints for
+            its shards. Default: False.
+        storage_options (dict | None): options of the dataset's store, such as `{"endpoint_url": ...}`. Default: None.
+    """
+
+    columns: Sequence[str] = ()
+    transform: Transform | None = None
+    shuffle: bool = True
+    seed: int = 0
+    rank: int | None = None
+    world_size: int | None = None
+    drop_last: bool = True
+    evaluate: bool = False
+    device: str | torch.device = "cpu"
+    num_threads: int | None = None
+    prefetch_batches: int = 2
+    memory_limit: int = DEFAULT_MEMORY
+    copy: bool = False
+    sidecar: str | os.PathLike[str] | None = "auto"
+    on_error: OnError | None = None
+    max_bad_samples: float = 0.01
+    quarantine_list: str | os.PathLike[str] | QuarantineList | None = None
+    decode_in_subprocess: bool | float = False
+    version: int | str | None = None
+    trust_mounts: bool = False
+    storage_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("seed", int),
+            *((name, bool) for name in ("shuffle", "drop_last", "evaluate", "copy", "trust_mounts")),
+        ):
+            object.__setattr__(self, name, checked(name, getattr(self, name), kind))
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise UsageError(f"seed={self.seed} does not fit 64 bits", hint="such as secrets.randbits(64)")
+        check_type("columns", self.columns, (list, tuple), 'a list, such as ["width"]')
+        check_type("sidecar", self.sidecar, (str, os.PathLike), '"auto", the path of a socket, or None')
+        check_type("storage_options", self.storage_options, Mapping, "a dict of options")
+        if self.on_error is not None:
+            check_choice("on_error", self.on_error, get_args(OnError))
+        transform: object = self.transform
+        if transform is not None and not callable(transform):
+            raise UsageError(f"transform={transform!r} cannot be called", hint="give f(tensors, generator)")
+        isolate = checked("decode_in_subprocess", self.decode_in_subprocess, bool | float)
+        if not isinstance(isolate, bool) and not 0 < isolate <= MAX_SECONDS:
+            raise UsageError(
+                f"decode_in_subprocess={isolate!r} is not a time limit",
+                hint=f"True, or seconds, up to {MAX_SECONDS:.0f}",
+            )
+
+    def sampling(self, batch_size: int | None) -> Sampling:
+        """How batches are put together, for this rank."""
+        if batch_size is not None:
+            batch_size = check_count("batch_size", batch_size, MAX_BATCH)
+        rank, world_size = rank_and_world_size(self.rank, self.world_size)
+        return Sampling(batch_size, rank, world_size, self.seed, self.shuffle, self.drop_last, self.evaluate)
+
+    def output(
+        self,
+        normalize: tuple[Sequence[float], Sequence[float]] | None = None,
+        dtype: str | torch.dtype | None = None,
+        layout: str = "TCHW",
+    ) -> Output:
+        """Device, dtype and axes of the batches."""
+        check_choice("layout", layout, tuple(AXES))
+        kind = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if dtype is not None and kind not in DTYPES.values():
+            raise UsageError(f"dtype {dtype!r} is not known", hint=f"use {', '.join(DTYPES)}")
+        if normalize is not None and kind == torch.uint8:
+            raise UsageError("normalized pixels are not whole numbers", hint="use a floating dtype")
+        device, pinned = _device(self.device)
+        output = Output(device, pinned, dtype=kind, axes=layout)
+        if normalize is None:
+            return output
+        try:
+            mean, std = (tuple(float(value) for value in values) for values in normalize)
+            if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+                raise ValueError
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"normalize={normalize!r} is not (mean, std), three numbers each, the deviations positive",
+                hint="such as ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))",
+            ) from None
+        return replace(output, mean=mean, std=std)
+
+    def delivery(self, output: Output, *, group: int) -> DeliveryOptions:
+        """How batches are built. On a GPU, `group` samples are decoded together."""
+        threads = default_threads() if self.num_threads is None else self.num_threads
+        return DeliveryOptions(
+            output,
+            num_threads=check_count("num_threads", threads, MAX_THREADS),
+            prefetch_batches=check_count("prefetch_batches", self.prefetch_batches, MAX_PREFETCH),
+            group=group if output.device.type == "cuda" else 1,
+            sidecar=self.sidecar,
+            memory_limit=check_count("memory_limit", self.memory_limit, MAX_MEMORY),
+            copy=self.copy,
+            alone_by_default=self.rank is None and not _in_world(),
+        )
+
+    @property
+    def bad_samples(self) -> BadSampleOptions:
+        """What is done about damaged samples. In an evaluation, a substitute would be counted twice."""
+        on_error = self.on_error or ("skip" if self.evaluate else "replace")
+        return BadSampleOptions(self.max_bad_samples, on_error, self.quarantine_list)
+
+    def subprocess_decoder(self, num_threads: int) -> IsolatedDecoder | None:
+        """A decoder with a process for each thread, if `decode_in_subprocess`."""
+        if self.decode_in_subprocess is False:
+            return None
+        from headrace.loaders.decode.isolated import SECONDS, IsolatedDecoder
+
+        limit = SECONDS if self.decode_in_subprocess is True else float(self.decode_in_subprocess)
+        return IsolatedDecoder(num_threads, limit)
+
+    def open_plan(
+        self,
+        source: DatasetLike | Mixture,
+        find: Find,
+        parts: Any,
+        how: Sampling,
+        buckets: Bucketing | None = None,
+        pack: Pack | None = None,
+    ) -> tuple[OrderPlan, Sequence[Dataset]]:
+        """Open what `source` names, and plan it.
+
+        Returns:
+            The plan, and the datasets that were opened for it. The loader closes these.
+        """
+
+        def find_checked(dataset: Dataset) -> tuple[I64, int | I64]:
+            if self.columns:
+                from headrace.dataio.shards.query.conditions import field_types  # imports DuckDB
+
+                check_columns(self.columns, known_columns(field_types(dataset.document)), dataset.url)
+            return find(dataset)
+
+        opened = open_datasets(source, self.version, self.storage_options, self.trust_mounts)
+        try:
+            return make_plan(opened, find_checked, parts, how, buckets, pack), opened.owned
+        except BaseException:
+            opened.close()
+            raise
+
+    def finish(
+        self, processor: Processor, spec: AudioSpec | None, device: torch.device, names: Sequence[str]
+    ) -> Processor:
+        """`processor` with spectrograms, columns, the transform and the names of sources added, as they are wanted."""
+        if spec is not None:
+            from headrace.loaders.works.mels import mels
+
+            processor = mels(processor, spec, device)
+        return sourced(wrapped(processor, self.columns, self.transform), names)
+
+
+def configured_by(
+    config: Callable[P, ConfigT],
+) -> Callable[[Callable[[LoaderT, ConfigT], None]], Callable[Concatenate[LoaderT, P], None]]:
+    """Let a loader's `__init__(self, config)` be called with the arguments of the config instead.
+
+    The arguments and their documentation are those of the config class, so `help` and type checkers show all of them.
+    """
+    signature = inspect.signature(config)
+    shared = {field.name for field in fields(LoaderConfig)}
+    own_first = sorted(signature.parameters.values(), key=lambda one: one.name in shared)
+    positional = [one for one in own_first if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    keywords = [one for one in own_first if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    own_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    def decorate(init: Callable[[LoaderT, ConfigT], None]) -> Callable[Concatenate[LoaderT, P], None]:
+        @functools.wraps(init)
+        def configured(self: LoaderT, *args: P.args, **kwargs: P.kwargs) -> None:
+            name = type(self).__name__
+            for argument in kwargs:
+                if argument not in signature.parameters:
+                    raise TypeError(
+                        f"{name}() has no argument {argument!r}{_meant(argument, list(signature.parameters))}"
+                    )
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name}(): {error}") from None
+            init(self, config(*args, **kwargs))
+
+        shown: Any = configured
+        shown.__signature__ = signature.replace(parameters=[own_self, *positional, *keywords], return_annotation=None)
+        shown.__doc__ = "\n\n".join(inspect.cleandoc(one.__doc__ or "") for one in (config, LoaderConfig))
+        return cast(Callable[Concatenate[LoaderT, P], None], shown)
+
+    return decorate
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Which argument the caller may have meant."""
+    found = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
+    return f" (did you mean {found}?)" if found.partition("=")[0] in known else ""
+
+
+def default_threads() -> int:
+    """This process's share of the cores that it may run on, if torchrun started several processes; at most 16."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, min(DEFAULT_MOST_THREADS, usable // max(1, int(sharing) if sharing.isdecimal() else 1)))
+
+
+def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and world size as given, or torch.distributed's, or (0, 1)."""
+    if (rank is None) != (world_size is None):
+        raise UsageError("of rank and world_size one is missing", hint="give both, or neither")
+    rank, world_size = checked("rank", rank, int | None), checked("world_size", world_size, int | None)
+    if rank is None or world_size is None:
+        if _in_world():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+                warn_once(
+                    _log, "WORLD_SIZE is set but torch.distributed is not initialised: every rank reads everything"
+                )
+            rank, world_size = 0, 1
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is outside a world of {world_size}", hint="ranks count from 0")
+    return rank, world_size
+
+
+def _in_world() -> bool:
+    """Whether torch.distributed knows this process's rank."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _device(device: str | torch.device) -> tuple[torch.device, bool]:
+    """The device of batches, and whether they are in pinned memory."""
+    named: str = checked("device", str(device) if isinstance(device, torch.device) else device, str)
+    if named.split(":")[0] not in ("cpu", "pinned", "cuda"):
+        raise UsageError(f"device {named!r} is not known", hint="use 'cpu', 'pinned' or 'cuda'")
+    here = torch.cuda.is_available()
+    if not here and named != "cpu":
+        raise UsageError(f"device={named!r}, but torch sees no GPU", hint="use device='cpu'")
+    if named.startswith("cuda"):
+        chosen = torch.device(named)
+        return (torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen), False
+    return torch.device("cpu"), here
