@@ -128,7 +128,7 @@ def test_light_clips_of_a_batch_are_decoded_in_a_go_up_to_a_bound_unless_more_is
             (tmp_path / "clips" / f"{name}{number}.mkv").write_bytes(data)
     pack([tmp_path / "clips"], tmp_path / "ds", workers=1).close()
     done = list[list[int]]()
-    do = clips.ClipWork.do
+    do = clips.ClipWork.process
 
     def watched(self: clips.ClipWork, loaded: Any) -> Any:
         done.append([one.ref.sample.video.width for one in loaded])
