@@ -17,8 +17,9 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, Unsuppor
 from headrace.dataio.shards.contract import AudioInfo, VideoInfo
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.workers.process import run_module
-from headrace.loaders import AudioSpec, Clip, VideoLoader, arguments
+from headrace.loaders import AudioSpec, Clip, VideoLoader
 from headrace.loaders.clip import Wanted, choose
+from headrace.loaders.config import LoaderConfig
 from headrace.loaders.decode.contract import Decoded, Request
 from headrace.loaders.decode.isolated import IsolatedDecoder
 from headrace.loaders.decode.pyav import PyAVDecoder
@@ -109,7 +110,7 @@ def test_a_loader_survives_both_and_puts_the_clips_aside(
     folder.mkdir()
     for one in (made.ALL[0], made.ALL[7], made.ALL[8]):
         (folder / one.name).write_bytes(made.make(one))
-    monkeypatch.setattr(arguments, "isolated", lambda *_: doomed)
+    monkeypatch.setattr(LoaderConfig, "subprocess_decoder", lambda *_: doomed)
     with (
         pack([folder], tmp_path / "ds", workers=1) as packed,
         VideoLoader(

@@ -134,7 +134,7 @@ def test_light_clips_of_a_batch_are_decoded_in_a_go_up_to_a_bound_unless_more_is
         done.append([one.ref.sample.video.width for one in loaded])
         return do(self, loaded)
 
-    monkeypatch.setattr(clips.ClipWork, "do", watched)
+    monkeypatch.setattr(clips.ClipWork, "process", watched)
     how: dict[str, Any] = {"transform": lambda tensors, _: tensors} if transformed else {}
     with VideoLoader(
         tmp_path / "ds", 6, clip=Clip(2), size=(24, 24), evaluate=True, num_threads=1, prefetch_batches=1, **how
