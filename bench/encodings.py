@@ -20,7 +20,7 @@ from torch import nn
 from headrace.bench.core import command
 from headrace.bench.core.measure import Candidate, alternate
 from headrace.bench.core.results import Metric, Part
-from headrace.checkpoint.format import codec, delta
+from headrace.checkpoint.format import codec
 from headrace.checkpoint.format.manifest import DELTAS, PLANES, ZSTD
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.core.options import count
@@ -94,9 +94,9 @@ def encoded(data: bytes, code: int) -> tuple[int, float]:
     view, stored, seconds = memoryview(data), 0, 0.0
     for first in range(0, len(view), CHUNK):
         chunk, began = view[first : first + CHUNK], time.thread_time()
-        made = codec.encode(chunk, code)
+        made = codec.compress(chunk, code)
         seconds += time.thread_time() - began
-        if codec.plain(memoryview(made), code, len(chunk)) != chunk:
+        if codec.decompress(memoryview(made), code, len(chunk)) != chunk:
             raise AssertionError(f"codec {code} gives other bytes back")
         stored += min(len(made), len(chunk))
     return stored, seconds
@@ -106,7 +106,7 @@ def different(data: bytes, before: bytes) -> int:
     """Bytes stored as differences."""
     code = next(code for code, kind in DELTAS.items() if PLANES[kind] == 2)
     chunks = [slice(first, first + CHUNK) for first in range(0, len(data), CHUNK)]
-    return sum(len(delta.compressed(data[one], before[one], code)) for one in chunks)
+    return sum(len(codec.compress_difference(data[one], before[one], code)) for one in chunks)
 
 
 def measure(kind: str, steps: int, width: int) -> dict[str, float]:

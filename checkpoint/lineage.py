@@ -18,7 +18,7 @@ import weakref
 
 import msgspec
 
-from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import writers
@@ -96,7 +96,7 @@ class Lineage:
             self._base = place.base or self._base
             self.drawn(place.timeline)
         bases = tuple(base for base in (self._base, self._fork) if base is not None)
-        return Ticket(ulid.new(), self.timeline, bases)
+        return Ticket(names.new_id(), self.timeline, bases)
 
     def drawn(self, number: int) -> None:
         """On every rank: this timeline is what the trainer saves in until it restores another step."""

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.lifeline import ADDRESS_BYTES, ENDED, SILENT, Door, Lifeline
 
 _CARD = struct.Struct(f">8sQQ{ADDRESS_BYTES}s")

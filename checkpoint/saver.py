@@ -19,8 +19,8 @@ import torch
 
 from headrace.checkpoint.collector import held_off
 from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.format.layout import Layout, TensorSpec
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.saving import DeviceSlices
 from headrace.checkpoint.handle import Handle, Name, SaveResult

@@ -14,8 +14,8 @@ import torch
 
 from headrace.checkpoint.carry import carry
 from headrace.checkpoint.dcp.session import Ticket
-from headrace.checkpoint.format import layout as layouts
-from headrace.checkpoint.format.layout import Layout, TensorSpec
+from headrace.checkpoint.format import chunking as layouts
+from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.saving import DeviceSlices
 from headrace.checkpoint.repository import commit

@@ -32,7 +32,7 @@ from torch.futures import Future
 from headrace.checkpoint.dcp import document, session
 from headrace.checkpoint.dcp.writer import step_of
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.format.chunking import Box, whole
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.store import GdsStore, direct_for

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline, writers
@@ -56,7 +56,7 @@ def draw(store: Store, run: str, step: int, again: bool = False) -> Ticket:
             " RepositoryReader(..., resume=True)",
             *(run, step, place.newer.step),
         )
-    return Ticket(ulid.new(), place.timeline, place.base)
+    return Ticket(names.new_id(), place.timeline, place.base)
 
 
 def resume(store: Store, run: str, base: Base) -> None:

@@ -29,9 +29,8 @@ from headrace.checkpoint.dcp import document, session
 from headrace.checkpoint.dcp.carrying import Share, abort, carry_here
 from headrace.checkpoint.dcp.session import Ticket
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunk import SMALL_BELOW, Box
+from headrace.checkpoint.format.chunking import SMALL_BELOW, Box, TensorSpec
 from headrace.checkpoint.format.codec import COMPRESSIONS
-from headrace.checkpoint.format.layout import TensorSpec
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.store import direct_for
 from headrace.checkpoint.sharding.owners import owners

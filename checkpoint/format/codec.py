@@ -1,5 +1,5 @@
 """Chunk payloads: raw, zstd, or the bytes of each element's places together (*planes*) and then zstd. Differences from another
-chunk are in `headrace.checkpoint.format.delta`.
+chunk are in `headrace.checkpoint.format.codec`.
 
 Floating-point numbers whose bytes lie together by place (all first bytes, then all second, ...) compress better: the places
 with sign and exponent hardly differ from element to element, those of the mantissa are noise. Chosen by
@@ -11,15 +11,18 @@ Failure behaviour: None, as said; never damaged bytes, never more than twice `ra
 
 from __future__ import annotations
 
+import struct
 import threading
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from headrace.checkpoint.format.chunk import digest
-from headrace.checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
-from headrace.dataio.store.base import Buffer
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, DIGEST_BYTES, digest
+from headrace.checkpoint.format.manifest import CODECS, DELTAS, PACK_BYTES, PLANES, RAW, ZSTD
+from headrace.dataio.store.contract import Buffer
 
 COMPRESSIONS = ("none", "zstd", "auto", "delta")
 NAMES = {RAW: "raw", ZSTD: "zstd"} | {kind: f"planes{width}+zstd" for kind, width in PLANES.items()}
@@ -44,11 +47,11 @@ def pack(payload: memoryview, kind: int) -> tuple[Buffer, int]:
     """(what to store, its codec): `kind`, or raw where that is not worth it."""
     if kind == RAW:
         return payload, RAW
-    small = encode(payload, kind)
+    small = compress(payload, kind)
     return (small, kind) if len(small) < WORTH * len(payload) else (payload, RAW)
 
 
-def encode(payload: Buffer, kind: int) -> bytes:
+def compress(payload: Buffer, kind: int) -> bytes:
     """The payload by this codec, whether it is worth it or not."""
     source: Buffer = payload if kind == ZSTD else _to_planes(np.frombuffer(payload, np.uint8), PLANES[kind]).data
     return _contexts.compressor.compress(source)
@@ -56,12 +59,12 @@ def encode(payload: Buffer, kind: int) -> bytes:
 
 def unpack(stored: memoryview, codec: int, raw: int, expected_digest: bytes) -> memoryview | None:
     """The chunk's bytes when they are the right ones."""
-    payload = stored if codec == RAW else plain(stored, codec, raw)
+    payload = stored if codec == RAW else decompress(stored, codec, raw)
     good = payload is not None and len(payload) == raw and digest(payload) == expected_digest
     return payload if good else None
 
 
-def plain(stored: memoryview, codec: int, raw: int) -> memoryview | None:
+def decompress(stored: memoryview, codec: int, raw: int) -> memoryview | None:
     """What was compressed, of `raw` bytes; not yet compared with any digest."""
     try:
         if zstandard.frame_content_size(stored) != raw:
@@ -88,4 +91,76 @@ def _from_planes(planes: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.ui
     out = np.empty_like(planes)
     np.copyto(out[:whole].reshape(-1, width), planes[:whole].reshape(width, -1).T)
     out[whole:] = planes[whole:]
+    return out
+
+
+_LENGTH = struct.Struct("<H")
+_LINK_BYTES = 512
+
+
+class Link(msgspec.Struct, array_like=True, frozen=True):
+    """The base: `raw` bytes with this digest, stored as `stored` bytes at `offset` of the pack `packs/<attempt>/<name>.pack`."""
+
+    digest: bytes
+    attempt: str
+    name: str
+    offset: int
+    stored: int
+    raw: int
+    codec: int
+
+    @property
+    def pack(self) -> str:
+        return names.pack(self.attempt, self.name)
+
+
+_decoder = msgspec.msgpack.Decoder(Link)
+
+
+def encode_difference(payload: Buffer, base: Buffer, link: Link, kind: int) -> bytes:
+    """What is stored of `payload`; the base has as many bytes."""
+    head = msgspec.msgpack.encode(link)
+    return _LENGTH.pack(len(head)) + head + compress_difference(payload, base, kind)
+
+
+def compress_difference(payload: Buffer, base: Buffer, kind: int) -> bytes:
+    """The difference alone."""
+    return compress(_xor(payload, base).data, DELTAS[kind])
+
+
+def link_of(stored: memoryview) -> Link | None:
+    """The base that a stored chunk names, None for damage."""
+    if len(stored) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(stored)
+    if length > _LINK_BYTES:
+        return None
+    try:
+        link = _decoder.decode(stored[_LENGTH.size : _LENGTH.size + length])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return link if _is_sound(link) else None
+
+
+def decode_difference(stored: memoryview, base: memoryview, raw: int, kind: int) -> memoryview | None:
+    """The bytes that were encoded, if the base is right."""
+    (length,) = _LENGTH.unpack_from(stored)
+    difference = decompress(stored[_LENGTH.size + length :], DELTAS[kind], raw)
+    if difference is None or len(difference) != raw or len(base) != raw:
+        return None
+    return _xor(difference, base).data
+
+
+def _is_sound(link: Link) -> bool:
+    place = 0 < link.stored <= link.raw <= CHUNK_BYTES and 0 <= link.offset <= PACK_BYTES - link.stored
+    named = names.is_id(link.attempt) and names.is_pack_name(link.name) and len(link.digest) == DIGEST_BYTES
+    return place and named and link.codec in CODECS and link.codec not in DELTAS
+
+
+def _xor(one: Buffer, other: Buffer) -> npt.NDArray[np.uint8]:
+    a, b = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
+    whole = len(a) - len(a) % 8
+    out = np.empty_like(a)
+    np.bitwise_xor(a[:whole].view(np.uint64), b[:whole].view(np.uint64), out=out[:whole].view(np.uint64))
+    np.bitwise_xor(a[whole:], b[whole:], out=out[whole:])
     return out

@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format import names
 from headrace.dataio.core import json
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
@@ -32,7 +32,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
     newest: ClassVar[int] = VERSION
     version: int = VERSION
-    nonce: str = msgspec.field(default_factory=ulid.new)
+    nonce: str = msgspec.field(default_factory=names.new_id)
 
 
 class StepName(msgspec.Struct, frozen=True, order=True):

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 import msgspec
 import zstandard
 
-from headrace.checkpoint.format import dtypes, names, ulid
-from headrace.checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, Box, digest
+from headrace.checkpoint.format import chunking, names
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, DIGEST_BYTES, Box, digest
 from headrace.checkpoint.format.documents import VERSION, Base, newer
 from headrace.checkpoint.sharding.cover import flaw
 from headrace.dataio.core.errors import CapacityError, CorruptionError
@@ -97,7 +97,7 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        return dtypes.nbytes(self.dtype, self.local)
+        return chunking.nbytes(self.dtype, self.local)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     numbers of each chunk that is a difference and of its base, which is a chunk of this table as well."""
 
     version: int = VERSION
-    nonce: str = msgspec.field(default_factory=ulid.new)
+    nonce: str = msgspec.field(default_factory=names.new_id)
     run: str
     timeline: int
     step: int
@@ -214,11 +214,11 @@ def _require(condition: bool, what: str) -> None:
 
 def _check_identity(manifest: Manifest, key: str) -> None:
     m = manifest
-    _require(ulid.is_ulid(m.attempt), "its attempt is not an id")
+    _require(names.is_id(m.attempt), "its attempt is not an id")
     _require(0 <= m.rank < m.world_size, f"rank {m.rank} is not below world size {m.world_size}")
     _require(names.manifest(m.run, m.timeline, m.step, m.attempt, m.rank) == key, "it belongs to another place")
     for pack in m.packs:
-        _require(ulid.is_ulid(pack.attempt) and names.is_pack_name(pack.name), f"bad pack name {pack.name!r:.60}")
+        _require(names.is_id(pack.attempt) and names.is_pack_name(pack.name), f"bad pack name {pack.name!r:.60}")
 
 
 def _check_chunks(manifest: Manifest) -> None:
@@ -287,7 +287,7 @@ def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:
         if span.start < 0 or span.length <= 0 or span.start + span.length > chunks[span.chunk].raw:
             raise _Unsound(f"a span outside of chunk {span.chunk}")
         held += span.length
-    whole = dtypes.nbytes(t.dtype, t.shape)
+    whole = chunking.nbytes(t.dtype, t.shape)
     wanted = whole if t.local == t.shape else t.nbytes
     if held != wanted:
         raise _Unsound(f"{wanted} bytes, but spans of {held}")
@@ -296,7 +296,7 @@ def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:
 def _flaw(t: Tensor) -> str | None:
     if len(t.name) > _NAME_BYTES:
         return "the name is too long"
-    if t.dtype not in dtypes.ITEM_BYTES:
+    if t.dtype not in chunking.ITEM_BYTES:
         return f"unknown type {t.dtype!r:.60}"
     if not len(t.shape) == len(t.offset) == len(t.local):
         return "shape, offset and local shape differ in length"

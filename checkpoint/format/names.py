@@ -7,9 +7,11 @@ is None when taken apart, never an error, so that strangers' objects do no harm.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import UsageError
 
 REPO = "repo.json"
@@ -135,3 +137,40 @@ def parse_timeline_key(key: str) -> tuple[str, int] | None:
     """(run, number) of a timeline's key, or None."""
     match = _TIMELINE_KEY.fullmatch(key)
     return (match[1], int(match[2])) if match else None
+
+
+_DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_PATTERN = re.compile(rf"[0-7][{_DIGITS}]{{25}}")
+
+
+def new_id(clock: Clock = SYSTEM_CLOCK) -> str:
+    """A fresh id."""
+    return id_from_bytes(int(clock.time() * 1000).to_bytes(6, "big") + os.urandom(10))
+
+
+def id_from_bytes(raw: bytes) -> str:
+    """The text of 16 bytes."""
+    number = int.from_bytes(raw, "big")
+    return "".join(_DIGITS[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def id_to_bytes(text: str) -> bytes:
+    """The 16 bytes of an id."""
+    number = 0
+    for digit in check_id(text):
+        number = number << 5 | _DIGITS.index(digit)
+    return number.to_bytes(16, "big")
+
+
+def is_id(text: str) -> bool:
+    """Whether `text` is an id."""
+    return _PATTERN.fullmatch(text) is not None
+
+
+def check_id(text: str) -> str:
+    """`text` itself when it is an id."""
+    if not is_id(text):
+        raise UsageError(
+            f"{text!r} is not an attempt id", hint="attempt ids have 26 characters, as in `headrace ckpt ls`"
+        )
+    return text

@@ -18,9 +18,8 @@ from itertools import chain
 
 import msgspec
 
-from headrace.checkpoint.format.chunk import CHUNK_BYTES, DIGEST_BYTES, digest
+from headrace.checkpoint.format.chunking import ALIGN, CHUNK_BYTES, DIGEST_BYTES, digest
 from headrace.checkpoint.format.documents import VERSION, newer
-from headrace.checkpoint.format.layout import ALIGN
 from headrace.checkpoint.format.manifest import CODECS, NEWEST, PACK_BYTES, RAW, version_for
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
 from headrace.dataio.core.limits import MIB

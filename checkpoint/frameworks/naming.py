@@ -33,7 +33,7 @@ import msgspec
 
 from headrace.checkpoint.api import Checkpointer
 from headrace.checkpoint.dcp.writer import step_of
-from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.handle import Handle
 from headrace.checkpoint.repository.commit import FinalError
@@ -105,7 +105,7 @@ def _decode(data: bytes) -> Record:
     step = names.check_step(fields.step)
     if not fields.attempt:
         return Record(step)
-    attempt = Base(fields.timeline, step, ulid.check(fields.attempt))
+    attempt = Base(fields.timeline, step, names.check_id(fields.attempt))
     return Record(step, names.check_run(fields.run), attempt, fields.values)
 
 

@@ -41,9 +41,8 @@ from headrace.checkpoint.dcp.carrying import Share, carry_here
 from headrace.checkpoint.dcp.session import Ticket
 from headrace.checkpoint.dcp.writer import step_of
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.format.chunking import Box, TensorSpec, whole
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.format.layout import TensorSpec
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.opening import Step

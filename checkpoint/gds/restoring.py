@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint.format import dtypes
-from headrace.checkpoint.format.chunk import CHUNK_BYTES, digest
+from headrace.checkpoint.format import chunking
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, digest
 from headrace.checkpoint.format.manifest import RAW
 from headrace.checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, flat_bytes
 from headrace.checkpoint.repository import fetch
@@ -79,7 +79,7 @@ class StraightReading:
             tensor: Any = getattr(want.sink, "straight", None)
             whole = number not in bad and count == self._reading.left(number)
             if whole and tensor is not None and self._direct.reaches(tensor):
-                found[number] = flat_bytes(tensor).view(*want.box.local, dtypes.ITEM_BYTES[want.saved.dtype])
+                found[number] = flat_bytes(tensor).view(*want.box.local, chunking.ITEM_BYTES[want.saved.dtype])
         return found
 
     def _one(self, place: Place) -> int:
@@ -139,7 +139,7 @@ class StraightReading:
                 self._reading.put(use, here)
                 continue
             given = there[use.start : use.start + use.length]
-            item = dtypes.ITEM_BYTES[want.saved.dtype]
+            item = chunking.ITEM_BYTES[want.saved.dtype]
             for done, extent, source, target in regions.blocks(use.shard, want.box, item, use.at, use.length):
                 size = math.prod(extent)
                 grid[target].copy_(given[done : done + size].view(extent)[source])

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.checkpoint.format.chunk import CHUNK_BYTES
-from headrace.checkpoint.format.layout import Layout, Piece, TensorSpec
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, Layout, Piece, TensorSpec
 from headrace.checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, directory_of, flat_bytes
 from headrace.checkpoint.staging.arena import Arena
 from headrace.checkpoint.staging.slices import SlicedState

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Condemned, Fate, Policy, StepName, StepOfRun, encode
 from headrace.checkpoint.lifecycle import plan as plans
 from headrace.checkpoint.lifecycle.inventory import Inventory, Reader
@@ -136,7 +136,7 @@ def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clo
     for policy, steps in by_policy.items():
         there = tuple(sorted(steps & wanted, key=plans.order))
         if there or not made:  # one at least: it says what time the store has
-            made[f"{names.GC}{ulid.new(clock)}.json"] = Condemned(steps=there, policy=policy)
+            made[f"{names.GC}{names.new_id(clock)}.json"] = Condemned(steps=there, policy=policy)
     return made
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Condemned, Fate, Lease, StepOfRun, read
 from headrace.checkpoint.format.names import StepKey
 from headrace.checkpoint.repository import commit as commits
@@ -235,4 +235,4 @@ class Reader:
 
 def born(attempt: str) -> float:
     """When the attempt was drawn, in seconds since the epoch by the clock of whoever drew it; 0 for what is no attempt."""
-    return int.from_bytes(ulid.to_bytes(attempt)[:6], "big") / 1000 if ulid.is_ulid(attempt) else 0.0
+    return int.from_bytes(names.id_to_bytes(attempt)[:6], "big") / 1000 if names.is_id(attempt) else 0.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import VERSION, Base, encode, me
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import tagged
@@ -35,7 +35,7 @@ def tag(
     found = repository.find(store, run, step)
     if found is None:
         raise NotFoundError(f"run {run} has no step {step} to tag", hint="`headrace ckpt ls` lists the steps")
-    with LeaseKeeper(store, ulid.new(clock), run, found.timeline, found.step, [found], clock=clock) as lease:
+    with LeaseKeeper(store, names.new_id(clock), run, found.timeline, found.step, [found], clock=clock) as lease:
         try:
             repository.require_there(store, run, found)
             made = _tag(name, run, found, clock)

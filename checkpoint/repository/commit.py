@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Commit, Fate, Timeline, encode, read
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import lease as leases

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.chunking import Box, TensorSpec
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.format.layout import TensorSpec
 from headrace.checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
 from headrace.checkpoint.repository import commit, opening
 from headrace.checkpoint.repository import steps as repository

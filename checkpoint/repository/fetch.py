@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from threading import local
 from typing import Generic, Protocol, TypeVar
 
-from headrace.checkpoint.format import codec, delta, names
-from headrace.checkpoint.format.chunk import CHUNK_BYTES, digest
+from headrace.checkpoint.format import codec, names
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, digest
 from headrace.checkpoint.format.manifest import DELTAS, RAW
 from headrace.checkpoint.repository.ahead import in_order
 from headrace.dataio.core.errors import NotFoundError, RangeError
@@ -177,14 +177,14 @@ def _unpacked(store: Store, chunk: Place, stored: memoryview) -> memoryview | No
     """The chunk's bytes when they are the right ones; of a difference, with its base, which is read for it."""
     if chunk.codec not in DELTAS:
         return codec.unpack(stored, chunk.codec, chunk.raw, chunk.digest)
-    link = delta.link_of(stored)
+    link = codec.link_of(stored)
     if link is None or link.raw != chunk.raw:
         return None
     base = read_one(store, link.pack, link)
     if base is None:
         _log.error("the base of a chunk is damaged: %d bytes at offset %d of %s", link.stored, link.offset, link.pack)
         return None
-    payload = delta.decode(stored, base, chunk.raw, chunk.codec)
+    payload = codec.decode_difference(stored, base, chunk.raw, chunk.codec)
     return payload if payload is not None and digest(payload) == chunk.digest else None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import commit

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 
-from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
@@ -38,7 +38,7 @@ class Parent:
             return
         self.let_go()
         lease = LeaseKeeper(
-            self._store, ulid.new(self._clock), run, base.timeline, base.step, [base], self._life, self._clock
+            self._store, names.new_id(self._clock), run, base.timeline, base.step, [base], self._life, self._clock
         )
         try:
             lease.__enter__()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import islice
 
-from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import FORMAT_SUFFIX, Base, Commit, Condemned, Repo, StepName, encode, read
 from headrace.checkpoint.repository import commit, tagged, timeline
 from headrace.checkpoint.repository.commit import Attempt
@@ -71,7 +71,7 @@ def ensure_repo(store: Store, clock: Clock = SYSTEM_CLOCK) -> Repo:
     from headrace.dataio.store.probe import require_preconditions
 
     require_preconditions(store, "")
-    store.put_if_absent(names.REPO, encode(Repo(id=ulid.new(clock), created=clock.time())))
+    store.put_if_absent(names.REPO, encode(Repo(id=names.new_id(clock), created=clock.time())))
     _repo_created()
     repo = read_repo(store)
     if repo is None:

@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, StepName
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
@@ -34,7 +34,7 @@ from headrace.dataio.store.base import Store
 _TRIES = 20
 """How often the place of a save is looked for while others open timelines, or retention removes the step to begin at."""
 _of_this_job: set[str] = set()
-_process, _numbers = ulid.new(), itertools.count(1)
+_process, _numbers = names.new_id(), itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def join(writers: Iterable[str]) -> None:
 def is_new_process() -> None:
     """Share nothing with earlier writers. A forked child begins so."""
     global _process
-    _process = ulid.new()
+    _process = names.new_id()
     _of_this_job.clear()
 
 

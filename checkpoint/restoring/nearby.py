@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.restoring.restore import Needed
 from headrace.dataio.core.files import file_system
 from headrace.dataio.store.base import Store

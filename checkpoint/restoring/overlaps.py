@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.repository.opening import Step
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.restore import Saved, Want

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.format.chunking import Box, whole
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.opening import Step
 from headrace.checkpoint.restoring import restore

@@ -20,8 +20,8 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from headrace.checkpoint.format import dtypes, ulid
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format import chunking, names
+from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Chunk, Manifest, Tensor
 from headrace.checkpoint.repository import fetch
@@ -159,7 +159,7 @@ class reading(contextlib.AbstractContextManager[Step]):
             self._close()
 
     def _lease(self) -> None:
-        lease = LeaseKeeper(self._store, ulid.new(), self._run, self._base.timeline, self._base.step, [self._base])
+        lease = LeaseKeeper(self._store, names.new_id(), self._run, self._base.timeline, self._base.step, [self._base])
         try:
             self._stack.enter_context(lease)
             self._stack.callback(lease.release)
@@ -175,7 +175,7 @@ def read(store: Store, step: Step, wants: Sequence[Want]) -> None:
 
 def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, Use]]:
     """Every chunk that holds something of what is wanted, with its pack's key."""
-    item = dtypes.ITEM_BYTES[want.saved.dtype]
+    item = chunking.ITEM_BYTES[want.saved.dtype]
     for manifest, tensor in want.saved.shards:
         box = tensor.box
         if not box.overlaps(want.box):
@@ -221,7 +221,7 @@ class Reading:
     def room(self, pack: str, wanted: Needed) -> memoryview | None:
         """Where all bytes of a chunk belong, as one run, in one of its uses."""
         for use in wanted.uses:
-            want, item = self.wants[use.want], dtypes.ITEM_BYTES[self.wants[use.want].saved.dtype]
+            want, item = self.wants[use.want], chunking.ITEM_BYTES[self.wants[use.want].saved.dtype]
             if use.start == 0 and use.length == wanted.raw:
                 at = regions.place(use.shard, want.box, item, use.at, use.length)
                 if at is not None:
@@ -248,7 +248,7 @@ class Reading:
     def put(self, use: Use, payload: memoryview) -> None:
         """Copy what one use needs of a chunk."""
         want, part = self.wants[use.want], payload[use.start : use.start + use.length]
-        regions.copy(use.shard, want.box, dtypes.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
+        regions.copy(use.shard, want.box, chunking.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want))
         self.done(use.want)
 
     def _target(self, want: int) -> memoryview:

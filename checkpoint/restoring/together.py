@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository.opening import Step

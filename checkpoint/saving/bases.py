@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.checkpoint.format import delta
-from headrace.checkpoint.format.layout import PieceSpan, TensorSpec
+from headrace.checkpoint.format import codec
+from headrace.checkpoint.format.chunking import PieceSpan, TensorSpec
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository.dedup import Known, Stored, shard_of
 from headrace.dataio.core.errors import HeadraceError
@@ -50,11 +50,11 @@ class Bases:
             warn_once(_log, f"{base.pack.key} is damaged: what leans on it is stored whole")
         return found
 
-    def link(self, piece: int) -> delta.Link:
+    def link(self, piece: int) -> codec.Link:
         """What the chunk says of its base."""
         base = self._of[piece]
         c = base.chunk
-        return delta.Link(c.digest, base.pack.attempt, base.pack.name, c.offset, c.stored, c.raw, c.codec)
+        return codec.Link(c.digest, base.pack.attempt, base.pack.name, c.offset, c.stored, c.raw, c.codec)
 
     def _add(self, known: Known, span: PieceSpan, base: Stored) -> None:
         if span.start == 0 and span.length == base.chunk.raw and base.chunk.digest in known.chunks:

@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.checkpoint.format import codec, delta, dtypes
-from headrace.checkpoint.format.layout import Layout, PieceSpan, TensorSpec
+from headrace.checkpoint.format import chunking, codec
+from headrace.checkpoint.format.chunking import Layout, PieceSpan, TensorSpec
 from headrace.checkpoint.format.manifest import DELTAS, PLANES, RAW, ZSTD
 from headrace.checkpoint.repository.dedup import Stored
 from headrace.checkpoint.saving.bases import Bases
@@ -78,7 +78,7 @@ def measure(payload: memoryview, kinds: Sequence[int]) -> list[Sample]:
     found = []
     for kind in kinds:
         began = time.thread_time()  # not what others do to this machine
-        size = sum(len(codec.encode(run, kind)) for run in runs)
+        size = sum(len(codec.compress(run, kind)) for run in runs)
         found.append(Sample(kind, size / max(total, 1), (time.thread_time() - began) / max(total, 1)))
     return found
 
@@ -88,7 +88,7 @@ def measure_difference(payload: memoryview, base: memoryview, kind: int, reading
     runs = [(payload[start : start + _RUN], base[start : start + _RUN]) for start in _starts(len(payload))]
     total = sum(len(run) for run, _ in runs)
     began = time.thread_time()
-    size = sum(len(delta.compressed(run, other, kind)) for run, other in runs)
+    size = sum(len(codec.compress_difference(run, other, kind)) for run, other in runs)
     return Sample(kind, size / max(total, 1), (time.thread_time() - began) / max(total, 1) + reading / len(payload))
 
 
@@ -143,7 +143,7 @@ class Choice:
         self._tensor_of = {
             span.piece: i for i, own in enumerate(spans) for span in own if layout.offsets[i] >= layout.small_bytes
         }
-        self._widths = [dtypes.ITEM_BYTES[spec.dtype] for spec in specs]
+        self._widths = [chunking.ITEM_BYTES[spec.dtype] for spec in specs]
         self._samples: dict[int | None, list[Sample]] = {}
         self._lock = threading.Lock()
 
@@ -192,7 +192,7 @@ class Choice:
         on = self._bases.of(piece)
         base = self._bases.read(piece) if on is not None else None
         if base is not None:
-            stored = delta.encode(payload, base, self._bases.link(piece), kind)
+            stored = codec.encode_difference(payload, base, self._bases.link(piece), kind)
             if len(stored) < codec.WORTH * len(payload):
                 return Packed(stored, kind, on)
         return Packed(*codec.pack(payload, DELTAS[kind]))

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.checkpoint.format import codec, dtypes, names, ulid
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format import chunking, codec, names
+from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, lay_out
 from headrace.checkpoint.format.documents import VERSION, Base, newer
-from headrace.checkpoint.format.layout import Layout, TensorSpec, lay_out
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Location
@@ -110,12 +109,12 @@ def decode(data: bytes, arena_bytes: int) -> PutPlan:
 def _check(plan: PutPlan, arena_bytes: int) -> None:
     names.check_run(plan.run)
     names.check_step(plan.step)
-    ulid.check(plan.attempt)
+    names.check_id(plan.attempt)
     if not 0 <= plan.rank < plan.world_size or plan.compression not in codec.COMPRESSIONS or plan.lease_seconds <= 0:
         raise UsageError("the put plan's rank, compression or lease is impossible")
     try:
         specs = [tensor.spec() for tensor in plan.tensors]
-        known = all(spec.dtype in dtypes.ITEM_BYTES for spec in specs)
+        known = all(spec.dtype in chunking.ITEM_BYTES for spec in specs)
         layout = lay_out(specs) if known else None
     except CorruptionError as error:
         raise UsageError(f"the put plan is impossible: {error}") from None

@@ -17,9 +17,9 @@ from typing import Protocol
 
 import xxhash
 
-from headrace.checkpoint.format import layout, pack
+from headrace.checkpoint.format import chunking, pack
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.manifest import Chunk, PackName
 from headrace.checkpoint.repository import dedup
 from headrace.checkpoint.repository.ahead import in_order
@@ -56,8 +56,8 @@ class Stored:
     """Everything that a plan's manifest is to say of tensors, packs and chunks: `spans` by spec, `digests` by piece, `known` what
     was there before."""
 
-    specs: list[layout.TensorSpec]
-    spans: list[list[layout.PieceSpan]]
+    specs: list[chunking.TensorSpec]
+    spans: list[list[chunking.PieceSpan]]
     tables: Tables
     digests: list[bytes]
     known: dedup.Known
@@ -89,8 +89,8 @@ class Tables:
 def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], store: Store, book: ProgressFile) -> Stored:
     """Hash every piece of the arena, store those that are new; the digests are by piece."""
     specs = [tensor.spec() for tensor in plan.tensors]
-    place = layout.lay_out(specs)
-    pieces, spans = layout.cut_all(specs, place)
+    place = chunking.lay_out(specs)
+    pieces, spans = chunking.cut_all(specs, place)
     taken = choose.Upload(plan.upload_hint)
     known = dedup.load(store, plan.run, plan.bases, rank=plan.rank, world_size=plan.world_size, replicas=plan.replicas)
     bases = Bases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
@@ -143,11 +143,11 @@ class _Same:
 
     def __init__(self, arena: ArenaBytes, pool: Executor, step: int) -> None:
         self._arena, self._pool, self._step = arena if isinstance(arena, memoryview) else None, pool, step
-        self._waiting: deque[tuple[layout.Piece, int]] = deque()
+        self._waiting: deque[tuple[chunking.Piece, int]] = deque()
         self._bytes = 0
         self._looks: deque[Future[None]] = deque()
 
-    def sent(self, piece: layout.Piece, seen: int) -> None:
+    def sent(self, piece: chunking.Piece, seen: int) -> None:
         """This piece is sent next."""
         if self._arena is None:
             return
@@ -170,7 +170,7 @@ class _Same:
         self._bytes -= piece.length
         self._looks.append(self._pool.submit(self._compare, piece, seen))
 
-    def _compare(self, piece: layout.Piece, seen: int) -> None:
+    def _compare(self, piece: chunking.Piece, seen: int) -> None:
         assert self._arena is not None
         if _glance(self._arena[piece.at : piece.at + piece.length]) != seen:
             raise CorruptionError(
@@ -197,12 +197,12 @@ def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterato
 
 
 def _hashed(
-    pool: Executor, arena: ArenaBytes, pieces: Sequence[layout.Piece], known: dedup.Known, choice: choose.Choice
+    pool: Executor, arena: ArenaBytes, pieces: Sequence[chunking.Piece], known: dedup.Known, choice: choose.Choice
 ) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None, int]]:
     """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with what a
     difference leans on, and what `_Same` compares later."""
 
-    def work(numbered: tuple[int, layout.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None, int]:
+    def work(numbered: tuple[int, chunking.Piece]) -> tuple[pack.NewChunk, dedup.Stored | None, int]:
         number, piece = numbered
         payload = arena[piece.at : piece.at + piece.length]
         seen = _glance(payload) if isinstance(arena, memoryview) else 0  # first: a change from here on is seen

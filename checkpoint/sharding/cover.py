@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.chunking import Box
 
 
 def flaw(boxes: Sequence[Box]) -> str | None:

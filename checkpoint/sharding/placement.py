@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.chunking import Box
 from headrace.dataio.core.errors import UnsupportedError
 
 _MOST_BOXES = 16384

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.format.chunk import Box, run_start
+from headrace.checkpoint.format.chunking import Box, run_start
 
 Bytes = npt.NDArray[np.uint8]
 Part = tuple[tuple[int, ...], tuple[int, ...]]

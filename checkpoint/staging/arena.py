@@ -20,7 +20,7 @@ import time
 import numpy as np
 import torch
 
-from headrace.checkpoint.format.layout import Layout
+from headrace.checkpoint.format.chunking import Layout
 from headrace.checkpoint.staging.copies import Crew, threads_here
 from headrace.dataio.core.errors import CapacityError, DeadlineError, HeadraceError
 from headrace.dataio.core.log import get_logger

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.checkpoint.collector import held_off
-from headrace.checkpoint.format.layout import Layout, TensorSpec
+from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.staging.arena import Arena
 from headrace.checkpoint.staging.copies import LATE, PIECE, Crew
 from headrace.checkpoint.state.kinds import as_bits, has_plain_memory

@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.checkpoint.format import layout as layouts
-from headrace.checkpoint.format.chunk import CHUNK_BYTES
-from headrace.checkpoint.format.layout import Layout, Piece, TensorSpec
+from headrace.checkpoint.format import chunking as layouts
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, Layout, Piece, TensorSpec
 from headrace.checkpoint.staging.arena import Arena
 from headrace.checkpoint.state.kinds import as_bits, has_plain_memory, memory_of
 from headrace.dataio.core.errors import DeadlineError, TransientError, UsageError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.checkpoint.format import dtypes
+from headrace.checkpoint.format import chunking
 from headrace.checkpoint.state.flatten import OTHER, Kinds, Parts, Seen
 from headrace.checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
 from headrace.dataio.core.errors import CorruptionError, MismatchError
@@ -74,7 +74,7 @@ class Builder:
         if name not in self._made:
             dtype, shape = self.meta(name)
             if model is None:
-                self._count(math.prod(shape) * dtypes.ITEM_BYTES.get(dtype, 1))
+                self._count(math.prod(shape) * chunking.ITEM_BYTES.get(dtype, 1))
             self._made[name] = self._kinds.empty(dtype, shape, model)
             self._plan.fresh.append((name, self._made[name]))
         return self._made[name]
@@ -87,7 +87,7 @@ class Builder:
     def view(self, ref: ViewRef) -> Any:
         """A view of bytes to be read."""
         dtype, shape = self.meta(ref.name)
-        size = dtypes.ITEM_BYTES.get(ref.dtype, 0)
+        size = chunking.ITEM_BYTES.get(ref.dtype, 0)
         last = sum((n - 1) * step for n, step in zip(ref.shape, ref.stride, strict=False))
         sound = size and dtype == "uint8" and len(shape) == 1 and len(ref.shape) == len(ref.stride)
         if not sound or 0 in ref.shape or ref.offset % size or ref.offset + (last + 1) * size > shape[0]:

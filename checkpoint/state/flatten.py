@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.state.tree import (
     MAX_DEPTH,
     PLAIN,

@@ -1,7 +1,7 @@
 """What torch's objects are, for `headrace.checkpoint.state.flatten`; and the bytes of a tensor in main memory.
 
 Invariant: `describe` accepts exactly the tensors whose bytes can be copied and restored bit for bit: dense ones with memory
-of their own, of a type in `headrace.checkpoint.format.dtypes`, and this rank's part of a DTensor. Tensors that are made
+of their own, of a type in `headrace.checkpoint.format.chunking`, and this rank's part of a DTensor. Tensors that are made
 of such ones
 come with their parts: sparse ones, and wrapper subclasses that say what they are made of (`__tensor_flatten__`).
 Failure behaviour: `UnsupportedError` naming the path of any other tensor.
@@ -18,8 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from headrace.checkpoint.format.chunk import whole
-from headrace.checkpoint.format.dtypes import ITEM_BYTES
+from headrace.checkpoint.format.chunking import ITEM_BYTES, whole
 from headrace.checkpoint.sharding import placement
 from headrace.checkpoint.state import flatten as state
 from headrace.checkpoint.state import parts, values
@@ -144,7 +143,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of an element type, as in `headrace.checkpoint.format.dtypes`."""
+    """The name of an element type, as in `headrace.checkpoint.format.chunking`."""
     return str(dtype).removeprefix("torch.")
 
 

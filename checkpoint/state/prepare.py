@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import msgspec
 import zstandard
 
-from headrace.checkpoint.format import bands, dtypes
-from headrace.checkpoint.format.chunk import Box, digest
-from headrace.checkpoint.format.layout import Layout, TensorSpec, lay_out
+from headrace.checkpoint.format import chunking
+from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, digest, lay_out
 from headrace.checkpoint.sharding.cover import flaw
 from headrace.checkpoint.sharding.owners import owners
 from headrace.checkpoint.state import flatten as state
@@ -181,7 +180,8 @@ def expected(taken: Taken, rank: int, world_size: int) -> Layout:
     """Of what this rank will probably write, for making room in time: judged without asking the other ranks."""
     everywhere = [leaf for leaf in taken.leaves if leaf.replicated and not leaf.seen.sharded]
     sizes = (
-        (x.name, dtypes.nbytes(x.seen.dtype, x.seen.shape), (0,) if x.first else range(world_size)) for x in everywhere
+        (x.name, chunking.nbytes(x.seen.dtype, x.seen.shape), (0,) if x.first else range(world_size))
+        for x in everywhere
     )
     found = owners(sizes)
     rows = taken.rows
@@ -206,8 +206,8 @@ def _specs(
     specs: list[TensorSpec] = []
     for number in mine:
         name, dtype, box, replicated, _ = rows[number]
-        found = bands.bands(box, dtypes.ITEM_BYTES[dtype])
-        parts += [(number, bands.inside(band, box) if len(found) > 1 else ()) for band in found]
+        found = chunking.bands(box, chunking.ITEM_BYTES[dtype])
+        parts += [(number, chunking.inside(band, box) if len(found) > 1 else ()) for band in found]
         specs += [TensorSpec(name, dtype, band, replicated) for band in found]
     return tuple(parts), tuple(specs)
 
@@ -223,7 +223,7 @@ def divide(tables: tuple[bytes, ...]) -> Division:
             rows.setdefault(key, row)
             holders.setdefault(key, []).append(rank)
     _check(rows, holders)
-    held = ((key, dtypes.nbytes(row.dtype, row.local), _may_write(row, holders[key])) for key, row in rows.items())
+    held = ((key, chunking.nbytes(row.dtype, row.local), _may_write(row, holders[key])) for key, row in rows.items())
     whole = digest(msgspec.msgpack.encode([digest(table) for table in tables]))
     replicas = (Replica(k, row.name, tuple(holders[k])) for k, row in rows.items() if len(holders[k]) > 1)
     compared = tuple(replica for replica in replicas if not rows[replica.key].first)

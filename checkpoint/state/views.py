@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.checkpoint.format.chunk import whole
+from headrace.checkpoint.format.chunking import whole
 from headrace.checkpoint.state.flatten import Flat, Kinds, Leaf, Seen
 from headrace.checkpoint.state.tree import PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer, read
-from headrace.checkpoint.format import chunk, documents
+from headrace.checkpoint.format import chunking, documents
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.tree import MetaNode, PartsNode, TensorRef
@@ -33,7 +33,7 @@ def forge(folder: Path, change: Callable[[manifests.Manifest], manifests.Manifes
     (path,) = folder.glob("runs/r/*/*/*/rank-*.manifest")
     data = manifests.encode(change(manifests.decode(path.read_bytes(), path.relative_to(folder).as_posix())))
     fate = documents.decode((path.parent / "fate").read_bytes(), documents.Fate, "fate")
-    fate = msgspec.structs.replace(fate, manifests=(chunk.digest(data).hex(),))
+    fate = msgspec.structs.replace(fate, manifests=(chunking.digest(data).hex(),))
     for target, body in ((path, data), (path.parent / "fate", documents.encode(fate))):
         target.unlink()
         target.write_bytes(body)

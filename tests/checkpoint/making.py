@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from headrace.checkpoint.carry import carry
-from headrace.checkpoint.format import dtypes, layout, manifest, ulid
-from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.format import chunking, manifest, names
+from headrace.checkpoint.format.chunking import Box, TensorSpec, whole
 from headrace.checkpoint.format.documents import Base, StepName
-from headrace.checkpoint.format.layout import TensorSpec
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
 from headrace.checkpoint.repository.opening import open_step
@@ -75,7 +74,7 @@ def make(
     else:
         rows = [(name, box, data) for name, box, data in state]
     specs = [TensorSpec(name, "uint8", box or whole((len(data),)), box is not None) for name, box, data in rows]
-    place = layout.lay_out(specs)
+    place = chunking.lay_out(specs)
     arena = bytearray(max(place.total, 1))
     for at, (_, _, data) in zip(place.offsets, rows, strict=True):
         arena[at : at + len(data)] = data
@@ -85,7 +84,7 @@ def make(
         run=run,
         timeline=number,
         step=step,
-        attempt=attempt or ulid.new(),
+        attempt=attempt or names.new_id(),
         rank=rank,
         world_size=world_size,
         bases=bases,
@@ -128,7 +127,7 @@ def load(store: Store, base: Base, rank: int = 0, run: str = RUN) -> dict[str, b
     """The step's tensors as `rank` sees them."""
     with restore.reading(store, run, base) as step:
         found = restore.tensors_of(step, rank)
-        sinks = {name: MemorySink(dtypes.nbytes(saved.dtype, saved.shape)) for name, saved in found.items()}
+        sinks = {name: MemorySink(chunking.nbytes(saved.dtype, saved.shape)) for name, saved in found.items()}
         restore.read(
             store, step, [restore.Want(saved, whole(saved.shape), sinks[name]) for name, saved in found.items()]
         )

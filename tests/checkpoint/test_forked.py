@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from headrace.checkpoint import Checkpointer, Handle
 from headrace.checkpoint.dcp import session
-from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.repository import writers
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.errors import UsageError
@@ -183,7 +183,7 @@ def test_a_child_that_ends_in_full_deletes_no_lease_of_its_parent_and_ends_no_co
 
 def test_a_lease_that_a_child_lets_go_of_stays(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        with LeaseKeeper(store, ulid.new(), "a", 1, 1, ()) as lease:
+        with LeaseKeeper(store, names.new_id(), "a", 1, 1, ()) as lease:
             assert child(lambda: [lease.release(), len(list(store.list(names.LEASES)))][1]) == 1
             lease.release()
         assert not list(store.list(names.LEASES))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.cli import ckpt
 from headrace.checkpoint.format import codec, manifest, pack
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.manifest import PLANES, RAW, ZSTD
 from headrace.checkpoint.repository import check as checking
 from headrace.checkpoint.repository import steps as repository
@@ -33,7 +33,7 @@ from tests.checkpoint.making import Wrapped, flip
 
 @given(st.binary(min_size=1, max_size=5000), st.sampled_from([ZSTD, *PLANES]))
 def test_every_codec_gives_back_the_very_bytes(data: bytes, kind: int) -> None:
-    stored = memoryview(codec.encode(data, kind))
+    stored = memoryview(codec.compress(data, kind))
     out = codec.unpack(stored, kind, len(data), digest(data))
     assert out is not None
     assert bytes(out) == data
@@ -41,7 +41,7 @@ def test_every_codec_gives_back_the_very_bytes(data: bytes, kind: int) -> None:
 
 @given(st.binary(min_size=64, max_size=600), st.integers(0), st.integers(0, 7), st.sampled_from([ZSTD, *PLANES]))
 def test_a_flipped_bit_never_comes_back_as_bytes(data: bytes, at: int, bit: int, kind: int) -> None:
-    stored = bytearray(codec.encode(data, kind))
+    stored = bytearray(codec.compress(data, kind))
     stored[at % len(stored)] ^= 1 << bit
     out = codec.unpack(memoryview(stored), kind, len(data), digest(data))
     assert out is None or bytes(out) == data  # a bit that no decoder looks at
@@ -49,14 +49,14 @@ def test_a_flipped_bit_never_comes_back_as_bytes(data: bytes, at: int, bit: int,
 
 @pytest.mark.parametrize("kind", [ZSTD, *PLANES])
 def test_a_decompression_bomb_is_refused_before_its_memory_is_taken(kind: int) -> None:
-    bomb = codec.encode(bytes(64 * MIB), ZSTD)
+    bomb = codec.compress(bytes(64 * MIB), ZSTD)
     assert len(bomb) < 10_000
     assert codec.unpack(memoryview(bomb), kind, 4096, digest(bytes(4096))) is None
 
 
 def test_planes_beat_zstd_alone_on_weights() -> None:
     weights = np.random.default_rng(0).normal(0, 0.02, 1 << 18).astype(np.float32)
-    plain, planes = codec.encode(weights.data, ZSTD), codec.encode(weights.data, 3)
+    plain, planes = codec.compress(weights.data, ZSTD), codec.compress(weights.data, 3)
     assert len(planes) < 0.95 * len(plain)
     assert len(planes) < 0.9 * weights.nbytes
 

@@ -16,10 +16,22 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint.format import dtypes, layout, manifest, names, pack, ulid
-from headrace.checkpoint.format.bands import bands, inside, pieces, width
-from headrace.checkpoint.format.chunk import CHUNK_BYTES, FINE_BELOW, FINE_CHUNK_BYTES, SMALL_BELOW, Box, digest, whole
-from headrace.checkpoint.format.layout import ALIGN, TensorSpec
+from headrace.checkpoint.format import chunking, manifest, names, pack
+from headrace.checkpoint.format.chunking import (
+    ALIGN,
+    CHUNK_BYTES,
+    FINE_BELOW,
+    FINE_CHUNK_BYTES,
+    SMALL_BELOW,
+    Box,
+    TensorSpec,
+    bands,
+    digest,
+    inside,
+    pieces,
+    whole,
+    width,
+)
 from headrace.checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.sharding.owners import owners
@@ -32,13 +44,13 @@ ATTEMPT = "01HZZZZZZZ0000000000000000"
 
 
 def test_an_attempt_id_sorts_by_its_time_and_survives_its_bytes() -> None:
-    early, late = ulid.from_bytes(bytes(16)), ulid.new()
+    early, late = names.id_from_bytes(bytes(16)), names.new_id()
     assert early < late
-    assert ulid.from_bytes(ulid.to_bytes(late)) == late
-    assert len({ulid.new() for _ in range(1000)}) == 1000
+    assert names.id_from_bytes(names.id_to_bytes(late)) == late
+    assert len({names.new_id() for _ in range(1000)}) == 1000
     for bad in ("", late + "0", late.lower(), "8" + late[1:]):
         with pytest.raises(UsageError, match="attempt id"):
-            ulid.check(bad)
+            names.check_id(bad)
 
 
 @given(st.integers(1, 999_999), st.integers(0, names.STEP_LIMIT - 1), st.integers(0, 99_999))
@@ -136,7 +148,7 @@ def test_a_tensor_has_few_bands_and_they_are_about_a_chunk(rows: int, columns: i
 
 SPECS = st.lists(
     st.tuples(
-        st.sampled_from(sorted(dtypes.ITEM_BYTES)),
+        st.sampled_from(sorted(chunking.ITEM_BYTES)),
         st.lists(st.integers(0, 9), max_size=3) | st.sampled_from([[SMALL_BELOW], [3 * MIB + 5], [SMALL_BELOW - 1]]),
     ),
     max_size=12,
@@ -145,15 +157,15 @@ SPECS = st.lists(
 
 @given(SPECS)
 def test_a_layout_never_overlaps_and_its_chunks_give_every_tensor_back(specs: list[TensorSpec]) -> None:
-    place = layout.lay_out(specs)
-    assert place == layout.lay_out(list(specs))
+    place = chunking.lay_out(specs)
+    assert place == chunking.lay_out(list(specs))
     taken = sorted((at, at + s.nbytes) for at, s in zip(place.offsets, specs, strict=True) if s.nbytes)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
     assert all(
-        at % (layout.SMALL_ALIGN if layout.is_small(s.nbytes) else ALIGN) == 0
+        at % (chunking.SMALL_ALIGN if chunking.is_small(s.nbytes) else ALIGN) == 0
         for at, s in zip(place.offsets, specs, strict=True)
     )
-    cut, spans = layout.cut_all(specs, place)
+    cut, spans = chunking.cut_all(specs, place)
     for spec, at, own in zip(specs, place.offsets, spans, strict=True):
         for span in own:
             piece = cut[span.piece]
@@ -463,7 +475,7 @@ def test_any_flipped_bit_or_cut_of_a_packs_table_is_found(a_pack: tuple[Path, by
 
 def test_a_plan_that_does_not_fit_its_arena_is_refused() -> None:
     specs = [TensorSpec("a", "float32", whole((4,))), TensorSpec("b", "uint8", whole((SMALL_BELOW,)))]
-    place = layout.lay_out(specs)
+    place = chunking.lay_out(specs)
     good = plan.PutPlan(
         location=plan.PlanLocation("file:///x", {}), run="r", timeline=1, step=1, attempt=ATTEMPT, rank=0, world_size=1, bases=(),
         tensors=plan.plan_tensors(specs, place), small_bytes=place.small_bytes, tree=b"", replicas=b"",

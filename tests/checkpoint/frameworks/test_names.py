@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.checkpoint import Checkpointer
-from headrace.checkpoint.format import ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.frameworks.naming import Names, read_name, write_file
 from headrace.checkpoint.handle import Handle, Name
@@ -122,7 +122,7 @@ class Later:
         self.over = False
 
     def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
-        attempt = Base(1, step, ulid.new())
+        attempt = Base(1, step, names.new_id())
         assert name is not None
         name.prepare(attempt)
         self.names[step] = name
@@ -205,7 +205,7 @@ def test_what_a_dead_process_left_hidden_is_published_if_it_was_committed(tmp_pa
         dead.save(step, {}, tmp_path / "last", write_file)
     later.names[2].publish()
     (tmp_path / ".last.ckpt.not-ours.uncommitted").write_text("")
-    (tmp_path / f".last.{ulid.new()}.uncommitted").write_text("not a name")
+    (tmp_path / f".last.{names.new_id()}.uncommitted").write_text("not a name")
     later.committed = {later.names[step].attempt.attempt for step in (1, 3)}  # type: ignore[attr-defined]
     Names(later).recover(tmp_path, "other")  # type: ignore[arg-type]
     assert seen(tmp_path) == {"last": 2}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
-from headrace.checkpoint.format.chunk import whole
+from headrace.checkpoint.format.chunking import whole
 from headrace.checkpoint.gds import GdsStore, direct_for, saving
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.check import check

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, StepOfRun
 from headrace.checkpoint.lifecycle import plan as plans
 from headrace.checkpoint.lifecycle import tags
@@ -53,7 +53,7 @@ def test_a_base_is_spared_while_any_lease_of_the_attempt_lives() -> None:
     renew and commit."""
     store = MemoryStore()
     base = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
-    attempt = ulid.new()
+    attempt = names.new_id()
     leased(store, attempt, base)
     store.now += 1000
     leased(store, attempt, holder="0123abcd")
@@ -69,7 +69,7 @@ def test_a_base_is_spared_while_any_lease_of_the_attempt_lives() -> None:
 
 def test_a_lease_whose_earlier_renewal_is_applied_last_protects_for_one_life_more(late: Late) -> None:
     base = three_steps(late)[0]
-    with LeaseKeeper(late, attempt := ulid.new(), RUN, 1, 4, [base], life=0.2) as lease:
+    with LeaseKeeper(late, attempt := names.new_id(), RUN, 1, 4, [base], life=0.2) as lease:
         lease.release()
     renewal = next(request for request in late.writes if request.key == names.lease(attempt))
     late.land(renewal)

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.checkpoint.carry import carry
 from headrace.checkpoint.format import manifest, names, pack
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base, Fate, StepOfRun, decode
 from headrace.checkpoint.lifecycle.collect import collect
 from headrace.checkpoint.repository import commit

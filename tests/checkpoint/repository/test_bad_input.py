@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base, Fate, encode
 from headrace.checkpoint.lifecycle.collect import collect, condemn
 from headrace.checkpoint.lifecycle.keep import Keep

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.checkpoint.carry import carry
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import (
     Base,
     Commit,

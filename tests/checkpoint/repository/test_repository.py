@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.cli import ckpt
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base, Condemned, Lease, StepName, StepOfRun, Timeline, encode, read
 from headrace.checkpoint.format.manifest import Chunk
 from headrace.checkpoint.repository import check, fetch, timeline

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.checkpoint.format.chunk import Box, whole
+from headrace.checkpoint.format.chunking import Box, whole
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.restore import Want
 from headrace.dataio.core.errors import CorruptionError

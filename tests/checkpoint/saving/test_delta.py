@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.cli import ckpt
-from headrace.checkpoint.format import codec, delta, manifest, ulid
-from headrace.checkpoint.format.chunk import digest
+from headrace.checkpoint.format import codec, manifest, names
+from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import StepOfRun
 from headrace.checkpoint.format.manifest import DELTAS, RAW, Manifest
 from headrace.checkpoint.handle import SaveResult
@@ -33,11 +33,11 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import flip
 
-ATTEMPT = ulid.new()
+ATTEMPT = names.new_id()
 
 
-def link(size: int, name: bytes = bytes(32)) -> delta.Link:
-    return delta.Link(name, ATTEMPT, "00000-0123abcd-0", 0, size, size, RAW)
+def link(size: int, name: bytes = bytes(32)) -> codec.Link:
+    return codec.Link(name, ATTEMPT, "00000-0123abcd-0", 0, size, size, RAW)
 
 
 @given(st.binary(min_size=1, max_size=3000), st.integers(0), st.sampled_from([*DELTAS]))
@@ -45,13 +45,13 @@ def test_a_difference_gives_back_the_very_bytes_with_its_base_and_nothing_withou
     data: bytes, seed: int, kind: int
 ) -> None:
     base = np.random.default_rng(seed).bytes(len(data))
-    stored = memoryview(delta.encode(data, base, link(len(data)), kind))
-    assert delta.link_of(stored) == link(len(data))
-    out = delta.decode(stored, memoryview(base), len(data), kind)
+    stored = memoryview(codec.encode_difference(data, base, link(len(data)), kind))
+    assert codec.link_of(stored) == link(len(data))
+    out = codec.decode_difference(stored, memoryview(base), len(data), kind)
     assert out is not None
     assert bytes(out) == data
-    assert delta.decode(stored, memoryview(base + b"x"), len(data), kind) is None
-    wrong = delta.decode(stored, memoryview(bytes(b ^ 1 for b in base)), len(data), kind)
+    assert codec.decode_difference(stored, memoryview(base + b"x"), len(data), kind) is None
+    wrong = codec.decode_difference(stored, memoryview(bytes(b ^ 1 for b in base)), len(data), kind)
     assert wrong is not None  # which is why the caller looks at the digest
     assert digest(wrong) != digest(data)
     assert codec.unpack(stored, kind, len(data), digest(data)) is None  # by itself it is nothing
@@ -59,7 +59,7 @@ def test_a_difference_gives_back_the_very_bytes_with_its_base_and_nothing_withou
 
 @given(st.binary(max_size=400))
 def test_what_is_no_link_is_refused(data: bytes) -> None:
-    found = delta.link_of(memoryview(data))
+    found = codec.link_of(memoryview(data))
     assert found is None or found.raw > 0
 
 
@@ -70,13 +70,13 @@ def test_what_is_no_link_is_refused(data: bytes) -> None:
 )  # fmt: skip
 def test_a_link_to_an_impossible_place_is_refused(change: dict[str, Any]) -> None:
     wrong = msgspec.structs.replace(link(100), **change)
-    assert delta.link_of(memoryview(delta.encode(bytes(100), bytes(100), wrong, 5))) is None
+    assert codec.link_of(memoryview(codec.encode_difference(bytes(100), bytes(100), wrong, 5))) is None
 
 
 def test_a_decompression_bomb_is_refused_before_its_memory_is_taken() -> None:
-    stored = memoryview(delta.encode(bytes(32 * MIB), bytes(32 * MIB), link(4096), 5))
+    stored = memoryview(codec.encode_difference(bytes(32 * MIB), bytes(32 * MIB), link(4096), 5))
     assert len(stored) < 10_000
-    assert delta.decode(stored, memoryview(bytes(4096)), 4096, 5) is None
+    assert codec.decode_difference(stored, memoryview(bytes(4096)), 4096, 5) is None
 
 
 def test_a_difference_is_taken_where_it_pays_and_a_new_base_where_it_has_grown() -> None:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from headrace.checkpoint.format import bands, layout, ulid
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format import chunking, names
+from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.staging.arena import Staging
 from headrace.checkpoint.staging.copying import Copying
@@ -63,14 +63,14 @@ def save_in(
     store: Store, saved: npt.NDArray[np.uint8], dim: int, ranks: int, step: int, number: int, bases: tuple[Base, ...]
 ) -> Base:
     """A tensor spread over so many ranks, as torch spreads it, each of which really saves its part."""
-    attempt, each = ulid.new(), -(-saved.shape[dim] // ranks)
+    attempt, each = names.new_id(), -(-saved.shape[dim] // ranks)
     made = []
     for rank in range(ranks):
         at, n = min(rank * each, saved.shape[dim]), min(each, saved.shape[dim] - min(rank * each, saved.shape[dim]))
         offset, local = ((at, 0), (n, saved.shape[1])) if dim == 0 else ((0, at), (saved.shape[0], n))
-        found = bands.bands(Box(saved.shape, offset, local), 1)
+        found = chunking.bands(Box(saved.shape, offset, local), 1)
         held = saved[at : at + n] if dim == 0 else saved[:, at : at + n]
-        parts = [(band, held[bands.inside(band, Box(saved.shape, offset, local))]) for band in found]
+        parts = [(band, held[chunking.inside(band, Box(saved.shape, offset, local))]) for band in found]
         made.append(
             make(
                 store, [("w", band, part.tobytes()) for band, part in parts], step=step, number=number,
@@ -111,7 +111,7 @@ def test_a_column_shard_is_staged_in_bands_and_comes_back(mode: str, tmp_path: P
         late = range(1, len(specs)) if mode == "lazy" else ()
         copy = Copying(staging.crew, arena, tensors, specs, place, late)
         copy.join()
-    pieces, spans = layout.cut_all(specs, place)
+    pieces, spans = chunking.cut_all(specs, place)
     found = [
         bytes(copy[p.at : p.at + p.length] if isinstance(copy, SlicedState) else arena.view()[p.at : p.at + p.length])
         for p in pieces

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint.format.chunk import Box
+from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.sharding.cover import flaw
 from headrace.checkpoint.sharding.owners import owners
 from headrace.checkpoint.sharding.regions import copy, place, run_parts, touches

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.checkpoint.format import dtypes
-from headrace.checkpoint.format.chunk import whole
-from headrace.checkpoint.format.layout import Layout
+from headrace.checkpoint.format import chunking
+from headrace.checkpoint.format.chunking import Layout, whole
 from headrace.checkpoint.state import replicas
 from headrace.checkpoint.state.flatten import Leaf, Seen
 from headrace.checkpoint.state.kinds import TorchKinds
@@ -102,7 +101,7 @@ def test_a_rank_that_cannot_hash_does_not_leave_the_others_waiting(monkeypatch: 
         assert futures[1].result(150) == ()
 
 
-@pytest.mark.parametrize("dtype", sorted(dtypes.ITEM_BYTES))
+@pytest.mark.parametrize("dtype", sorted(chunking.ITEM_BYTES))
 def test_a_sample_is_the_same_however_the_tensor_is_strided_and_of_bounded_size(dtype: str) -> None:
     made = TorchKinds().empty("uint8", (48, 64 * 16))
     made.copy_(torch.arange(made.numel()).view(made.shape) % 251)

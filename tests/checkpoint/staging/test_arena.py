@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.checkpoint.format.chunk import whole
-from headrace.checkpoint.format.layout import Layout, TensorSpec, lay_out
+from headrace.checkpoint.format.chunking import Layout, TensorSpec, lay_out, whole
 from headrace.checkpoint.staging import copying
 from headrace.checkpoint.staging.arena import Arena, Staging
 from headrace.checkpoint.staging.copying import Copying

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer, carry
-from headrace.checkpoint.format.chunk import CHUNK_BYTES, whole
-from headrace.checkpoint.format.layout import Layout, Piece, TensorSpec, lay_out
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, Layout, Piece, TensorSpec, lay_out, whole
 from headrace.checkpoint.gds.saving import DeviceSlices
 from headrace.checkpoint.saving.plan import PutPlan
 from headrace.checkpoint.saving.upload import Stored

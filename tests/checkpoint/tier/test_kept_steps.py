@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from headrace.checkpoint.carry import carry
-from headrace.checkpoint.format import names, ulid
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Commit, StepName, encode
 from headrace.checkpoint.lifecycle.plan import ORPHAN_SECONDS
 from headrace.checkpoint.repository import commit, timeline
@@ -313,8 +313,8 @@ def test_a_base_that_was_collected_stops_what_leans_on_it(remote: Counting, tier
     assert not list(remote.list(names.step(RUN, 1, 2)))
 
 
-def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, tier: LocalTier) -> None:
-    first, attempt = saved(remote, tier), ulid.new()
+def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, tier: Shelf) -> None:
+    first, attempt = saved(remote, tier), names.new_id()
     mine = make(remote, tiny_state(2), step=2, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
         carry(mine.arena, mine.encoded, lambda _: None, store=remote, shelf=tier)
@@ -339,7 +339,7 @@ def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, t
 
 def test_a_step_with_ranks_that_nobody_has_is_left_alone(remote: Counting, tier: LocalTier) -> None:
     first = saved(remote, tier)
-    attempt = ulid.new()
+    attempt = names.new_id()
     made = make(remote, tiny_state(2), step=2, number=1, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
         carry(made.arena, made.encoded, lambda _: None, store=remote, shelf=tier)

@@ -1,0 +1,268 @@
+"""Where tensors are cut into chunks, and the digest of a chunk.
+
+Invariant: the cuts of a tensor shard lie on the grid of the *global* tensor, and how fine that is depends on the global
+tensor alone, so that the same weights give the same chunks under another sharding. A shard that is one run of the tensor's
+row-major bytes (sharded in the first dimension, or whole) lies on the grid of those bytes; one that is cut in an inner
+dimension is stored in bands of that dimension (`headrace.checkpoint.format.chunking`), each of which has a grid of its own.
+The pieces of a shard are in order, without gaps or overlaps. Small tensors share the chunks of one common stream.
+Failure behaviour: none; these are pure functions of their arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.limits import KIB, MIB
+
+CHUNK_BYTES = 4 * MIB
+"""Chunks of large tensors; also the most that any chunk may hold."""
+FINE_CHUNK_BYTES = 1 * MIB
+"""Chunks of tensors below `FINE_BELOW`, and of the stream of small tensors: a finer grid survives resharding better."""
+FINE_BELOW = 128 * MIB
+"""Bytes of the *global* tensor. From here on it has 32 chunks or more, of which another number of ranks cuts a few."""
+SMALL_BELOW = 64 * KIB
+"""Tensors smaller than this share the chunks of the small stream."""
+DIGEST_BYTES = 32
+
+
+def digest(payload: bytes | bytearray | memoryview) -> bytes:
+    """BLAKE3, 32 bytes."""
+    return blake3(payload).digest()
+
+
+class Box(msgspec.Struct, frozen=True, gc=False):
+    """A shard of a global tensor: `local` elements from `offset` in each dimension of `shape`.
+
+    As other rows of which a save makes thousands it is no business of the garbage collector (`gc=False`), whose look through the
+    trainer's whole heap they would otherwise bring on, in the middle of the save.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether both hold a common element of the same global tensor."""
+        edges = zip(self.offset, self.local, other.offset, other.local, strict=True)
+        return all(max(a, b) < min(a + n, b + m) for a, n, b, m in edges)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a tensor that is not sharded."""
+    return Box(tuple(shape), (0,) * len(shape), tuple(shape))
+
+
+def cut_dim(box: Box) -> int:
+    """The last dimension in which the shard is not the whole tensor; 0 when it is."""
+    return next((d for d in reversed(range(len(box.shape))) if box.local[d] != box.shape[d]), 0)
+
+
+def run_start(box: Box, item_bytes: int) -> int | None:
+    """The byte of the global tensor at which the shard begins; None when the shard is not one run of its bytes."""
+    if box.local == box.shape:
+        return 0  # most are whole, and planning a save asks of each several times
+    if any(n != 1 for n in box.local[: cut_dim(box)]):
+        return None
+    at = 0
+    for offset, n in zip(box.offset, box.shape, strict=True):
+        at = at * n + offset
+    return at * item_bytes
+
+
+def chunk_bytes(tensor_bytes: int) -> int:
+    """The grid of a global tensor of this size."""
+    return FINE_CHUNK_BYTES if tensor_bytes < FINE_BELOW else CHUNK_BYTES
+
+
+def cut(size: int, step: int, phase: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, length) of the pieces of [0, size) cut where `phase + position` is a multiple of `step`."""
+    start = 0
+    while start < size:
+        length = min(step - (phase + start) % step, size - start)
+        yield start, length
+        start += length
+
+
+ITEM_BYTES: dict[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    "float4_e2m1fn_x2": 1,
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+MAX_DIMENSIONS = 64
+MAX_TENSOR_BYTES = 1 << 50
+
+
+def nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a dense tensor of this type and shape."""
+    total = math.prod(shape) * ITEM_BYTES[dtype]
+    if len(shape) > MAX_DIMENSIONS or total > MAX_TENSOR_BYTES:
+        raise CorruptionError(f"a tensor of shape {list(shape)[:8]} and type {dtype} is too large to be true")
+    return total
+
+
+_MOST = 128
+_RUN_BYTES = 256
+
+
+def bands(box: Box, item_bytes: int) -> tuple[Box, ...]:
+    """The shards in which this one is stored."""
+    dim = cut_dim(box)
+    if 0 in box.local or run_start(box, item_bytes) is not None:
+        return (box,)
+    start, stop = box.offset[dim], box.offset[dim] + box.local[dim]
+    return tuple(_with(box, dim, at, n) for at, n in _steps(start, stop, width(box.shape, dim, item_bytes)))
+
+
+def inside(band: Box, shard: Box) -> tuple[slice, ...]:
+    """Where the band lies in the shard's own array."""
+    edges = zip(band.offset, shard.offset, band.local, strict=True)
+    return tuple(slice(at - origin, at - origin + n) for at, origin, n in edges)
+
+
+def width(shape: Sequence[int], dim: int, item_bytes: int) -> int:
+    """How many indices of dimension `dim` a band has: a power of two, for bands of about a fine chunk."""
+    inner = math.prod(shape[dim + 1 :]) * item_bytes
+    column = math.prod(shape[:dim]) * inner
+    wanted = max(FINE_CHUNK_BYTES, column * shape[dim] // _MOST) // column
+    return int(1 << max(wanted, -(-_RUN_BYTES // inner), 1).bit_length() - 1)
+
+
+def pieces(box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, length) in the shard's own bytes of every chunk of the shard."""
+    size = math.prod(box.local) * item_bytes
+    if not size:
+        return
+    start = run_start(box, item_bytes)
+    if start is None:
+        start = run_start(_in_its_band(box, item_bytes), item_bytes)
+    yield from cut(size, chunk_bytes(math.prod(box.shape) * item_bytes), start or 0)
+
+
+def _in_its_band(box: Box, item_bytes: int) -> Box:
+    """The shard in the coordinates of the band that holds it, as if that were a tensor; itself where several do."""
+    dim = cut_dim(box)
+    step = width(box.shape, dim, item_bytes)
+    first = box.offset[dim] // step * step
+    if box.offset[dim] + box.local[dim] > first + step:
+        return box
+    shape, offset = list(box.shape), list(box.offset)
+    shape[dim], offset[dim] = min(step, box.shape[dim] - first), box.offset[dim] - first
+    return Box(tuple(shape), tuple(offset), box.local)
+
+
+def _steps(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start + at, n) for at, n in cut(stop - start, step, start))
+
+
+def _with(box: Box, dim: int, at: int, n: int) -> Box:
+    offset, local = list(box.offset), list(box.local)
+    offset[dim], local[dim] = at, n
+    return Box(box.shape, tuple(offset), tuple(local))
+
+
+ALIGN = 4096
+SMALL_ALIGN = 16
+"""Elements of the widest type start at multiples of their size."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
+    """One tensor shard to be saved. `replicated`: every rank holds the same bytes, one of them writes them."""
+
+    name: str
+    dtype: str
+    box: Box
+    replicated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, self.box.local)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`offsets[i]` is where tensor i starts; the small stream is [0, small_bytes); `total` bytes in all."""
+
+    offsets: tuple[int, ...]
+    small_bytes: int
+    total: int
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """A run of arena bytes that becomes one chunk."""
+
+    at: int
+    length: int
+
+
+class PieceSpan(msgspec.Struct, frozen=True, gc=False):
+    """`length` bytes from byte `start` of piece number `piece`."""
+
+    piece: int
+    start: int
+    length: int
+
+
+def in_bands(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[list[TensorSpec], list[Any]]:
+    """The same shards, those that are cut in an inner dimension as their bands; `tensors` are sliced likewise."""
+    made, parts = [], []
+    for spec, tensor in zip(specs, tensors, strict=True):
+        found = bands(spec.box, ITEM_BYTES[spec.dtype])
+        made += [TensorSpec(spec.name, spec.dtype, box, spec.replicated) for box in found]
+        parts += [tensor[inside(box, spec.box)] for box in found] if len(found) > 1 else [tensor]
+    return made, parts
+
+
+def lay_out(specs: Sequence[TensorSpec]) -> Layout:
+    """Places for `specs`, in their order."""
+    sizes = [spec.nbytes for spec in specs]
+    offsets = [0] * len(specs)
+    end = small_bytes = 0
+    for small in (True, False):
+        for i, size in enumerate(sizes):
+            if is_small(size) == small:
+                offsets[i] = end = _up(end, SMALL_ALIGN if small else ALIGN)
+                end += size
+        if small:
+            small_bytes = end
+    return Layout(tuple(offsets), small_bytes, end)
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether a tensor of this size lies in the small stream."""
+    return nbytes < SMALL_BELOW
+
+
+def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], list[list[PieceSpan]]]:
+    """All chunks of the arena, and for each tensor the runs of chunks that make up its bytes."""
+    found = [Piece(start, length) for start, length in cut(layout.small_bytes, FINE_CHUNK_BYTES)]
+    spans: list[list[PieceSpan]] = []
+    for spec, at in zip(specs, layout.offsets, strict=True):
+        if is_small(size := spec.nbytes):
+            spans.append(list(_small_spans(at, size)))
+            continue
+        own = [Piece(at + start, length) for start, length in pieces(spec.box, ITEM_BYTES[spec.dtype])]
+        spans.append([PieceSpan(len(found) + i, 0, piece.length) for i, piece in enumerate(own)])
+        found += own
+    return found, spans
+
+
+def _small_spans(at: int, nbytes: int) -> Iterator[PieceSpan]:
+    for start, length in cut(nbytes, FINE_CHUNK_BYTES, at):
+        piece, inside = divmod(at + start, FINE_CHUNK_BYTES)
+        yield PieceSpan(piece, inside, length)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
