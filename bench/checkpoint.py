@@ -110,18 +110,18 @@ def fill(job: command.Job, part: Part) -> None:
 @contextlib.contextmanager
 def copying(streaming: bool) -> Iterator[str]:
     """What the processes of all candidates find set for glibc."""
-    from headrace.checkpoint.staging import copies  # numpy, which --help does without
+    from headrace.checkpoint.saving import copy_threads
 
     before = os.environ.copy()
     if streaming:
-        os.environ.update(copies.streaming(before))
+        os.environ.update(copy_threads.streaming(before))
     try:
-        yield os.environ.get(copies.VARIABLE, "")
+        yield os.environ.get(copy_threads.VARIABLE, "")
     finally:
-        if copies.VARIABLE in before:
-            os.environ[copies.VARIABLE] = before[copies.VARIABLE]
+        if copy_threads.VARIABLE in before:
+            os.environ[copy_threads.VARIABLE] = before[copy_threads.VARIABLE]
         else:
-            os.environ.pop(copies.VARIABLE, None)
+            os.environ.pop(copy_threads.VARIABLE, None)
 
 
 def _places(given: str) -> list[str]:

@@ -13,7 +13,7 @@ from headrace.dataio.core.imports import exports
 if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer
     from headrace.checkpoint.handle import Handle, SaveResult
-    from headrace.checkpoint.lifecycle.keep import Keep
+    from headrace.checkpoint.repository.retention import Keep
     from headrace.checkpoint.restoring.reading import read
     from headrace.checkpoint.rng import RNG
 
@@ -22,7 +22,7 @@ __all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read"]
 _WHERE = {
     "Checkpointer": "headrace.checkpoint.api",
     "Handle": "headrace.checkpoint.handle",
-    "Keep": "headrace.checkpoint.lifecycle.keep",
+    "Keep": "headrace.checkpoint.repository.retention",
     "RNG": "headrace.checkpoint.rng",
     "SaveResult": "headrace.checkpoint.handle",
     "read": "headrace.checkpoint.restoring.reading",

@@ -20,20 +20,19 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.codec import COMPRESSIONS
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gds.file import Direct
+from headrace.checkpoint.gds.restoring import direct_for
 from headrace.checkpoint.gds.saving import RING_BYTES
-from headrace.checkpoint.gds.store import direct_for
-from headrace.checkpoint.handle import Handle, Name
-from headrace.checkpoint.lifecycle.automatic import Retention
-from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.handle import Handle, Name, Saves
 from headrace.checkpoint.lineage import Lineage
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
+from headrace.checkpoint.repository.collect import Retention
+from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.restorer import Restorer
 from headrace.checkpoint.saver import Options, Saver
-from headrace.checkpoint.saves import Saves
-from headrace.checkpoint.saving.carriers import Carriers
-from headrace.checkpoint.staging.slices import check_limit
+from headrace.checkpoint.saving.executor import Carriers
+from headrace.checkpoint.saving.slices import check_limit
 from headrace.checkpoint.state.replicas import POLICIES
 from headrace.checkpoint.state.selection import Selection, matching
 from headrace.dataio.core.errors import UsageError

@@ -22,12 +22,13 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import writers
-from headrace.checkpoint.repository.parent import Parent
+from headrace.checkpoint.repository.lease import DEFAULT_LIFE, LeaseKeeper
 from headrace.checkpoint.repository.writers import Standing
-from headrace.checkpoint.tier import reading
-from headrace.checkpoint.tier.reading import Found, NodeTier
-from headrace.dataio.core.errors import NotFoundError, TransientError
-from headrace.dataio.store.base import Store
+from headrace.checkpoint.tier import restoring
+from headrace.checkpoint.tier.restoring import Found, NodeTier
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import AccessDeniedError, NotFoundError, TransientError
+from headrace.dataio.store.contract import Store
 
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""
@@ -157,5 +158,44 @@ class Lineage:
         if self._unsure is not None:
             latest = repository.find(self._store, self._run, "latest")
             if latest != self._unsure:
-                raise reading.outdated(self._run, self._unsure, latest)
+                raise restoring.outdated(self._run, self._unsure, latest)
             self._unsure = None
+
+
+class Parent:
+    """Holds one step at a time, or none. `let_go` may come from any thread."""
+
+    def __init__(self, store: Store, life: float = DEFAULT_LIFE, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._store, self._life, self._clock = store, life, clock
+        self._lock = threading.Lock()
+        self._held: tuple[LeaseKeeper, str, Base] | None = None
+
+    def hold(self, run: str, base: Base) -> None:
+        """Let go of what was held, and hold this step. One that is held already must still be there."""
+        with self._lock:
+            held = self._held
+        if held is not None and held[1:] == (run, base) and held[0].alive():
+            repository.require_there(self._store, run, base)
+            return
+        self.let_go()
+        lease = LeaseKeeper(
+            self._store, names.new_id(self._clock), run, base.timeline, base.step, [base], self._life, self._clock
+        )
+        try:
+            lease.__enter__()
+        except AccessDeniedError:  # a reader that may not write can save nothing either
+            return
+        try:
+            repository.require_there(self._store, run, base)
+        except BaseException:
+            lease.release()
+            raise
+        with self._lock:
+            self._held = lease, run, base
+
+    def let_go(self) -> None:
+        """Hold nothing."""
+        with self._lock:
+            held, self._held = self._held, None
+        if held is not None:
+            held[0].release()

@@ -11,14 +11,174 @@ Failure behaviour: what cannot be seen lives.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import ipaddress
 import os
 import socket
 import struct
+import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.checkpoint.format.chunking import digest
-from headrace.checkpoint.lifeline import ADDRESS_BYTES, ENDED, SILENT, Door, Lifeline
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+
+LIVES, ENDED, SILENT = "lives", "ended", "silent"
+ADDRESS_BYTES = 18
+"""An IPv6 address, or an IPv4 address as one, and the port."""
+_NOWHERE = bytes(ADDRESS_BYTES)
+_QUEUE = 1024
+_IDLE, _INTERVAL, _PROBES = 15, 5, 3
+"""Seconds without a word until the kernel asks, between its questions, and how many stay unanswered: 30 s."""
+_ANSWER_SECONDS = 10.0
+"""For a second connection, after one has broken."""
+_UNREACHED = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+_COMING, _OPEN, _REFUSED, _RESET, _LOST, _BROKEN = "coming", "open", "refused", "reset", "lost", "broken"
+_doors: weakref.WeakSet[Door] = weakref.WeakSet()
+
+
+class Door:
+    """What the other ranks hold on to. `address`: what they are told; zeros when it could not be opened. `host`: where, when it
+    is not to be where other nodes reach it."""
+
+    def __init__(self, host: str | None = None) -> None:
+        self._socket: socket.socket | None = None
+        self.address = _NOWHERE
+        with contextlib.suppress(OSError, ValueError):
+            host = host or _own_host()
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.bind((host, 0))
+            self._socket.listen(_QUEUE)
+            self.address = _packed(host, self._socket.getsockname()[1])
+        _doors.add(self)
+
+    def close(self) -> None:
+        """Let go of whoever holds on."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+class Lifeline:
+    """One rank's hold on another. Nothing waits: `state` is to be asked again. All times in seconds."""
+
+    def __init__(
+        self,
+        address: bytes,
+        *,
+        idle: int = _IDLE,
+        interval: int = _INTERVAL,
+        probes: int = _PROBES,
+        answer: float = _ANSWER_SECONDS,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._address, self._keeping, self._answer, self._clock = address, (idle, interval, probes), answer, clock
+        self._lock, self._state = threading.Lock(), LIVES
+        self._held, self._knocked = False, 0.0
+        self._socket = None if address == _NOWHERE else _knock(address, self._keeping)
+
+    def state(self) -> str:
+        """`LIVES`, `ENDED` (the process) or `SILENT` (its node); once it is one of the latter it stays that."""
+        with self._lock:
+            if self._socket is not None and self._state == LIVES:
+                self._state = self._look(self._socket)
+            return self._state
+
+    def close(self) -> None:
+        """Let go."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = None
+
+    def _look(self, line: socket.socket) -> str:
+        said = _peek(line)
+        if said == _OPEN:
+            self._held, self._knocked = True, 0.0
+        elif self._knocked:  # the line broke, and this is a second one
+            if said in (_REFUSED, _RESET):
+                return ENDED
+            if said == _LOST or self._clock.monotonic() - self._knocked >= self._answer:
+                return SILENT
+        elif (
+            self._held or said == _RESET
+        ):  # a proxy between the nodes may have closed it: knock again before anything is said
+            line.close()
+            self._socket, self._knocked = _knock(self._address, self._keeping), self._clock.monotonic()
+        return LIVES
+
+
+def wait_closed(address: bytes) -> None:
+    """Return when the door is closed, or its process has ended."""
+    with contextlib.suppress(OSError), socket.create_connection(_unpacked(address)) as line:
+        line.recv(1)
+
+
+def _knock(address: bytes, keeping: tuple[int, int, int]) -> socket.socket:
+    """A connection that is being made."""
+    host, port = _unpacked(address)
+    line = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    line.setblocking(False)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), keeping, strict=True):
+        if hasattr(socket, option):
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    line.connect_ex((host, port))  # what comes of it is seen later
+    return line
+
+
+def _peek(line: socket.socket) -> str:
+    """What the kernel knows of a connection."""
+    try:
+        if line.recv(1):
+            return _OPEN
+    except BlockingIOError:
+        with contextlib.suppress(OSError):
+            line.getpeername()
+            return _OPEN
+        return _COMING
+    except ConnectionRefusedError:
+        return _REFUSED
+    except ConnectionResetError:
+        return _RESET
+    except OSError as error:
+        return _LOST if error.errno in _UNREACHED else _BROKEN
+    return _BROKEN
+
+
+def _own_host() -> str:
+    """The address from which this node reaches the job's master."""
+    master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not master:
+        return socket.gethostbyname(socket.gethostname())
+    found = socket.getaddrinfo(master, int(port or 9), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as towards:
+        towards.connect(address)  # sends nothing: the kernel chooses the way
+        return str(towards.getsockname()[0])
+
+
+def _packed(host: str, port: int) -> bytes:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    wide = address if address.version == 6 else ipaddress.IPv6Address(f"::ffff:{address}")
+    return wide.packed + port.to_bytes(2, "big")
+
+
+def _unpacked(address: bytes) -> tuple[str, int]:
+    wide = ipaddress.IPv6Address(address[:16])
+    return str(wide.ipv4_mapped or wide), int.from_bytes(address[16:], "big")
+
+
+def _in_child() -> None:
+    """A fork does not hold its parent's doors open: they are to close when that ends."""
+    for door in list(_doors):
+        door.close()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
 
 _CARD = struct.Struct(f">8sQQ{ADDRESS_BYTES}s")
 """Where process numbers mean the same, the process, when it was started, and its door."""

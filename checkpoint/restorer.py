@@ -14,19 +14,19 @@ from typing import Any
 
 import msgspec
 
-from headrace.checkpoint.collector import held_off
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.gc_pause import held_off
 from headrace.checkpoint.gds.file import Direct
-from headrace.checkpoint.gds.store import GdsStore
+from headrace.checkpoint.gds.restoring import GdsStore
 from headrace.checkpoint.lineage import Lineage
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.apply import Fitted, apply, fitted, require_one_content
 from headrace.checkpoint.state.selection import Selection
-from headrace.checkpoint.tier import reading
-from headrace.checkpoint.tier.reading import Found, NodeTier, node_tier
+from headrace.checkpoint.tier import restoring
+from headrace.checkpoint.tier.restoring import Found, NodeTier, node_tier
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.connection import SidecarName
@@ -75,7 +75,7 @@ class Restorer:
                 self._require_matches(selection)
                 require_one_content(work, near)
             apply(work, self._ranks, near)
-            reading.told(near, found.base.step)
+            restoring.told(near, found.base.step)
         if work.todo.skipped:
             _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
         return found
@@ -119,5 +119,5 @@ class Restorer:
         selection: Selection,
     ) -> Fitted:
         """The step as this rank sees it, compared with the state."""
-        opening = reading.away(near, run, found.base) if found.away else restore.reading(near, run, found.base)
+        opening = restoring.away(near, run, found.base) if found.away else restore.reading(near, run, found.base)
         return fitted(state, stack.enter_context(opening), self._ranks.rank, selection)

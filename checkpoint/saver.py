@@ -17,28 +17,25 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.checkpoint.collector import held_off
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.gc_pause import held_off
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.saving import DeviceSlices
-from headrace.checkpoint.handle import Handle, Name, SaveResult
-from headrace.checkpoint.lifecycle.automatic import Retention
-from headrace.checkpoint.lifeline import Door
+from headrace.checkpoint.handle import Handle, Name, SaveResult, Saves
 from headrace.checkpoint.lineage import Lineage, Ticket
-from headrace.checkpoint.peers import Peers, card
+from headrace.checkpoint.peers import Door, Peers, card
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.commit import Attempt, FinalError
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
-from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving import plan
-from headrace.checkpoint.saving.carriers import Cargo, Carriers
-from headrace.checkpoint.staging import governed
-from headrace.checkpoint.staging.arena import Arena, Staging
-from headrace.checkpoint.staging.copying import Copying
-from headrace.checkpoint.staging.slices import SlicedState
+from headrace.checkpoint.saving.arena import Arena, Staging
+from headrace.checkpoint.saving.copying import Copying, Gates, late_tensors, optimizers_in
+from headrace.checkpoint.saving.executor import Cargo, Carriers
+from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state import replicas as comparing
 from headrace.checkpoint.state.kinds import TorchKinds
 from headrace.checkpoint.state.prepare import Planner, Prepared, Taken, expected, take_apart
@@ -91,7 +88,7 @@ class Saver:
         self._saves, self._carriers, self._meter, self._direct = saves, carriers, meter, direct
         self._retention, self._options, self.wait = retention, options, options.wait
         self.staging = Staging(options.staging_bytes)
-        self._gates, self._planner = governed.Gates(), Planner()
+        self._gates, self._planner = Gates(), Planner()
         self._peers: Peers | None = None
         self._aborting: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
@@ -120,7 +117,7 @@ class Saver:
             self._abort_behind(self._attempt(step, ticket), error)
             raise
         self._saves.add(handle)
-        self._gates.watch(governed.optimizers_in(state) if self._options.lazy else (), copying)
+        self._gates.watch(optimizers_in(state) if self._options.lazy else (), copying)
         if not self._options.lazy:
             self._gates.pass_all()  # a state in slices is copied as fast as it is written
             copying.wait_seconds = 0.0  # that was part of the stall
@@ -280,7 +277,7 @@ class Saver:
         if not staging.fits(layout):
             warn_once(_log, "the state is larger than staging_bytes: it is copied in slices, as fast as it is written")
             return self._slices(arena, tensors, specs, layout)
-        late = governed.late(state, tensors) if self._options.lazy else frozenset()
+        late = late_tensors(state, tensors) if self._options.lazy else frozenset()
         return Copying(staging.crew, arena, tensors, specs, layout, late)
 
     def _slices(

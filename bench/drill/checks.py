@@ -59,7 +59,7 @@ def _expect(right: bool, wrong: str) -> None:
 
 def the_arena_is_pinned(part: PartResult, name: str) -> None:
     """`cudaHostRegister` takes a sealed memfd with huge pages."""
-    from headrace.checkpoint.staging.arena import Arena
+    from headrace.checkpoint.saving.arena import Arena
 
     arena = Arena(64 * _MIB)
     try:

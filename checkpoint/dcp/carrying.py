@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.checkpoint.carry import carry
 from headrace.checkpoint.dcp.session import Ticket
 from headrace.checkpoint.format import chunking as layouts
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
@@ -22,9 +21,10 @@ from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
 from headrace.checkpoint.saving import plan
-from headrace.checkpoint.staging.arena import Arena
-from headrace.checkpoint.staging.slices import LEAST_BYTES, SlicedState
-from headrace.dataio.store.base import Store
+from headrace.checkpoint.saving.arena import Arena
+from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.slices import LEAST_BYTES, SlicedState
+from headrace.dataio.store.contract import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring.apply import DCP_MARK
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.build import called

@@ -35,10 +35,10 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Box, whole
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gds.file import Direct
-from headrace.checkpoint.gds.store import GdsStore, direct_for
+from headrace.checkpoint.gds.restoring import GdsStore, direct_for
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.overlaps import Target, require_one_content
 from headrace.checkpoint.restoring.restore import Saved, Want

@@ -32,7 +32,7 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import SMALL_BELOW, Box, TensorSpec
 from headrace.checkpoint.format.codec import COMPRESSIONS
 from headrace.checkpoint.gds.file import Direct
-from headrace.checkpoint.gds.store import direct_for
+from headrace.checkpoint.gds.restoring import direct_for
 from headrace.checkpoint.sharding.owners import owners
 from headrace.checkpoint.state.kinds import TorchKinds, name_of
 from headrace.dataio.core.errors import UnsupportedError, UsageError

@@ -3,7 +3,7 @@ chunk are in `headrace.checkpoint.format.codec`.
 
 Floating-point numbers whose bytes lie together by place (all first bytes, then all second, ...) compress better: the places
 with sign and exponent hardly differ from element to element, those of the mantissa are noise. Chosen by
-`headrace.checkpoint.saving.choose`.
+`headrace.checkpoint.saving.compression`.
 Invariant: `unpack` returns exactly the bytes whose digest the chunk carries, or None: a wrong digest, a bad frame and a
 wrong length are the same to the caller, who fetches once more and then gives up. Digests are of the raw bytes.
 Failure behaviour: None, as said; never damaged bytes, never more than twice `raw` bytes of memory.

@@ -123,7 +123,7 @@ class StepOfRun(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What a retention keeps of a run, as `headrace.checkpoint.lifecycle.keep.Keep` says."""
+    """What a retention keeps of a run, as `headrace.checkpoint.repository.retention.Keep` says."""
 
     last: int | None = None
     every: int | None = None

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.checkpoint.dcp.writer import step_of
 from headrace.checkpoint.frameworks.plain import packed, unpacked
-from headrace.checkpoint.lifeline import Door, wait_closed
+from headrace.checkpoint.peers import Door, wait_closed
 from headrace.dataio.core.errors import UnsupportedError
 
 BACKEND = "headrace"

@@ -45,7 +45,7 @@ from headrace.checkpoint.format.chunking import Box, TensorSpec, whole
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.restore import Saved, Want
 from headrace.checkpoint.state import tree

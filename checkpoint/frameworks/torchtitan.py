@@ -23,10 +23,10 @@ from torchtitan.tools.utils import GarbageCollection
 
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.checkpoint.dcp.writer import step_of
-from headrace.checkpoint.lifecycle.automatic import Retention
-from headrace.checkpoint.lifecycle.keep import Keep
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.collect import Retention
+from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.store.open import open_store

@@ -9,8 +9,7 @@ Failure behaviour: where cuFile does not work, everything goes through host memo
 
 from __future__ import annotations
 
-from headrace.checkpoint.gds.file import ALIGNMENT, CUFILE, CuFile, Direct, GpuFile
-from headrace.checkpoint.gds.probe import Verdict, probe
-from headrace.checkpoint.gds.store import GdsStore, direct_for
+from headrace.checkpoint.gds.file import ALIGNMENT, CUFILE, CuFile, Direct, GpuFile, Verdict, probe
+from headrace.checkpoint.gds.restoring import GdsStore, direct_for
 
 __all__ = ["ALIGNMENT", "CUFILE", "CuFile", "Direct", "GdsStore", "GpuFile", "Verdict", "direct_for", "probe"]

@@ -13,6 +13,7 @@ it does about copies; then `CorruptionError` as in `restore`.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +25,16 @@ import torch
 from headrace.checkpoint.format import chunking
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, digest
 from headrace.checkpoint.format.manifest import RAW
-from headrace.checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, flat_bytes
+from headrace.checkpoint.gds.file import ALIGNMENT, CUFILE, FILE, Direct, GpuFile, directory_of, flat_bytes, probe
 from headrace.checkpoint.repository import fetch
-from headrace.checkpoint.repository.ahead import in_order
+from headrace.checkpoint.repository.fetch import in_order
 from headrace.checkpoint.restoring.restore import Needed, Reading
 from headrace.checkpoint.sharding import regions
 from headrace.checkpoint.state.kinds import memory_of
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.store.base import Store
+from headrace.dataio.store.contract import Store
+from headrace.dataio.store.wrapper import Wrapper
 
 _THREADS = 2
 _log = get_logger(__name__)
@@ -152,3 +154,46 @@ class StraightReading:
             self._own.here = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
             self._buffers.append(self._own.there)
         return self._own.there, self._own.here
+
+
+_log = get_logger(__name__)
+
+
+def direct_for(store: Store, wanted: bool | Direct) -> Direct | None:
+    """What moves bytes between the store and device memory; None: nothing does. True means cuFile, if it works there."""
+    if not wanted:
+        return None
+    url = store.location.url
+    if not url.startswith(FILE):
+        warn_once(_log, f"GPUDirect Storage: not available, {url} is no directory; copies go through host memory")
+        return None
+    if isinstance(wanted, Direct):
+        return wanted
+    verdict = probe(_existing(directory_of(store)))
+    if not verdict.available:
+        warn_once(_log, str(verdict))
+        return None
+    _log.info("%s", verdict)
+    return CUFILE
+
+
+class GdsStore(Wrapper):
+    """`inner`, a directory, with `direct`. `straight`: bytes that were read by it."""
+
+    def __init__(self, inner: Store, direct: Direct) -> None:
+        super().__init__(inner)
+        self._direct, self.straight = direct, 0
+
+    def read_straight(self, reading: Reading, chunks: Iterable[Place]) -> list[Place]:
+        """See `restore.ReadsStraight`."""
+        work = StraightReading(reading, self._direct, self.inner, directory_of(self.inner))
+        rest = work.read(chunks)
+        self.straight += work.straight
+        return rest
+
+
+def _existing(path: str) -> str:
+    """The directory, or the nearest one above it that is there: a store makes its own at the first write."""
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path

@@ -1,6 +1,6 @@
 """A save's chunks from device memory into packs.
 
-`DeviceSlices` is the state in slices (`headrace.checkpoint.staging.slices`) with a second ring in device memory, slot
+`DeviceSlices` is the state in slices (`headrace.checkpoint.saving.slices`) with a second ring in device memory, slot
 for slot: a slice is
 gathered there by the device, and copied once to the host, where it is hashed. When its chunk is stored raw, the pack's writer
 finds the slot again by the address of the bytes that it is given, and writes the device's.
@@ -21,8 +21,8 @@ import torch
 
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, Layout, Piece, TensorSpec
 from headrace.checkpoint.gds.file import ALIGNMENT, Direct, GpuFile, directory_of, flat_bytes
-from headrace.checkpoint.staging.arena import Arena
-from headrace.checkpoint.staging.slices import SlicedState
+from headrace.checkpoint.saving.arena import Arena
+from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state.kinds import as_bits
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer, Store

@@ -18,7 +18,7 @@ from itertools import islice
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import FORMAT_SUFFIX, Base, Commit, Condemned, Repo, StepName, encode, read
-from headrace.checkpoint.repository import commit, tagged, timeline
+from headrace.checkpoint.repository import commit, tag_records, timeline
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.timeline import Segment
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -158,8 +158,8 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
                 hint="it was never committed, or retention removed it; `headrace ckpt ls` lists the steps",
             )
         return step
-    if isinstance(step, str) and step.startswith(tagged.PREFIX):
-        return tagged.step_of(store, run, step.removeprefix(tagged.PREFIX))
+    if isinstance(step, str) and step.startswith(tag_records.PREFIX):
+        return tag_records.step_of(store, run, step.removeprefix(tag_records.PREFIX))
     if step == "latest":
         if repo is None:
             _require_nothing(store)

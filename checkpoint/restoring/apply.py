@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headrace.checkpoint.ranks import Ranks
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import overlaps, restore, together
 from headrace.checkpoint.restoring.overlaps import Target
 from headrace.checkpoint.restoring.restore import Reading, Saved, Want

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.checkpoint.format.chunking import Box
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.restore import Saved, Want
 from headrace.checkpoint.state.kinds import TensorSink, TorchKinds, as_bits, empty, name_of

@@ -20,7 +20,7 @@ import torch
 
 from headrace.checkpoint.format.chunking import Box, whole
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.restoring.restore import Saved, Want
 from headrace.checkpoint.state import tree

@@ -26,8 +26,8 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Chunk, Manifest, Tensor
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.repository.lease import LeaseKeeper
-from headrace.checkpoint.repository.opening import Step, open_step
 from headrace.checkpoint.sharding import regions
 from headrace.dataio.core.cleanup import Finalizer
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError

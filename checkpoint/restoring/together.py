@@ -23,7 +23,7 @@ import torch.distributed as dist
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import fetch
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring.nearby import NODE_BYTES, bring_near, node, on_this_node, threads
 from headrace.checkpoint.restoring.restore import Needed, Reading, ReadsStraight
 from headrace.checkpoint.sharding.turns import Shared, pack_needs, shared, turns

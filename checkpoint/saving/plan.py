@@ -7,14 +7,16 @@ Failure behaviour: `decode` raises `UnsupportedError` for a newer version and `U
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from headrace.checkpoint.format import chunking, codec, names
 from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, lay_out
 from headrace.checkpoint.format.documents import VERSION, Base, newer
-from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Location
 
@@ -122,3 +124,63 @@ def _check(plan: PutPlan, arena_bytes: int) -> None:
         raise UsageError("the put plan's layout does not fit its tensors or the arena")
     if layout.offsets != tuple(tensor.at for tensor in plan.tensors):
         raise UsageError("the put plan's tensors do not lie where their layout says")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes of state dealt with, of how many."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The arena is no longer needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committing:
+    """This rank's manifest is written: what is left is to wait for other ranks, and small writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The step is committed."""
+
+    result: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The step was not committed by this carrier. `again`: the same plan may be carried to its commit later."""
+
+    code: str
+    message: str
+    hint: str
+    again: bool = False
+
+
+Event = Progress | Released | Committing | Done | Failed
+
+
+def to_json(event: Event) -> str:
+    """One line, without the newline."""
+    name = type(event).__name__.lower()
+    return json.dumps({"event": name} | {key: getattr(event, key) for key in event.__slots__})
+
+
+def failed(error: HeadraceError, *, again: bool = False) -> Failed:
+    return Failed(error.code, error.message, error.hint, again)
+
+
+def as_error(code: str, message: str, hint: str) -> HeadraceError:
+    """The error that a carrier in another process reported."""
+    return _classes(HeadraceError).get(code, HeadraceError)(message, hint=hint)
+
+
+def _classes(kind: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
+    found = {kind.code: kind}
+    for child in kind.__subclasses__():
+        found |= {code: c for code, c in _classes(child).items() if code not in found}
+    return found

@@ -26,7 +26,7 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.manifest import DELTAS, Chunk, PackName
 from headrace.checkpoint.format.pack import Entry
 from headrace.checkpoint.repository.commit import FinalError
-from headrace.checkpoint.repository.dedup import Known, Stored
+from headrace.checkpoint.saving.dedup import Known, Stored
 from headrace.checkpoint.saving.plan import PutPlan
 from headrace.dataio.core.errors import HeadraceError, NotFoundError
 from headrace.dataio.core.limits import GIB

@@ -21,12 +21,10 @@ from headrace.checkpoint.format import chunking, pack
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.manifest import Chunk, PackName
-from headrace.checkpoint.repository import dedup
-from headrace.checkpoint.repository.ahead import in_order
-from headrace.checkpoint.saving import choose
-from headrace.checkpoint.saving.bases import Bases
-from headrace.checkpoint.saving.events import Event, Progress
-from headrace.checkpoint.saving.plan import PutPlan
+from headrace.checkpoint.repository.fetch import in_order
+from headrace.checkpoint.saving import compression, dedup
+from headrace.checkpoint.saving.dedup import Bases
+from headrace.checkpoint.saving.plan import Event, Progress, PutPlan
 from headrace.checkpoint.saving.progress import ProgressFile, add_stored
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.crashpoints import declare
@@ -91,10 +89,10 @@ def upload(arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], stor
     specs = [tensor.spec() for tensor in plan.tensors]
     place = chunking.lay_out(specs)
     pieces, spans = chunking.cut_all(specs, place)
-    taken = choose.Upload(plan.upload_hint)
+    taken = compression.Upload(plan.upload_hint)
     known = dedup.load(store, plan.run, plan.bases, rank=plan.rank, world_size=plan.world_size, replicas=plan.replicas)
     bases = Bases(store, known, plan.rank, specs, spans) if plan.compression == "delta" else None
-    choice = choose.Choice(plan.compression, specs, place, spans, taken, _THREADS, bases)
+    choice = compression.Choice(plan.compression, specs, place, spans, taken, _THREADS, bases)
     tables, digests = Tables(), list[bytes]()
     add_stored(known, book.stored(store, plan))
     total = sum(piece.length for piece in pieces)
@@ -197,7 +195,7 @@ def _if_new(chunk: pack.NewChunk, known: dedup.Known, tables: Tables) -> Iterato
 
 
 def _hashed(
-    pool: Executor, arena: ArenaBytes, pieces: Sequence[chunking.Piece], known: dedup.Known, choice: choose.Choice
+    pool: Executor, arena: ArenaBytes, pieces: Sequence[chunking.Piece], known: dedup.Known, choice: compression.Choice
 ) -> Iterator[tuple[pack.NewChunk, dedup.Stored | None, int]]:
     """The pieces as chunks, in order, hashed (and compressed when they are new) by threads a few chunks ahead; with what a
     difference leans on, and what `_Same` compares later."""

@@ -22,7 +22,7 @@ from headrace.dataio.sidecar.cli_status import ask
 from headrace.dataio.store.local_tier.records import Record, TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
 
-COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "headrace.checkpoint.carry")}
+COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "headrace.checkpoint.saving.commit_worker")}
 """What carries out a staged job, by its kind. Named here by a string: this floor knows nothing of what it starts."""
 
 

@@ -1,5 +1,5 @@
 """`headrace doctor URL`: is this store reachable, and good enough for datasets and shared checkpoints? With --memory: does this
-machine copy a state as fast as it could (`headrace.checkpoint.staging.copies`, a program of its own)?
+machine copy a state as fast as it could (`headrace.checkpoint.saving.copy_threads`, a program of its own)?
 
 Invariants: writes only under a random scratch prefix, and deletes what it wrote, also after a failed check; a folder that was not
 there before is not there afterwards. With --json exactly one JSON object goes to standard output.
@@ -31,7 +31,7 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import TEMPORARY
 from headrace.dataio.store.probe import certify, probe_preconditions
 
-_COPIES = "headrace.checkpoint.staging.copies"
+_COPIES = "headrace.checkpoint.saving.copy_threads"
 _MULTIPART_BYTES = 9 << 20  # more than one part
 
 

@@ -351,7 +351,7 @@ def test_the_checks_of_saves_and_batches_find_what_is_wrong(monkeypatch: pytest.
     monkeypatch.setattr("headrace.loaders.batch.batch.write_pixels", lambda target, *_: target.zero_())
     with pytest.raises(AssertionError, match="batches held something else"):
         checks.batches("cpu", 12)
-    monkeypatch.setattr("headrace.checkpoint.staging.copying._copy", lambda *_: None)
+    monkeypatch.setattr("headrace.checkpoint.saving.copying._copy", lambda *_: None)
     with pytest.raises(AssertionError, match="is not what it was at step 1"):
         checks.saves("cpu", 1 << 20)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from headrace.checkpoint import Checkpointer, peers
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.staging.arena import Staging
+from headrace.checkpoint.saving.arena import Staging
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store

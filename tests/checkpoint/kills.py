@@ -18,12 +18,11 @@ import numpy as np
 import headrace.dataio.store.posix  # its crash points are declared when it is imported
 import headrace.dataio.store.s3
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.lifecycle import collect, tags
-from headrace.checkpoint.lifecycle.automatic import Retention
-from headrace.checkpoint.lifecycle.keep import Keep
+from headrace.checkpoint.lineage import Parent
+from headrace.checkpoint.repository import collect, tags, writers
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository import writers
-from headrace.checkpoint.repository.parent import Parent
+from headrace.checkpoint.repository.collect import Retention
+from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import HeadraceError, NotFoundError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Store

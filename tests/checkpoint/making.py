@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.checkpoint.carry import carry
 from headrace.checkpoint.format import chunking, manifest, names
 from headrace.checkpoint.format.chunking import Box, TensorSpec, whole
 from headrace.checkpoint.format.documents import Base, StepName
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
-from headrace.checkpoint.repository.opening import open_step
+from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.saving import plan
-from headrace.checkpoint.saving.events import Event
+from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.plan import Event
 from headrace.checkpoint.state import tree
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.limits import KIB, SMALL_OBJECT_BYTES

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import headrace.checkpoint.carry
+import headrace.checkpoint.saving.commit_worker
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import check
 from headrace.dataio.core.crashpoints import declared
@@ -19,7 +19,7 @@ from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import begin, latest, load, make, save, tiny_state
 from tests.support import nursery
 
-assert headrace.checkpoint.carry
+assert headrace.checkpoint.saving.commit_worker
 POINTS = sorted(name for name in declared() if name.startswith("ckpt.") and name != "ckpt.mid-stage")
 COMPLETE = {"ckpt.fate-written", "ckpt.commit-written", "ckpt.lease-deleted"}
 """From the fate on the step exists for every reader."""

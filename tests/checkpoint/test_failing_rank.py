@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint.lifeline import Door, wait_closed
-from headrace.checkpoint.peers import Peers, card, watched
+from headrace.checkpoint.peers import Door, Peers, card, wait_closed, watched
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.store.open import open_store
 from tests.support import nursery

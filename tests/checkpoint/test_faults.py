@@ -15,10 +15,10 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.format import names
-from headrace.checkpoint.lifecycle.collect import collect
-from headrace.checkpoint.lifecycle.keep import Keep
 from headrace.checkpoint.repository import check
+from headrace.checkpoint.repository.collect import collect
 from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, TransientError
 from headrace.dataio.sidecar.jobs.gate import PriorityGate
 from headrace.dataio.store.open import open_store
@@ -31,13 +31,18 @@ from tests.support.waiting import wait_for
 
 
 def start(made: Made, gate: int) -> subprocess.Popen[str]:
-    """`python -m headrace.checkpoint.carry` at a gate, with the arena and the plan as memfds."""
+    """`python -m headrace.checkpoint.saving.commit_worker` at a gate, with the arena and the plan as memfds."""
     fds = []
     for name, data in (("arena", made.arena), ("plan", made.encoded)):
         fds.append(fd := os.memfd_create(name))
         with open(fd, "wb", closefd=False) as file:
             file.write(data)
-    command = [sys.executable, "-m", "headrace.checkpoint.carry", *(f"--{n}-fd={fd}" for n, fd in _flags(*fds, gate))]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.checkpoint.saving.commit_worker",
+        *(f"--{n}-fd={fd}" for n, fd in _flags(*fds, gate)),
+    ]
     try:
         return subprocess.Popen(command, pass_fds=[*fds, gate], stdout=subprocess.PIPE, text=True)
     finally:

@@ -211,7 +211,7 @@ def test_a_child_of_a_trainer_that_watches_for_preemption_ends_by_sigterm_and_no
 def test_an_optimizer_of_a_child_does_not_wait_for_a_copy_of_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.checkpoint.staging.copying import Copying
+    from headrace.checkpoint.saving.copying import Copying
 
     over = threading.Event()
     monkeypatch.setattr(Copying, "gate", lambda self: over.wait(300))

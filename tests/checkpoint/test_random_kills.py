@@ -16,8 +16,7 @@ import pytest
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, StepName
-from headrace.checkpoint.lifecycle import collect, tags
-from headrace.checkpoint.repository import check, commit, timeline
+from headrace.checkpoint.repository import check, collect, commit, tags, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.base import Store

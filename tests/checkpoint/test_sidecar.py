@@ -18,7 +18,7 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.repository import check
-from headrace.checkpoint.saving import carriers
+from headrace.checkpoint.saving import executor
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.sidecar import connection
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
@@ -233,7 +233,7 @@ def test_a_save_whose_daemon_is_gone_for_good_is_carried_here_and_its_arena_is_g
 
     found = iter([Gone()])
     monkeypatch.setattr(Sidecar, "find", lambda _: next(found, None))
-    monkeypatch.setattr(carriers, "RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(executor, "RETURN_SECONDS", 0.05)
     with Checkpointer(str(tmp_path), run="exp", sidecar="auto") as checkpointer:
         handle = checkpointer.save(1, {"w": torch.zeros(5)})
         assert handle.result(60).carrier == "sidecar"  # who had it first
@@ -245,15 +245,15 @@ def test_a_save_that_a_daemon_carries_ends_when_another_ranks_node_is_lost(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon.start()
-    monkeypatch.setattr(carriers, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(executor, "_WATCH_SECONDS", 0.05)
     with open_store(tmp_path) as store:
         made = make(store, tiny_state(1), step=1, number=begin(store), world_size=2)
         fd = sealed("arena", bytes(made.arena))
-        cargo = carriers.Cargo(
+        cargo = executor.Cargo(
             *(made.plan, fd, lambda: made.arena, lambda: None, lambda: None, lambda carrier: None),
             silent=lambda ranks: "the node of rank 1 does not answer" if 1 in ranks else "",
         )
-        own = carriers.Carriers(store, daemon.socket, SaveMeter(RUN))
+        own = executor.Carriers(store, daemon.socket, SaveMeter(RUN))
         with pytest.raises(TransientError, match="was aborted: the node of rank 1 does not answer"):
             own.carry(cargo)
         own.close()

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from headrace.checkpoint import RNG, Checkpointer, Keep, read
-from headrace.checkpoint.lifecycle import tags
+from headrace.checkpoint.repository import tags
 from headrace.checkpoint.restoring.reading import LazyTensor
-from headrace.checkpoint.saving import choose
+from headrace.checkpoint.saving import compression
 from headrace.dataio import index, pack
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.store.open import open_store
@@ -116,15 +116,15 @@ def tensors_of(url: str, run: str, step: int | str) -> dict[str, str]:
 
 def _slow_store() -> None:
     """So that every save compresses, and stores differences where it may."""
-    choose.Upload.speed = property(lambda _: 1e5)  # type: ignore[method-assign, assignment]
+    compression.Upload.speed = property(lambda _: 1e5)  # type: ignore[method-assign, assignment]
 
 
 def repository(folder: Path) -> dict[str, Any]:
     """Two timelines of one run, a fork, tags, a removed step, every encoding of a chunk, and a save that never ended."""
     _slow_store()
     url = str(folder)
-    for timeline, (first, compression) in enumerate([(10, "zstd"), (20, "auto"), (30, "delta")]):
-        with Checkpointer(url, run=RUN, sidecar=None, compression=compression) as checkpointer:
+    for timeline, (first, kind) in enumerate([(10, "zstd"), (20, "auto"), (30, "delta")]):
+        with Checkpointer(url, run=RUN, sidecar=None, compression=kind) as checkpointer:
             if timeline:
                 checkpointer.restore(training(0))
             checkpointer.save(first, training(first)).result(60)

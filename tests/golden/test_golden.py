@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer, Keep
-from headrace.checkpoint.lifecycle import collect
-from headrace.checkpoint.repository import check
+from headrace.checkpoint.repository import check, collect
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar import protocol as m

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.lifecycle import collect
-from headrace.checkpoint.repository import check, tagged
+from headrace.checkpoint.repository import check, collect, tag_records
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.core.errors import HeadraceError
@@ -254,7 +253,7 @@ class History:
             seen.stored = {(line.run, line.timeline, line.step, line.attempt) for line in report.steps}
             for run in repository.runs(store):
                 seen.branch[run] = [self._found(store, run, base, seen) for base in repository.visible(store, run)]
-            for tag in tagged.all_tags(store):
+            for tag in tag_records.all_tags(store):
                 base = repository.find(store, tag.run, f"tag:{tag.name}")
                 assert base is not None
                 seen.tags[tag.name] = self._found(store, tag.run, base, seen).nonce

@@ -21,7 +21,7 @@ import headrace.checkpoint.saver
 import headrace.dataio.store.posix
 import headrace.dataio.store.s3
 from headrace.checkpoint import Checkpointer, Handle, Keep
-from headrace.checkpoint.lifecycle import collect, tags
+from headrace.checkpoint.repository import collect, tags
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.errors import ConflictError, HeadraceError, NotFoundError
 from headrace.dataio.store.open import open_store

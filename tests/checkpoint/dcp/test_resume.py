@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from headrace.checkpoint import Checkpointer, Keep
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter, session
-from headrace.checkpoint.lifecycle import collect
+from headrace.checkpoint.repository import collect, timeline, writers
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository import timeline, writers
 from headrace.dataio.core.errors import ConflictError
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store

@@ -21,9 +21,9 @@ from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.manifest import PLANES, RAW, ZSTD
 from headrace.checkpoint.repository import check as checking
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.opening import open_step
-from headrace.checkpoint.saving import choose
-from headrace.checkpoint.saving.choose import Sample, Upload, decide
+from headrace.checkpoint.repository.fetch import open_step
+from headrace.checkpoint.saving import compression
+from headrace.checkpoint.saving.compression import Sample, Upload, decide
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer
@@ -76,7 +76,7 @@ def test_what_is_stored_faster_raw_is_stored_raw() -> None:
 def test_a_choice_never_makes_the_save_later(upload: float, ratio: float, seconds: float, threads: int) -> None:
     chosen = decide([Sample(3, ratio, seconds)], upload, threads)
     if chosen != RAW:
-        assert max(seconds / threads, ratio / upload) < max(1 / upload, choose._HASH_SECONDS / threads)
+        assert max(seconds / threads, ratio / upload) < max(1 / upload, compression._HASH_SECONDS / threads)
 
 
 def test_the_stores_own_buffers_do_not_count_as_its_speed() -> None:

@@ -9,10 +9,10 @@ import pytest
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base, Fate, encode
-from headrace.checkpoint.lifecycle.collect import collect, condemn
-from headrace.checkpoint.lifecycle.keep import Keep
 from headrace.checkpoint.repository import check, lease
 from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.collect import collect, condemn
+from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.clock import SYSTEM_CLOCK
 from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, MismatchError, UnsupportedError
 from headrace.dataio.store.base import Store

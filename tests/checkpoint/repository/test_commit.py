@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.checkpoint.carry import carry
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import (
@@ -24,12 +23,13 @@ from headrace.checkpoint.format.documents import (
     encode,
     read,
 )
-from headrace.checkpoint.lifecycle.collect import collect, condemn
-from headrace.checkpoint.lifecycle.keep import Keep
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.collect import collect, condemn
 from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, View, Wait, WriteCommit, WriteFate, decide
 from headrace.checkpoint.repository.lease import Holding, LeaseKeeper
+from headrace.checkpoint.repository.retention import Keep
+from headrace.checkpoint.saving.commit_worker import carry
 from headrace.dataio.core.clock import SYSTEM_CLOCK
 from headrace.dataio.core.errors import (
     ConflictError,

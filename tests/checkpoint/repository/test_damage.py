@@ -20,15 +20,14 @@ from headrace.checkpoint.format.documents import (
     encode,
     me,
 )
-from headrace.checkpoint.lifecycle import collect, tags
-from headrace.checkpoint.lifecycle.keep import Keep
-from headrace.checkpoint.repository import check, timeline
+from headrace.checkpoint.repository import check, collect, tags, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.testing.faulty import Fault, Faulty, Rule
-from tests.checkpoint.lifecycle.stepping import MemoryStore
 from tests.checkpoint.making import RUN, begin, load, make, save
+from tests.support.stepping import MemoryStore
 
 STATES = {step: {"frozen": bytes(70_000), "weights": random.Random(step).randbytes(70_001)} for step in (1, 2, 3)}
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.repository.opening import open_step
+from headrace.checkpoint.repository.fetch import open_step
 from headrace.dataio.core.errors import DeadlineError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
 from headrace.dataio.store.base import Store

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.lifecycle import collect
-from headrace.checkpoint.lifecycle.keep import Keep
-from headrace.checkpoint.repository import commit, timeline, writers
+from headrace.checkpoint.repository import collect, commit, timeline, writers
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.repository.writers import Place, Standing
 from headrace.dataio.core.errors import ConflictError, NotFoundError
 from headrace.dataio.store.base import Buffer, Store

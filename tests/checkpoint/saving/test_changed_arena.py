@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.checkpoint.carry import carry
 from headrace.checkpoint.format import pack
 from headrace.checkpoint.repository import check
+from headrace.checkpoint.saving.commit_worker import carry
 from headrace.checkpoint.saving.progress import Logged, ProgressFile
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import MIB

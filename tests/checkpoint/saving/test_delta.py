@@ -20,13 +20,13 @@ from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import StepOfRun
 from headrace.checkpoint.format.manifest import DELTAS, RAW, Manifest
 from headrace.checkpoint.handle import SaveResult
-from headrace.checkpoint.lifecycle.collect import collect
 from headrace.checkpoint.repository import check as checking
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.dedup import Known
-from headrace.checkpoint.repository.opening import open_step
-from headrace.checkpoint.saving import choose
-from headrace.checkpoint.saving.choose import Sample, decide, worth_leaning
+from headrace.checkpoint.repository.collect import collect
+from headrace.checkpoint.repository.fetch import open_step
+from headrace.checkpoint.saving import compression
+from headrace.checkpoint.saving.compression import Sample, decide, worth_leaning
+from headrace.checkpoint.saving.dedup import Known
 from headrace.checkpoint.saving.progress import add_stored
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
@@ -237,6 +237,6 @@ def test_a_carrier_that_takes_over_stores_differences_once_more() -> None:
 
 def test_the_samples_of_a_difference_count_the_time_to_read_its_base() -> None:
     weights = np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype(np.float32).tobytes()
-    found = choose.measure_difference(memoryview(weights), memoryview(weights), 6, reading=4.0)
+    found = compression.measure_difference(memoryview(weights), memoryview(weights), 6, reading=4.0)
     assert found.ratio < 0.01
     assert found.seconds > 4.0 / len(weights)

@@ -14,13 +14,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.checkpoint.carry import carry
 from headrace.checkpoint.format import pack
 from headrace.checkpoint.format.manifest import PackName
 from headrace.checkpoint.format.pack import Entry
 from headrace.checkpoint.repository import check
 from headrace.checkpoint.saving import progress
-from headrace.checkpoint.saving.events import Event, Released
+from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.plan import Event, Released
 from headrace.checkpoint.saving.progress import Logged, ProgressFile
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.limits import KIB

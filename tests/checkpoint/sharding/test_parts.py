@@ -13,9 +13,9 @@ import torch
 from headrace.checkpoint.format import chunking, names
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.staging.arena import Staging
-from headrace.checkpoint.staging.copying import Copying
-from headrace.checkpoint.staging.slices import SlicedState
+from headrace.checkpoint.saving.arena import Staging
+from headrace.checkpoint.saving.copying import Copying
+from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state.flatten import Leaf, Seen
 from headrace.checkpoint.state.prepare import Planner, Row, Taken, divide
 from headrace.dataio.core.errors import MismatchError

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from headrace.checkpoint import Checkpointer
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import restore
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UsageError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from headrace.checkpoint.carry import carry
+from headrace.checkpoint.saving.commit_worker import carry
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.local_tier.records import TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier

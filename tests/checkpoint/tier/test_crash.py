@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-import headrace.checkpoint.carry
-from headrace.checkpoint.carry import carry
+import headrace.checkpoint.saving.commit_worker
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import check
-from headrace.checkpoint.tier import finishing, saving
+from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.tier import restoring, saving
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.local_tier.stores import TierReader
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.making import RUN, begin, latest, load, make, tiny_state
 from tests.support.local_tier import shelf
 
-assert headrace.checkpoint.carry
+assert headrace.checkpoint.saving.commit_worker
 ROOT = Path(__file__).parents[3]
 POINTS = [
     "ckpt.lease-written",
@@ -60,8 +60,8 @@ def test_what_a_killed_carrier_left_is_finished_or_absent(tmp_path: Path, point:
         assert done.returncode == -9, done.stderr
         assert mark.read_text() == point + "\n"
         assert any(r.step == 2 for r in tier.records()) == (point in KEPT)
-        finishing.send(store, tier, RUN, lambda _source, _key: False)
-        finishing.finish(store, tier, RUN)
+        restoring.send(store, tier, RUN, lambda _source, _key: False)
+        restoring.finish(store, tier, RUN)
         found = latest(store)
         assert found is not None
         assert found.step == (2 if point in KEPT else 1)

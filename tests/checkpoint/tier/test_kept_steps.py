@@ -12,16 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.checkpoint.carry import carry
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Commit, StepName, encode
-from headrace.checkpoint.lifecycle.plan import ORPHAN_SECONDS
 from headrace.checkpoint.repository import commit, timeline
-from headrace.checkpoint.repository.opening import Step
+from headrace.checkpoint.repository.fetch import Step
+from headrace.checkpoint.repository.retention import ORPHAN_SECONDS
 from headrace.checkpoint.restoring import restore
-from headrace.checkpoint.saving.events import Event, Released
+from headrace.checkpoint.saving.commit_worker import carry
+from headrace.checkpoint.saving.plan import Event, Released
 from headrace.checkpoint.saving.progress import ProgressFile
-from headrace.checkpoint.tier import finishing, reading, saving
+from headrace.checkpoint.tier import restoring, saving
 from headrace.dataio.core.errors import ConflictError, CorruptionError, TransientError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.local_tier.stores import TierReader
@@ -65,7 +65,7 @@ def saved(remote: Store, tier: LocalTier, step: int = 1, seed: int = 1, base: Ba
 
 @contextmanager
 def offline(near: Store, base: Base) -> Iterator[Step]:
-    with reading.away(near, RUN, base) as step:
+    with restoring.away(near, RUN, base) as step:
         yield step
 
 
@@ -171,14 +171,14 @@ def test_a_step_saved_while_the_store_is_away_is_no_step_until_a_restore_commits
     with pytest.raises(TransientError, match="not committed, but kept in this node's tier"):
         carry(made.arena, made.encoded, released.append, store=remote, shelf=tier)
     assert any(isinstance(event, Released) for event in released)
-    assert reading.latest(tier, remote.location.url, RUN, "latest") == first
+    assert restoring.latest(tier, remote.location.url, RUN, "latest") == first
     remote.before = lambda _operation, _key: None
     assert latest(remote) == first
-    with reading.node_tier(None) as node:
+    with restoring.node_tier(None) as node:
         node.shelf = tier
         node.send(remote, RUN)
         found = node.find(remote, RUN, "latest")
-    assert found == reading.Found(Base(1, 2, made.plan.attempt))
+    assert found == restoring.Found(Base(1, 2, made.plan.attempt))
     assert load(remote, found.base) == tiny_state(2)
     assert [r.committed > 0 for r in tier.records()] == [True, True]
     assert not list(remote.list(names.LEASES))
@@ -198,8 +198,8 @@ def test_a_store_that_goes_away_in_the_middle_leaves_what_a_restore_finishes(rem
         saved(remote, tier, step=2, seed=2, base=first)
     assert fired
     remote.before = lambda _operation, _key: None
-    finishing.send(remote, tier, RUN, lambda _source, _key: False)
-    finishing.finish(remote, tier, RUN)
+    restoring.send(remote, tier, RUN, lambda _source, _key: False)
+    restoring.finish(remote, tier, RUN)
     found = latest(remote)
     assert found is not None
     assert found.step == 2
@@ -221,9 +221,9 @@ def unfinished(remote: Counting, tier: LocalTier, *, step: int = 2, bases: tuple
     return made
 
 
-def try_to_finish(remote: Store, tier: LocalTier) -> None:
-    finishing.send(remote, tier, RUN, lambda _source, _key: False)
-    finishing.finish(remote, tier, RUN)
+def try_to_finish(remote: Store, tier: Shelf) -> None:
+    restoring.send(remote, tier, RUN, lambda _source, _key: False)
+    restoring.finish(remote, tier, RUN)
 
 
 def test_a_worker_that_takes_over_sends_what_only_the_tier_has(
@@ -284,11 +284,11 @@ def test_what_is_older_than_a_collector_lets_unexplained_packs_lie_is_over(remot
     first = saved(remote, tier)
     unfinished(remote, tier)
     newest = tier.records()[0]
-    tier.put_record(msgspec.structs.replace(newest, created=newest.created - finishing.OLD_SECONDS))
+    tier.put_record(msgspec.structs.replace(newest, created=newest.created - restoring.OLD_SECONDS))
     try_to_finish(remote, tier)
     assert latest(remote) == first
     assert tier.records()[0].over
-    assert finishing.OLD_SECONDS < ORPHAN_SECONDS
+    assert restoring.OLD_SECONDS < ORPHAN_SECONDS
 
 
 def test_a_collectors_abort_stops_what_only_the_tier_has(remote: Counting, tier: LocalTier) -> None:
@@ -433,11 +433,11 @@ def test_restoring_while_the_store_is_away_takes_what_was_committed(tmp_path: Pa
     first = saved(store, tier, step=1, seed=1)
     unfinished(store, tier)
     store.before = away
-    with reading.node_tier(None) as node:
+    with restoring.node_tier(None) as node:
         node.shelf = tier
         node.send(store, RUN)
         found = node.find(store, RUN, "latest")
-        assert found == reading.Found(first, away=True)
+        assert found == restoring.Found(first, away=True)
         assert node.find(store, RUN, 1) == found
         with pytest.raises(TransientError, match="away"):
             node.find(store, RUN, 2)
@@ -452,8 +452,8 @@ def test_restoring_while_the_store_is_away_takes_what_was_committed(tmp_path: Pa
 
 
 def test_a_trainer_that_restored_while_the_store_was_away_learns_of_a_newer_step() -> None:
-    error = reading.outdated("exp", Base(1, 5, "a"), Base(2, 9, "b"))
+    error = restoring.outdated("exp", Base(1, 5, "a"), Base(2, 9, "b"))
     assert isinstance(error, ConflictError)
     assert "step 5 was restored while the store was away, and its latest is step 9 of timeline 2" in error.message
-    assert "gone" in reading.outdated("exp", Base(1, 5, "a"), None).message
+    assert "gone" in restoring.outdated("exp", Base(1, 5, "a"), None).message
     assert commit is not None

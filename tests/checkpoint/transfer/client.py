@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.saving.carriers import Cargo, Carriers
+from headrace.checkpoint.saving.executor import Cargo, Carriers
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.sidecar.jobs.memfd import sealed

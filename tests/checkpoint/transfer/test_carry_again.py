@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoint.carry import _may_succeed_later
 from headrace.checkpoint.format.documents import Fate, encode
 from headrace.checkpoint.repository.commit import Attempt, FinalError, LateError
 from headrace.checkpoint.repository.lease import lost
+from headrace.checkpoint.saving.commit_worker import _may_succeed_later
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, SlowDownError, TransientError
 from headrace.dataio.sidecar.jobs.memfd import sealed
 from headrace.dataio.store.base import Store
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Worker:
-    """`python -m headrace.checkpoint.carry` with one plan, one arena and one progress file."""
+    """`python -m headrace.checkpoint.saving.commit_worker` with one plan, one arena and one progress file."""
 
     def __init__(self, made: Made, folder: Path) -> None:
         self.arena, self.plan = sealed("arena", bytes(made.arena)), sealed("plan", made.encoded)
@@ -38,7 +38,7 @@ class Worker:
         names = ("--arena-fd", "--plan-fd", "--progress-fd")
         told = [text for name, fd in zip(names, descriptors, strict=True) for text in (name, str(fd))]
         ended = subprocess.run(
-            [sys.executable, "-m", "headrace.checkpoint.carry", *told],
+            [sys.executable, "-m", "headrace.checkpoint.saving.commit_worker", *told],
             stdout=subprocess.PIPE,
             pass_fds=[fd for fd in descriptors if fd >= 0],
             cwd=ROOT,

@@ -22,7 +22,7 @@ from tests.support.browser import Browser, needs_browser
 RUN = "flow-7b"
 SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
 NOTHING_CUT = "[...document.querySelectorAll('dd')].every((e) => e.scrollWidth <= e.clientWidth)"
-COMMANDS = {"checkpoint": [sys.executable, "-m", "headrace.checkpoint.carry"]}
+COMMANDS = {"checkpoint": [sys.executable, "-m", "headrace.checkpoint.saving.commit_worker"]}
 
 
 @dataclass

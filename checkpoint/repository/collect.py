@@ -1,0 +1,278 @@
+"""The collection: removes condemned steps and what dead attempts left, beside savers, readers, taggers and other collectors.
+
+Order (`docs/design/0012-retention.md`; the tests take it apart at every store operation):
+
+0. COMMIT of every attempt that is complete and has none;
+1. `gc/<id>` with the condemned steps, so that whoever comes now does not lean on them, read them or give them a name; one that
+   another collection has settled before its time was read is written once more;
+2. leases are read: first every attempt without a fate whose lease is over is fenced with the fate "abort"; steps that a live
+   lease leans on are spared; *then* the policy is applied again, and what it keeps by now is spared: a tag or a new timeline
+   may have come since it was applied first;
+3. the COMMITs of the condemned become tombstones, which nobody can undo;
+4. the repository is looked at again, and what no live attempt needs is deleted;
+5. `gc/<id>` is deleted, and records of dead collectors whose steps are all tombstones by now, or that are a day old.
+
+Invariant: at no point is a pack missing that a committed step needs, whoever dies or sleeps wherever; and what a policy keeps
+when a step becomes a tombstone is not that step.
+Failure behaviour: an error or a crash leaves a record in `gc/`; its steps are finished by the next collection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Commit, Condemned, Fate, Policy, StepName, StepOfRun, encode
+from headrace.checkpoint.repository import commit, tag_records
+from headrace.checkpoint.repository import retention as plans
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.inventory import Inventory, Reader
+from headrace.checkpoint.repository.retention import Keep, Plan, doomed
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import NotFoundError, TransientError
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store.contract import Store
+
+_recorded = declare("gc.recorded", "the record of the condemned is there; nothing is removed")
+_fenced = declare("gc.fenced", "dead attempts are fenced; nothing is removed")
+_one_tombstone = declare("gc.one-tombstone", "one condemned step is a tombstone, its objects are there")
+_tombstones = declare("gc.tombstones", "the condemned steps are tombstones, their objects are there")
+_deleting = declare("gc.deleting", "some objects of removed steps are deleted")
+_deleted = declare("gc.deleted", "only the record is left")
+_TRIES = 10
+"""How often a record is written that others settle at once."""
+_BATCH = 256
+_BURIAL_SECONDS = plans.RECORD_SECONDS / 24
+"""From its record on a collector takes at most this long until its last tombstone."""
+
+
+def condemn(store: Store, run: str, keep: Keep, removed: Iterable[StepOfRun] = ()) -> set[StepOfRun]:
+    """The steps of the run that the policy lets go. `removed`: those that are known to be tombstones.
+
+    All steps are listed before the branch is looked at: one that is committed meanwhile then is in the branch at most, where
+    it is the newest. The other way round it would look abandoned, and be removed.
+    """
+    known = {StepName(step.timeline, step.step) for step in removed if step.run == run}
+    everything = _committed(store, run) - known
+    branch = [StepName(base.timeline, base.step) for base in repository.visible(store, run, known)]
+    others = everything - set(branch)
+    named: dict[StepName, set[str]] = {}
+    # last, after leases when a collection applies the policy again: see `lifecycle.tags`
+    for tag in (tag for records in tag_records.standing(store).values() for tag in records):
+        if tag.run == run:
+            named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
+    return {StepOfRun(run, name.timeline, name.step) for name in doomed(keep, branch, others, named)}
+
+
+def _committed(store: Store, run: str) -> set[StepName]:
+    """All steps with a COMMIT, of every timeline."""
+    found: set[StepName] = set()
+    for info in store.list(f"{names.RUNS}{run}/"):
+        key = names.parse_step_key(info.key)
+        if key is not None and key.kind == "commit":
+            found.add(StepName(key.timeline, key.step))
+    return found
+
+
+def preview(store: Store, condemned: Iterable[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
+    """What `collect` would do; nothing is changed."""
+    _require_repo(store)
+    reader = Reader(store)
+    return plans.foresee(reader.look(), condemned, reader.packs_of, clock.time())
+
+
+def retain(
+    store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, reader: Reader | None = None
+) -> Plan | None:
+    """Let the steps go that the policy does not keep; what was done, None when there is nothing to let go."""
+    _require_repo(store)
+    reader = reader or Reader(store)
+    gone = condemn(store, run, keep, reader.removed)
+    return collect(store, gone, clock, reader, keep) if gone else None
+
+
+def collect(
+    store: Store,
+    condemned: Iterable[StepOfRun],
+    clock: Clock = SYSTEM_CLOCK,
+    reader: Reader | None = None,
+    keep: Keep | None = None,
+) -> Plan:
+    """Remove the condemned steps and what dead attempts left; return what was done.
+
+    `keep`: why they are condemned; what it keeps by the time of the removal stays. Without it they go for good.
+    """
+    _require_repo(store)
+    reader = reader or Reader(store)
+    first = reader.look()
+    _finish_complete(store, first, clock)
+    mine = _records(first, set(condemned), keep, clock)
+    wanted = {step for record in mine.values() for step in record.steps}
+    until = clock.monotonic() + _BURIAL_SECONDS
+    now = _write(store, mine)
+    aborted, safe = _fence(store, reader.look(), wanted, now)
+    safe |= wanted - _still_condemned(store, mine.values(), reader.removed)
+    gone = tuple(_bury(store, wanted - safe, clock, until))
+    _tombstones()
+    last = reader.look()
+    objects, kept = plans.garbage(last, reader.packs_of, now)
+    _delete(store, [name for name, _ in objects])
+    _deleted()
+    store.delete_many([*mine, *_settled_records(last, gone, now), *_outdated_tags(store, now)])
+    return Plan(gone, tuple(sorted(safe, key=plans.order)), aborted, tuple(objects), kept)
+
+
+def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, Condemned]:
+    """What this collection records, by key: its own steps, and what earlier ones left, each under the policy that condemned
+    it."""
+    by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: own}
+    for record in seen.records.values():
+        by_policy.setdefault(record.condemned.policy, set()).update(record.condemned.steps)
+    wanted = plans.to_remove(seen, own)
+    made: dict[str, Condemned] = {}
+    for policy, steps in by_policy.items():
+        there = tuple(sorted(steps & wanted, key=plans.order))
+        if there or not made:  # one at least: it says what time the store has
+            made[f"{names.GC}{names.new_id(clock)}.json"] = Condemned(steps=there, policy=policy)
+    return made
+
+
+def _write(store: Store, records: dict[str, Condemned]) -> float:
+    """The time when the records were there, by the store's clock, which also dates the leases."""
+    for _ in range(_TRIES):
+        for key, record in records.items():
+            store.put_if_absent(key, encode(record))
+        _recorded()
+        with contextlib.suppress(NotFoundError):  # another collection has settled it already: once more, for the time
+            return max(store.stat(key).modified for key in records)
+    raise TransientError("other collections keep settling the records of this one", hint="collect again later")
+
+
+def _still_condemned(store: Store, records: Iterable[Condemned], removed: Iterable[StepOfRun]) -> set[StepOfRun]:
+    """What is condemned for good, or would be condemned now as well."""
+    found: set[StepOfRun] = set()
+    for record in records:
+        steps = set(record.steps)
+        if record.policy is None:
+            found |= steps
+            continue
+        for run in {step.run for step in steps}:
+            found |= steps & condemn(store, run, Keep.of(record.policy), removed)
+    return found
+
+
+def _finish_complete(store: Store, seen: Inventory, clock: Clock) -> None:
+    for found in plans.unfinished(seen):
+        at = found.step
+        commit.write_commit(store, Attempt(at.run, at.timeline, at.step, found.attempt, 0), clock)
+
+
+def _fence(store: Store, seen: Inventory, wanted: set[StepOfRun], now: float) -> tuple[tuple[str, ...], set[StepOfRun]]:
+    """Fence what is dead *before* anything is spared or not: see the note for what goes wrong otherwise."""
+    safe = plans.spared(seen, wanted, now)
+    aborted = []
+    for attempt in plans.to_fence(seen, now):
+        reason = "its lease was over when a collector came"
+        document = Fate(attempt=attempt.attempt, fate="abort", reason=reason)
+        if store.put_if_absent(attempt.fate_key, encode(document)):
+            aborted.append(attempt.attempt)
+    _fenced()
+    return tuple(sorted(aborted)), safe
+
+
+def _bury(store: Store, steps: set[StepOfRun], clock: Clock, until: float) -> Iterator[StepOfRun]:
+    for step in sorted(steps, key=plans.order):
+        if clock.monotonic() > until:
+            raise TransientError("the collection took too long and stopped", hint="the next one goes on")
+        key = names.commit(step.run, step.timeline, step.step)
+        found = commit.find_commit(store, key)
+        if found is not None and not found.tombstone:
+            tombstone = Commit(step=step.step, attempt=found.attempt, tombstone=True, committed=clock.time())
+            store.put(key, encode(tombstone))
+            _one_tombstone()
+            yield step
+
+
+def _delete(store: Store, keys: list[str]) -> None:
+    for i in range(0, len(keys), _BATCH):
+        store.delete_many(keys[i : i + _BATCH])
+        _deleting()
+
+
+def _settled_records(seen: Inventory, gone: tuple[StepOfRun, ...], now: float) -> list[str]:
+    """Records of other collectors whose steps are all removed: nobody needs the warning, and nothing they do matters. And of
+    collectors that are dead: what they condemned and this one spared is a step like any other again."""
+    buried = {*seen.tombstones, *gone}
+    return [
+        key
+        for key, record in seen.records.items()
+        if set(record.condemned.steps) <= buried or now - record.modified > plans.RECORD_SECONDS
+    ]
+
+
+def _outdated_tags(store: Store, now: float) -> list[str]:
+    """Records of tags that nothing depends on: all collectors at work by now have seen those that replaced them, and no request
+    for an older one is late by more than a tombstone is kept."""
+    return tag_records.outdated(store, now - plans.RECORD_SECONDS, now - plans.TOMBSTONE_SECONDS)
+
+
+def _require_repo(store: Store) -> None:
+    if repository.read_repo(store) is None:
+        raise NotFoundError(f"no checkpoint repository at {store.location.url}", hint="check the URL")
+
+
+_log = get_logger(__name__)
+
+
+class Retention:
+    """Applies `keep` to `run` whenever `committed` is called."""
+
+    def __init__(self, store: Store, run: str, keep: Keep) -> None:
+        self._store, self._run, self._keep = store, run, keep
+        self._reader = Reader(store)
+        self._lock = threading.Lock()
+        self._again = False
+        self._thread: threading.Thread | None = None
+
+    def committed(self) -> None:
+        """A step was committed: let others go, in a thread."""
+        with self._lock:
+            self._again = True
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="headrace-retention")
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no room for a thread, or the program ends
+                    _log.warning("old steps of run %s could not be removed now: %s", self._run, error)
+                else:
+                    self._thread = thread
+
+    def wait(self, timeout: float) -> None:
+        """Until nothing is being removed, at most `timeout` seconds."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
+            self._once()
+
+    def _once(self) -> None:
+        try:
+            done = retain(self._store, self._run, self._keep, reader=self._reader)
+            if done is not None:
+                steps = ", ".join(str(step.step) for step in done.tombstones)
+                _log.info("removed steps %s, %s", steps or "none", format_bytes(done.bytes_freed))
+        except Exception as error:
+            _log.warning("old steps of run %s could not be removed now: %s", self._run, error)

@@ -1,0 +1,250 @@
+"""Which steps of a run a policy keeps.
+
+Invariant: the newest step of the branch is always kept, and so is every step that a tag of the policy's patterns names. Steps
+that the branch left behind are seen by no reader, so they go unless a tag names them, but not before the branch has come as
+far: a trainer that started anew by mistake, or died before its first save, takes nothing with it.
+Failure behaviour: `UsageError` for a policy that makes no sense.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Commit, Fate, Policy, StepName, StepOfRun
+from headrace.checkpoint.repository.inventory import Held, Inventory, Seen
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.store.contract import ObjectInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the newest `last` steps, every step whose number is a multiple of `every`, and those with a tag.
+
+    `last` None keeps all of the branch. `tags`: patterns such as `release-*`; a step with a matching tag stays.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    tags: tuple[str, ...] = ("*",)
+
+    def __post_init__(self) -> None:
+        for name, value in (("last", self.last), ("every", self.every)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"Keep({name}={value!r}): give a whole number from 1")
+        if not isinstance(self.tags, tuple):  # a single pattern would be taken for many of one letter
+            raise UsageError(f"Keep(tags={self.tags!r}): give a tuple of patterns")
+
+    @property
+    def policy(self) -> Policy:
+        """As it is recorded."""
+        return Policy(self.last, self.every, self.tags)
+
+    @classmethod
+    def of(cls, policy: Policy) -> Keep:
+        """As it was recorded."""
+        return cls(policy.last, policy.every, policy.tags)
+
+
+def doomed(
+    keep: Keep, branch: Sequence[StepName], others: Iterable[StepName], tagged: Mapping[StepName, Iterable[str]]
+) -> set[StepName]:
+    """The steps to let go. `branch`: what readers see, newest first; `others`: steps of abandoned timelines."""
+    if keep.last is None and keep.every is None:
+        return set()
+    newest = set(branch[: keep.last or 1])
+    behind = {name for name in others if branch and name.step <= branch[0].step}
+    round_steps = {name for name in branch if keep.every and name.step % keep.every == 0}
+    named = {name for name, tags in tagged.items() if any(fnmatch.fnmatchcase(t, p) for t in tags for p in keep.tags)}
+    return {*branch, *behind} - newest - round_steps - named
+
+
+ORPHAN_SECONDS = 7 * 24 * 3600.0
+MOST_STEPS = 10_000
+"""Steps removed by one collection; the others are left to the next."""
+TOMBSTONE_SECONDS = 7 * 24 * 3600.0
+"""A tombstone keeps a saver from bringing the step back that sleeps between its fate and COMMIT, at most this long."""
+RECORD_SECONDS = 24 * 3600.0
+"""Whoever wrote a record that is older removes nothing any more: a collector stops after a small part of this."""
+SLACK_SECONDS = 5.0
+"""Stores date objects by the second; a lease is over only clearly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What goes. `tombstones`: steps removed; `spared`: condemned ones that a live lease leans on; `aborted`: attempts that are
+    fenced; `objects`: (key, bytes) deleted, packs and manifests and leases; `kept_bytes`: packs that stay."""
+
+    tombstones: tuple[StepOfRun, ...] = ()
+    spared: tuple[StepOfRun, ...] = ()
+    aborted: tuple[str, ...] = ()
+    objects: tuple[tuple[str, int], ...] = ()
+    kept_bytes: int = 0
+
+    @property
+    def bytes_freed(self) -> int:
+        return sum(size for _, size in self.objects)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.tombstones or self.aborted or self.objects)
+
+
+def is_over(held: Held, now: float) -> bool:
+    """Whether the lease's life has passed since it was written, both by the store's clock (`now` is the store's)."""
+    return now - held.modified > held.lease.life + SLACK_SECONDS
+
+
+def to_fence(seen: Inventory, now: float) -> list[Seen]:
+    """Attempts without a fate whose lease is over, or gone."""
+    named = dict(seen.attempts)
+    for attempt, (held, *_) in seen.leases.items():
+        if attempt not in named and not held.reads_only:
+            lease = held.lease
+            named[attempt] = Seen(StepOfRun(lease.run, lease.timeline, lease.step), attempt)
+    return [
+        each for each in named.values() if each.fate is None and not _is_alive(seen.leases.get(each.attempt, ()), now)
+    ]
+
+
+def _is_alive(leases: Iterable[Held], now: float) -> bool:
+    """Whether an attempt with these leases may go on."""
+    return any(not is_over(held, now) for held in leases)
+
+
+def spared(seen: Inventory, condemned: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
+    """Condemned steps that a living attempt or reader leans on.
+
+    An attempt lives as long as one of its leases does, and is not fenced then. So all that its leases name is spared: the holder
+    of one that is over may renew it.
+    """
+    alive = [held for leases in seen.leases.values() if _is_alive(leases, now) for held in leases]
+    return set(condemned) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}
+
+
+def unfinished(seen: Inventory) -> list[Seen]:
+    """Attempts that are complete and whose step has no COMMIT yet."""
+    return [a for a in seen.attempts.values() if a.fate and a.fate.fate == "commit" and a.step not in seen.commits]
+
+
+def is_dead(seen: Inventory, attempt: Seen) -> bool:
+    """Whether nothing of the attempt is needed for its own sake."""
+    if attempt.fate is None:
+        return False
+    commit = seen.commits.get(attempt.step)
+    if attempt.fate.fate != "commit" or commit is None:
+        return attempt.fate.fate != "commit"
+    return commit.tombstone or _lost(seen, attempt, commit)
+
+
+def _lost(seen: Inventory, attempt: Seen, commit: Commit) -> bool:
+    """Whether COMMIT names another attempt, and that one is there and complete."""
+    winner = seen.attempts.get(commit.attempt)
+    if winner is None or winner is attempt or winner.step != attempt.step:
+        return False
+    return winner.fate is not None and winner.fate.fate == "commit"
+
+
+def garbage(
+    seen: Inventory, packs_of: Callable[[Iterable[Seen]], set[str] | None], now: float
+) -> tuple[list[tuple[str, int]], int]:
+    """((key, bytes) of what goes, bytes of the packs that stay)."""
+    live = [attempt for attempt in seen.attempts.values() if not is_dead(seen, attempt)]
+    needed = packs_of(live)
+    gone: list[tuple[str, int]] = []
+    kept = 0
+    for attempt, packs in seen.packs.items():
+        for pack in packs:
+            if needed is not None and pack.key not in needed and _may_go(seen, attempt, pack, now):
+                gone.append((pack.key, pack.size))
+            else:
+                kept += pack.size
+    for dead in seen.attempts.values():
+        if is_dead(seen, dead):
+            gone += [(key, 0) for key in dead.listed_keys()]
+    return gone + _small(seen, {key for key, _ in gone}, now), kept
+
+
+def _may_go(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
+    """Whether a pack that no live manifest names may go."""
+    known = seen.attempts.get(attempt)
+    if known is not None:
+        return known.fate is not None
+    return attempt not in seen.leases and now - pack.modified > ORPHAN_SECONDS
+
+
+def _small(seen: Inventory, gone: set[str], now: float) -> list[tuple[str, int]]:
+    """Documents that protect nothing any more."""
+    return [(key, 0) for key in (*_leases(seen, now), *_fates(seen, gone), *_tombstones(seen, now))]
+
+
+def _leases(seen: Inventory, now: float) -> list[str]:
+    """Leases of attempts with a fate, and of readers that are gone."""
+    over = [(a, held) for a, leases in seen.leases.items() for held in leases if is_over(held, now)]
+    return sorted(held.key for a, held in over if held.reads_only or (a in seen.attempts and seen.attempts[a].fate))
+
+
+def _fates(seen: Inventory, gone: set[str]) -> list[str]:
+    """Fates under tombstones, which fence by themselves; while others need a pack of the attempt, its fate explains the pack."""
+    return [
+        a.fate_key
+        for a in seen.attempts.values()
+        if a.fate is not None
+        and a.step in seen.tombstones
+        and all(pack.key in gone for pack in seen.packs.get(a.attempt, ()))
+    ]
+
+
+def _tombstones(seen: Inventory, now: float) -> list[str]:
+    """Those that nothing lies under any more, and that are so old that nobody wakes who would write COMMIT in their place."""
+    busy = {a.step for a in seen.attempts.values()}
+    old = (step for step, written in seen.tombstones.items() if now - written > TOMBSTONE_SECONDS and step not in busy)
+    return [names.commit(step.run, step.timeline, step.step) for step in sorted(old, key=order)]
+
+
+def foresee(
+    seen: Inventory,
+    condemned: Iterable[StepOfRun],
+    packs_of: Callable[[Iterable[Seen]], set[str] | None],
+    now: float,
+) -> Plan:
+    """What a collection that began now would do, if nothing else happened meanwhile."""
+    wanted = to_remove(seen, condemned)
+    safe = spared(seen, wanted, now)
+    fenced = to_fence(seen, now)
+    after = replace(seen, attempts=dict(seen.attempts), commits=dict(seen.commits), tombstones=dict(seen.tombstones))
+    for attempt in fenced:
+        after.attempts[attempt.attempt] = replace(attempt, fate=Fate(attempt=attempt.attempt, fate="abort"))
+    for step in wanted - safe:
+        after.commits[step] = Commit(step=step.step, tombstone=True)
+        after.tombstones[step] = now
+    objects, kept = garbage(after, packs_of, now)
+    return Plan(
+        tuple(sorted(wanted - safe, key=order)),
+        tuple(sorted(safe, key=order)),
+        tuple(sorted(attempt.attempt for attempt in fenced)),
+        tuple(sorted(objects)),
+        kept,
+    )
+
+
+def to_remove(seen: Inventory, condemned: Iterable[StepOfRun]) -> set[StepOfRun]:
+    """Of the condemned, also by earlier collections that did not end, those that are there; at most `MOST_STEPS`."""
+    there = [step for step in {*condemned, *seen.condemned()} if _is_step(seen, step)]
+    return set(sorted(there, key=order)[:MOST_STEPS])
+
+
+def _is_step(seen: Inventory, step: StepOfRun) -> bool:
+    """Whether it is there to be removed: committed, or complete."""
+    commit = seen.commits.get(step)
+    if commit is not None:
+        return not commit.tombstone
+    return any(attempt.step == step for attempt in unfinished(seen))
+
+
+def order(step: StepOfRun) -> tuple[str, int, int]:
+    """The key to sort steps by."""
+    return step.run, step.timeline, step.step

@@ -1,0 +1,151 @@
+"""Tags as they lie in the repository, and the steps that they name. Giving them is `headrace.checkpoint.repository.tags`.
+
+    tags/<name>.json                the first record of a tag, number 0
+    tags/_<name>.<number>.json      those of its moves and its removal, version 2
+
+Invariant: a record is written if absent and never changed. A tag is what its newest record says, so a request for an older one
+that is applied late moves nothing. A record names one attempt of one run, in whichever timeline it lies. Of one whose step was
+removed before its writer was sure of it, the record before counts.
+Failure behaviour: `NotFoundError` for a tag that is not there, or whose step was removed; `UsageError` for a tag of another run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import ClassVar
+
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base, Document, Who, read
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
+from headrace.dataio.store.base import ObjectInfo, Store
+
+TAGS = "tags/"
+PREFIX = "tag:"
+"""Before a name it makes a step: `--step tag:best` of the command line."""
+MOST = 10**9
+"""Numbers of records are below this."""
+_KEY = re.compile(r"tags/(?:_([^/]+)\.(\d{9})|([^_/][^/]*))\.json")
+_LOOKS = 10
+"""How often records are looked for while others replace them."""
+
+
+class Tag(Document, frozen=True, kw_only=True):
+    """`name` stands for this step; `removed`: from this record on for none."""
+
+    newest: ClassVar[int] = 2
+    name: str
+    run: str
+    timeline: int
+    step: int
+    attempt: str
+    created: float
+    who: Who
+    removed: bool = False
+
+    @property
+    def base(self) -> Base:
+        return Base(self.timeline, self.step, self.attempt)
+
+
+def key_of(name: str, number: int = 0) -> str:
+    """Where the tag's record with this number lies; `UsageError` for what cannot be a name."""
+    names.check_run(name, "tag")
+    if number >= MOST:
+        raise UsageError(f"tag {name} has been moved {MOST} times", hint="choose another name")
+    return f"{TAGS}_{name}.{number:09d}.json" if number else f"{TAGS}{name}.json"
+
+
+def listed(store: Store, name: str = "") -> dict[str, list[tuple[int, ObjectInfo]]]:
+    """The records of all tags, or of one, as listed: (number, object) by name, newest first."""
+    found: dict[str, list[tuple[int, ObjectInfo]]] = defaultdict(list)
+    for info in store.list(TAGS):
+        match = _KEY.fullmatch(info.key)
+        if match and name in ("", match[1] or match[3]):
+            found[match[1] or match[3]].append((int(match[2] or 0), info))
+    return {each: sorted(found[each], key=lambda record: -record[0]) for each in sorted(found)}
+
+
+def standing(store: Store, name: str = "") -> dict[str, list[Tag]]:
+    """What counts of all tags, or of one: their records since they were removed last, newest first, by name.
+
+    The first is the tag. Those behind it are of an earlier value, until the move is sure; a policy keeps their steps too.
+    """
+    for _ in range(_LOOKS):
+        records = listed(store, name)
+        try:
+            found = {each: list(_standing(store, (info for _, info in records[each]))) for each in records}
+        except NotFoundError:  # a move has replaced it since
+            continue
+        return {each: tags for each, tags in found.items() if tags}
+    raise TransientError(f"others keep moving the tags of {store.location.url}", hint="try again")
+
+
+def _standing(store: Store, records: Iterator[ObjectInfo]) -> Iterator[Tag]:
+    for info in records:
+        tag = read(store, info.key, Tag)
+        if tag.removed:
+            return
+        yield tag
+
+
+def find(store: Store, name: str) -> Tag:
+    """The step that the tag names; whether it is still there is for the reader to see."""
+    return _of(store, name)[0]
+
+
+def _of(store: Store, name: str) -> list[Tag]:
+    key_of(name)
+    found = standing(store, name) or standing(store, name)  # a listing may miss both records of a move
+    if not found:
+        raise NotFoundError(f"no tag {name}", hint="`headrace ckpt tags` lists them")
+    return found[name]
+
+
+def all_tags(store: Store) -> Iterator[Tag]:
+    """Every tag, by name."""
+    for records in standing(store).values():
+        yield records[0]
+
+
+def step_of(store: Store, run: str, name: str) -> Base:
+    """The committed step of `run` that the tag names, also in an abandoned timeline."""
+    records = _of(store, name)
+    there = next((tag for tag in records if is_there(store, tag)), None)
+    tag = there or records[0]
+    if tag.run != run:
+        raise UsageError(f"tag {name} is step {tag.step} of run {tag.run}, not of {run}", hint=f"give run={tag.run!r}")
+    if there is None:
+        raise NotFoundError(f"step {tag.step} of run {run}, which tag {name} names, was removed", hint="move the tag")
+    return tag.base
+
+
+def is_there(store: Store, tag: Tag) -> bool:
+    """Whether the tag's step is committed."""
+    found = commit.recognise(store, Attempt(tag.run, tag.timeline, tag.step, tag.attempt, 0))
+    return found is not None and not found.tombstone and found.attempt == tag.attempt
+
+
+def outdated(store: Store, replaced: float, removed: float) -> list[str]:
+    """Keys of records that say nothing any more, for a collector to delete.
+
+    Where a move was made before the time `replaced`, and its step is there: the records before it. Of tags that were removed
+    before the time `removed`: all, the removal last, in a collection of its own.
+    """
+    keys: list[str] = []
+    for records in listed(store).values():
+        (number, newest), older = records[0], [info.key for _, info in records[1:]]
+        if not number or newest.modified >= replaced:
+            continue
+        try:
+            tag = read(store, newest.key, Tag)
+        except NotFoundError:
+            continue
+        if older and (tag.removed or is_there(store, tag)):
+            keys += older
+        elif tag.removed and newest.modified < removed:
+            keys.append(newest.key)
+    return keys

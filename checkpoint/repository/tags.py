@@ -1,0 +1,91 @@
+"""Tags: names that people give to steps, such as `best` or `release-1`.
+
+Invariant: a tag names one committed attempt; the protocol never depends on one. A policy keeps the steps that tags name: a step
+whose tag was given is not removed by one that was at work meanwhile. The process that gives a tag holds a lease on the step,
+looks whether it is condemned, and writes the record while the lease lives; a collection reads leases, then tags. Only then are
+older records deleted: until a move is sure, the step that the tag had is kept as well.
+Failure behaviour: `ConflictError` for a name that is taken, unless it is to be moved; `NotFoundError` for a step or a tag that is
+not there, or a step that is being removed; `TransientError` when the lease ran out on the way.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import VERSION, Base, encode, me
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository import tag_records
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.repository.tag_records import Tag, all_tags, find, key_of
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError
+from headrace.dataio.store.base import Store
+
+__all__ = ["Tag", "all_tags", "find", "tag", "untag"]
+_TRIES = 10
+"""How often a number is taken by others."""
+
+
+def tag(
+    store: Store, name: str, run: str, step: int | str = "latest", *, move: bool = False, clock: Clock = SYSTEM_CLOCK
+) -> Tag:
+    """Give the step a name; with `move` also when another step has it."""
+    key_of(name)
+    found = repository.find(store, run, step)
+    if found is None:
+        raise NotFoundError(f"run {run} has no step {step} to tag", hint="`headrace ckpt ls` lists the steps")
+    with LeaseKeeper(store, names.new_id(clock), run, found.timeline, found.step, [found], clock=clock) as lease:
+        try:
+            repository.require_there(store, run, found)
+            made = _tag(name, run, found, clock)
+            number = _write(store, made, move=move)
+            lease.require_alive()
+            _delete_before(store, name, number)
+        finally:
+            lease.release()
+    return made
+
+
+def _tag(name: str, run: str, base: Base, clock: Clock) -> Tag:
+    return Tag(
+        name=name,
+        run=run,
+        timeline=base.timeline,
+        step=base.step,
+        attempt=base.attempt,
+        created=clock.time(),
+        who=me(),
+    )
+
+
+def _write(store: Store, made: Tag, *, move: bool) -> int:
+    """Write it as the newest record of its name; the record's number."""
+    for _ in range(_TRIES):
+        records = tag_records.listed(store, made.name).get(made.name, [])
+        there = tag_records.standing(store, made.name).get(made.name)
+        if made.removed and there is None:
+            raise NotFoundError(f"no tag {made.name}", hint="`headrace ckpt tags` lists them")
+        if there is not None and not move:
+            raise ConflictError(
+                f"tag {made.name} is step {there[0].step} of run {there[0].run} already",
+                hint="move it (--move, or move=True), or untag it",
+            )
+        number = records[0][0] + 1 if records else 0
+        version = Tag.newest if number else VERSION
+        if store.put_if_absent(key_of(made.name, number), encode(msgspec.structs.replace(made, version=version))):
+            return number
+    raise TransientError(f"others keep moving tag {made.name}", hint="try again")
+
+
+def _delete_before(store: Store, name: str, number: int) -> None:
+    """Delete the records that this one has replaced."""
+    records = tag_records.listed(store, name).get(name, [])
+    store.delete_many([info.key for other, info in records if other < number])
+
+
+def untag(store: Store, name: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Forget the name; the step stays, until a policy lets it go."""
+    old = find(store, name)
+    removal = msgspec.structs.replace(_tag(name, old.run, old.base, clock), removed=True)
+    _delete_before(store, name, _write(store, removal, move=True))

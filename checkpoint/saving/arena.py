@@ -1,0 +1,199 @@
+"""One staging arena, allocated once and reused.
+
+The arena is a memfd, so that the daemon can map it too; its size is sealed, its pages are touched once at allocation (by
+`warm_up` behind the trainer's back, where that is called), and it is registered with CUDA where CUDA is, for copies at
+full speed. It is laid out anew only when the tensors change.
+Invariant: the arena has one owner at a time: the save that staged into it, until its carrier needs it no more. An arena
+whose carrier was lost is given up, never reused, since someone may still be reading it.
+Failure behaviour: `DeadlineError` when the previous save does not let go in time; `CapacityError` when there is no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import time
+
+import numpy as np
+import torch
+
+from headrace.checkpoint.format.chunking import Layout
+from headrace.checkpoint.saving.copy_threads import Crew, threads_here
+from headrace.dataio.core.errors import CapacityError, DeadlineError, HeadraceError
+from headrace.dataio.core.log import get_logger
+
+_ROUND = 2 << 20
+_PAGE = 4096
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable: a state may be on several
+_log = get_logger(__name__)
+
+
+class Arena:
+    """`size` bytes of shared memory; `fd` names it for other processes. With `crew`, its threads touch every page."""
+
+    def __init__(self, size: int, crew: Crew | None = None) -> None:
+        self.size = max(-(-size // _ROUND), 1) * _ROUND
+        self.fd = os.memfd_create("headrace-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+            self._map = mmap.mmap(self.fd, self.size)
+        except (OSError, ValueError) as error:
+            os.close(self.fd)
+            raise CapacityError(f"no staging arena of {self.size} bytes: {error}") from error
+        _advise(self._map)
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        if crew is not None:
+            self._touch(crew)
+        self._pinned = _pin(self.tensor)  # afterwards: one thread would find and clear every page here
+
+    def view(self) -> memoryview:
+        """All of it, to be read only: while it is carried nobody changes it."""
+        return memoryview(self._map).toreadonly()
+
+    def _touch(self, crew: Crew) -> None:
+        """Have the kernel find and clear every page now, rather than during a copy."""
+        part = -(-self.size // crew.size)
+        parts = [self.bytes[i * part : (i + 1) * part : _PAGE] for i in range(crew.size)]
+        for worker in [crew.submit(piece.fill, 0) for piece in parts]:
+            worker.result()
+
+    def close(self) -> None:
+        """Give the memory back as soon as nobody holds a view of it any more."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
+        os.close(self.fd)
+        del self.bytes, self.tensor, self._map
+
+
+def _advise(mapped: mmap.mmap) -> None:
+    try:
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:  # a kernel without it
+        _log.debug("no huge pages for the arena: %s", error)
+
+
+def _device_here() -> contextlib.AbstractContextManager[object]:
+    """Makes the caller's device that of another thread, which begins on device 0: registering memory from there would make a
+    context of this process on it, of some hundred MiB, beside the rank whose device it is."""
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return torch.cuda.device(torch.cuda.current_device())
+
+
+def _pin(tensor: torch.Tensor) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    failed = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel(), _FOR_ALL_DEVICES))
+    if failed:
+        # CUDA would tell the next kernel's launch of it, which is the trainer's
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        _log.warning("the staging arena could not be pinned (CUDA error %d); copies will be slower", failed)
+    return not failed
+
+
+class Staging:
+    """Owns the arena between saves. `limit`: the most bytes it may have, None for as many as the state needs."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.crew = Crew(threads_here())
+        self._arena: Arena | None = None
+        self._layout: Layout | None = None
+        self._free = threading.Condition()
+        self._owned = self._closed = False
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether the whole state may be in the arena at once."""
+        return self.limit is None or layout.total <= self.limit
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save, or `warm_up`, has the arena."""
+        return self._owned
+
+    def take(self, layout: Layout, timeout: float) -> Arena:
+        """The arena, laid out for `layout` and owned by the caller until `give_back` or `abandon`."""
+        deadline = time.monotonic() + timeout
+        with self._free:
+            while self._owned:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(
+                        f"the previous save still holds the staging arena after {timeout:g} s",
+                        hint="the store is slower than the interval between saves: save less often",
+                    )
+                self._free.wait(left)
+            self._owned = True
+        try:
+            return self._fitting(layout)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def warm_up(self, layout: Layout) -> bool:
+        """Allocate and touch the arena in a thread, owning it meanwhile; False, and nothing happens, when a save has it."""
+        with self._free:
+            if self._owned or self._closed:
+                return False
+            self._owned = True
+        threading.Thread(target=self._warm_up, args=(layout, _device_here()), name="headrace-warm-up").start()
+        return True
+
+    def give_back(self) -> None:
+        """The arena may be written again."""
+        with self._free:
+            self._owned = False
+            self._free.notify()
+            self._drop_if_closed()
+
+    def abandon(self) -> None:
+        """Somebody may still read the arena: let go of it and let the next save make another."""
+        with self._free:
+            arena, self._arena, self._layout, self._owned = self._arena, None, None, False
+            self._free.notify()
+            self._drop_if_closed()
+        if arena is not None:
+            arena.close()
+
+    def close(self) -> None:
+        """Free the memory; with a save still in flight, once that ends."""
+        with self._free:
+            self._closed = True
+            self._drop_if_closed()
+
+    def _drop_if_closed(self) -> None:
+        if self._closed and not self._owned:
+            self.crew.shutdown(wait=False)
+            if self._arena is not None:
+                self._arena.close()
+                self._arena = None
+
+    def _warm_up(self, layout: Layout, here: contextlib.AbstractContextManager[object]) -> None:
+        try:
+            with here:
+                self._fitting(layout)
+        except HeadraceError as error:  # the save that needs the arena will say the same to somebody who listens
+            _log.warning("the staging arena could not be made ahead of time: %s", error)
+        finally:
+            self.give_back()
+
+    def _fitting(self, layout: Layout) -> Arena:
+        size = layout.total if self.limit is None else min(layout.total, self.limit)
+        if self._arena is None or self._arena.size < size:
+            if self._arena is not None:
+                self._arena.close()
+            self._arena, self._layout = None, layout
+            self._arena = Arena(size, self.crew)
+        elif layout != self._layout:
+            # the gaps between small tensors are part of their chunks
+            self._arena.bytes[: min(layout.small_bytes, self._arena.size)] = 0
+            self._layout = layout
+        return self._arena

@@ -1,0 +1,293 @@
+"""From a staged arena and its put plan to a committed step; in a thread of the trainer or in a process of the daemon.
+
+Order, each step durable before the next: lease → (base read) → packs → rank manifest → fate → COMMIT → lease deleted.
+Invariant: the arena is only read, and not at all after `Released`. Two carriers of one plan may run at once, and requests of a
+dead one may still be applied: packs have names that one process alone uses, and of the manifests the first one stands.
+Whatever happens, the step is afterwards absent, or complete, or committed; the previous steps are untouched.
+Failure behaviour: errors of `headrace.dataio.core.errors`; what was uploaded before one is garbage that no step refers to. As a
+program (`python -m headrace.checkpoint.saving.commit_worker --arena-fd N --plan-fd M`) it reports events as lines of JSON on
+standard output and
+ends with the error's exit code; it goes on when nobody reads them any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import mmap
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from headrace.checkpoint.format import codec, names
+from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format.documents import Commit
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt, FinalError
+from headrace.checkpoint.repository.lease import LeaseKeeper
+from headrace.checkpoint.saving import plan as plans
+from headrace.checkpoint.saving.plan import Committing, Done, Event, PutPlan, Released, failed, to_json
+from headrace.checkpoint.saving.progress import Logged, ProgressFile
+from headrace.checkpoint.saving.upload import ArenaBytes, manifest_of, upload
+from headrace.checkpoint.tier import saving
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import HeadraceError, NotFoundError, TransientError, UsageError
+from headrace.dataio.sidecar.jobs.gate import pass_by
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.tier import LocalTier
+from headrace.dataio.store.open import open_location
+from headrace.dataio.store.wrappers import PausableUploads
+
+_ANY_BYTES = 1 << 62
+
+_started = declare("ckpt.carry-started", "nothing of the attempt is stored")
+_leased = declare("ckpt.lease-written", "only the lease is there: invisible")
+_packs_written = declare("ckpt.packs-written", "all packs are there, no manifest: invisible")
+_arena_released = declare(
+    "ckpt.arena-released", "all packs are there, the manifest is known, the arena is the trainer's"
+)
+_manifest_written = declare("ckpt.manifest-written", "packs and this rank's manifest are there: invisible")
+_lease_deleted = declare("ckpt.lease-deleted", "committed, nothing left to do")
+
+
+def carry(
+    arena: ArenaBytes | None,
+    plan: bytes,
+    emit: Callable[[Event], None],
+    *,
+    store: Store | None = None,
+    shelf: LocalTier | None = None,
+    progress: ProgressFile | None = None,
+    gate: Callable[[], None] | None = None,
+    gone: commit.Gone = commit.nobody,
+    clock: Clock = SYSTEM_CLOCK,
+) -> dict[str, object]:
+    """Commit the plan's step and return what happened; `store` when the caller has it open already; `shelf` is the node's
+    tier.
+
+    With `progress` it goes on where an earlier carrier stopped, without an arena (None) when only the manifest was left to be
+    written. `gate` is asked before each piece that is sent, `gone` which ranks can never come, while they are waited for.
+    """
+    decoded = plans.decode(plan, len(arena) if arena is not None else _ANY_BYTES)
+    book = progress or ProgressFile(None)
+    if store is not None:
+        return _carry(arena, decoded, emit, store, shelf, book, gone, clock)
+    with open_location(decoded.location.to_location()) as opened:
+        sending = PausableUploads(opened, gate) if gate is not None else opened
+        return _carry(arena, decoded, emit, Logged(sending, book), shelf, book, gone, clock)
+
+
+def _carry(
+    arena: ArenaBytes | None,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    store: Store,
+    shelf: LocalTier | None,
+    book: ProgressFile,
+    gone: commit.Gone,
+    clock: Clock,
+) -> dict[str, object]:
+    with saving.holding(store, plan, shelf, clock) as held:
+        try:
+            return _commit(arena, plan, emit, held, book, gone, clock) | {"kept": held.kept}
+        except TransientError as error:
+            if held.can_keep_alone and arena is not None:
+                with contextlib.suppress(HeadraceError, OSError):  # then the store's error is all there is to say
+                    _keep(arena, plan, emit, held, book, clock)
+            if held.kept is None:
+                raise
+            raise saving.kept_alone(error, plan.step) from error
+
+
+def _keep(
+    arena: ArenaBytes,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    held: saving.Holding,
+    book: ProgressFile,
+    clock: Clock,
+) -> None:
+    """The store is away: keep the step in the tier, whole, since no lease protects what it could lean on. Whoever carries it next
+    sends it from there."""
+    held.alone()
+    stored = upload(arena, msgspec.structs.replace(plan, bases=()), emit, held.store, ProgressFile(None))
+    manifest = manifest_of(plan, stored, clock)
+    encoded = manifests.encode(manifest)
+    held.complete(manifest, encoded)
+    if held.kept is not None:
+        book.finished(encoded)
+        if book.safe:
+            emit(Released())
+
+
+def _commit(
+    arena: ArenaBytes | None,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    held: saving.Holding,
+    book: ProgressFile,
+    gone: commit.Gone,
+    clock: Clock,
+) -> dict[str, object]:
+    began, store = clock.monotonic(), held.store
+    attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
+    _started()
+    if (found := _look_first(store, attempt)) is not None:
+        emit(Released())
+        return result_of(store, attempt, plan.rank, found) | {"seconds": clock.monotonic() - began}
+    lease = LeaseKeeper(store, plan.attempt, plan.run, plan.timeline, plan.step, plan.bases, plan.lease_seconds, clock)
+    with lease:
+        _leased()
+        book.abandon(store)
+        held.go_on(book.manifest)
+        manifest, encoded = _packed(arena, plan, emit, store, book, clock)
+        held.complete(manifest, encoded)
+        if book.safe:
+            emit(Released())
+        _arena_released()
+        stands = store.put_if_absent(attempt.manifest_key(plan.rank), encoded)
+        if not stands:
+            held.replaced()  # another carrier's will do
+        _manifest_written()
+        if not book.safe:
+            emit(Released())
+        emit(Committing())
+        found = commit.finish(
+            store, attempt, lease, timeout=plan.commit_timeout, rank=plan.rank, gone=gone, clock=clock
+        )
+        held.committed(found)
+        lease.release()
+        _lease_deleted()
+    result = _told(attempt, found, manifest) if stands else result_of(store, attempt, plan.rank, found, manifest)
+    return result | {"seconds": clock.monotonic() - began}
+
+
+def _look_first(store: Store, attempt: Attempt) -> Commit | None:
+    """COMMIT, when an earlier carrier got so far; raises when the attempt cannot become the step any more."""
+    view = commit.look(store, attempt, lease_alive=True)
+    action = commit.decide(attempt, view)
+    if isinstance(action, commit.Stop):
+        raise action.error
+    if isinstance(action, commit.Committed):
+        store.delete_many([names.lease(attempt.id)])
+    return view.commit
+
+
+def _packed(
+    arena: ArenaBytes | None,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    store: Store,
+    book: ProgressFile,
+    clock: Clock,
+) -> tuple[manifests.Manifest, bytes]:
+    """The manifest, also encoded, with every pack that it needs stored; afterwards the arena is not needed."""
+    if book.manifest is not None:
+        return book.require_packs(store, plan, book.manifest), book.manifest
+    if arena is None:
+        raise _lost(plan)
+    stored = upload(arena, plan, emit, store, book)
+    _packs_written()
+    manifest = manifest_of(plan, stored, clock)
+    encoded = manifests.encode(manifest)
+    book.finished(encoded)
+    return manifest, encoded
+
+
+def _lost(plan: PutPlan) -> FinalError:
+    return FinalError(
+        f"step {plan.step} of run {plan.run} is lost: the processes that held its bytes ended before they were stored",
+        hint="the earlier steps are untouched; save again",
+    )
+
+
+def result_of(
+    store: Store, attempt: Attempt, rank: int, found: Commit, mine: manifests.Manifest | None = None
+) -> dict[str, object]:
+    """What is reported of a committed save: from the rank's manifest that stands, whoever wrote it.
+
+    A policy may have let the step go by now, since newer ones were committed, or the store is away: then from `mine`.
+    """
+    key = attempt.manifest_key(rank)
+    try:
+        manifest = manifests.decode(store.get(key, max_bytes=manifests.MAX_BYTES), key)
+    except (NotFoundError, TransientError):
+        if mine is None:
+            raise
+        manifest = mine
+    return _told(attempt, found, manifest)
+
+
+def _told(attempt: Attempt, found: Commit, manifest: manifests.Manifest) -> dict[str, object]:
+    return {
+        "run": attempt.run,
+        "timeline": attempt.timeline,
+        "step": attempt.step,
+        "attempt": attempt.id,
+        "rank": manifest.rank,
+        "bytes_state": manifest.bytes_state,
+        "bytes_written": manifest.bytes_written,
+        "bytes_deduplicated": manifest.bytes_deduplicated,
+        "encodings": {codec.NAMES[kind]: sizes for kind, sizes in manifests.encodings(manifest).items()},
+        "committed": found.committed,
+        "seconds": max(found.committed - manifest.created, 0.0),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program: see the module's text."""
+    parser = argparse.ArgumentParser(
+        prog="python -m headrace.checkpoint.saving.commit_worker", description="Commit one staged checkpoint."
+    )
+    parser.add_argument("--arena-fd", type=int, required=True, help="descriptor of the staging arena")
+    parser.add_argument("--plan-fd", type=int, required=True, help="descriptor that the put plan is read from")
+    saving.add_flags(parser)
+    parser.add_argument("--progress-fd", type=int, default=-1, help="file of what was done already, by an earlier try")
+    parser.add_argument("--gate-fd", type=int, default=-1, help="lock that is passed before each piece that is sent")
+    options = parser.parse_args(argv)
+    progress = ProgressFile(options.progress_fd if options.progress_fd >= 0 else None)
+    gate = partial(pass_by, options.gate_fd) if options.gate_fd >= 0 else None
+    try:
+        shelf, plan = saving.shelf_of(options), _read_plan(options.plan_fd)
+        result = carry(_mapped(options.arena_fd), plan, _print, shelf=shelf, progress=progress, gate=gate)
+    except HeadraceError as error:
+        _print(failed(error, again=_may_succeed_later(error)))
+        return error.exit_code
+    _print(Done(result))
+    return 0
+
+
+def _may_succeed_later(error: HeadraceError) -> bool:
+    """Whether the same job may be tried again: the store was away, or the lease ran out meanwhile."""
+    return isinstance(error, TransientError) and not isinstance(error, FinalError)
+
+
+def _mapped(fd: int) -> memoryview | None:
+    """The arena, read-only, for as long as the process lives; None when it is not there any more."""
+    if fd < 0:
+        return None
+    return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
+
+
+def _read_plan(fd: int) -> bytes:
+    with contextlib.suppress(OSError):  # a pipe has no position
+        os.lseek(fd, 0, os.SEEK_SET)
+    with open(fd, "rb", closefd=False) as file:
+        data = file.read(plans.MAX_BYTES + 1)
+    if len(data) > plans.MAX_BYTES:
+        raise UsageError(f"the put plan is larger than {plans.MAX_BYTES} bytes")
+    return data
+
+
+def _print(event: Event) -> None:
+    with contextlib.suppress(OSError):  # nobody reads, or the disk is full: the repository says what became of the save
+        sys.stdout.write(to_json(event) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""How staging copies main memory: by how many threads, and whether the C library here does it as fast as the machine allows.
+
+Large copies are fastest by stores that go past the caches, since those need not read first what they overwrite. glibc makes such
+from a size on that it works out from the processor's last cache: a few MiB on most machines, but on a virtual one that claims its
+host's whole cache more than any piece of a state has. Only the environment at a process's start changes that (`TUNABLE`).
+`python -m headrace.checkpoint.saving.copy_threads`, which `headrace doctor --memory` starts, measures both and says what to set.
+Invariant: what is measured are copies as staging makes them, by processes with and without the setting in turn; nothing stays.
+Failure behaviour: without memory for it the program ends with the error of `CapacityError`; elsewhere than on glibc the setting
+does nothing, and nothing is advised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import numpy as np
+
+from headrace.dataio.core.errors import CapacityError, HeadraceError, TransientError
+from headrace.dataio.core.limits import MIB
+
+PIECE = 16 * MIB
+"""What a thread copies at once."""
+LATE = 2
+"""Threads that copy while training goes on (lazy staging), which has a use for the others."""
+_MOST = 8
+TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
+SETTING = f"{TUNABLE}=0x100000"
+"""1 MiB: what glibc itself comes to where a core has 1.33 MiB of the last cache."""
+VARIABLE = "GLIBC_TUNABLES"
+_WORTH = 0.85
+"""A setting that saves less is not advised."""
+_BYTES, _ROUNDS, _PROCESSES, _SECONDS = 256 * MIB, 5, 2, 60
+
+
+class Crew(ThreadPoolExecutor):
+    """The threads that copy, `size` of them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, thread_name_prefix="headrace-stage")
+        self.size = size
+
+
+def threads(cores: int, ranks_here: int) -> int:
+    """By how many a rank copies while its trainer stands still: its share of the node's cores, eight at most. Pure.
+
+    More than a few gain nothing: the memory is what is waited for.
+    """
+    return min(max(cores // max(ranks_here, 1), 1), _MOST)
+
+
+def threads_here() -> int:
+    """The same for this process; torchrun and its kind say how many ranks the node has."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return threads(len(os.sched_getaffinity(0)), int(ranks) if ranks.isdecimal() else 1)
+
+
+def streaming(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process whose copies from 1 MiB on go past the caches, unless it says itself from where on. Pure."""
+    given = environment.get(VARIABLE, "")
+    if TUNABLE in given:
+        return dict(environment)
+    return {**environment, VARIABLE: f"{given}:{SETTING}" if given else SETTING}
+
+
+def advice(as_it_is: float, streamed: float, environment: Mapping[str, str]) -> str:
+    """What to set, of the seconds that a copy takes without and with the setting; empty where that is not worth it. Pure."""
+    if streamed >= _WORTH * as_it_is:
+        return ""
+    value = streaming(environment)[VARIABLE]
+    return (
+        f"start trainers whose state is in main memory with {VARIABLE}={value}: "
+        f"eager staging then copies it in {streamed / as_it_is:.2f} of the time"
+    )
+
+
+def measure(size: int = _BYTES, rounds: int = _ROUNDS) -> float:
+    """Seconds, the median, in which this process copies so many bytes into shared memory as staging does."""
+    count = threads_here()
+    try:
+        source, target = np.ones(size, np.uint8), np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    except (MemoryError, OSError) as error:
+        raise CapacityError(f"no memory for two times {size} bytes: {error}") from error
+    target.fill(0)  # pages are found here, not in the copy
+
+    def one(at: int) -> None:
+        np.copyto(target[at : at + PIECE], source[at : at + PIECE])
+
+    found = []
+    with Crew(count) as crew:
+        for _ in range(rounds):
+            began = time.perf_counter()
+            list(crew.map(one, range(0, size, PIECE)))
+            found.append(time.perf_counter() - began)
+    return median(found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program: see the module's text."""
+    parser = argparse.ArgumentParser(
+        prog="headrace doctor --memory", description="Measure copies as staging makes them."
+    )
+    parser.add_argument("--json", action="store_true", help="report as one JSON object")
+    parser.add_argument("--once", action="store_true", help="measure this process only")
+    options = parser.parse_args(argv)
+    if options.once:
+        sys.stdout.write(f"{measure()}\n")
+        return 0
+    try:
+        sys.stdout.write(f"{_report(options.json)}\n")
+    except HeadraceError as error:
+        sys.stderr.write(f"headrace doctor: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _report(as_json: bool) -> str:
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(_PROCESSES):
+        for with_it in found:
+            found[with_it].append(_started(streaming(os.environ) if with_it else dict(os.environ)))
+    plain, streamed = (min(found[with_it]) * 2**30 / _BYTES for with_it in (False, True))
+    advised = advice(plain, streamed, os.environ)
+    if as_json:
+        return json.dumps({"threads": threads_here(), "seconds_per_gib": plain, "with": streamed, "advice": advised})
+    return "\n".join(
+        [
+            f"copies into the staging arena, {threads_here()} threads, pieces of {PIECE // MIB} MiB",
+            f"  as it is                            {plain * 1000:8.0f} ms for a GiB",
+            f"  past the caches from 1 MiB on       {streamed * 1000:8.0f} ms for a GiB",
+            f"next: {advised}" if advised else "verdict: as fast as the machine allows",
+        ]
+    )
+
+
+def _started(environment: dict[str, str]) -> float:
+    command = [sys.executable, "-m", "headrace.checkpoint.saving.copy_threads", "--once"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise TransientError(f"copying {_BYTES // MIB} MiB a few times took more than {_SECONDS} s") from None
+    if done.returncode:
+        raise CapacityError(f"copies could not be measured: {done.stderr.strip()[-300:]}")
+    return float(done.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""One state being copied into the arena: now, or behind what the trainer does next.
+
+Threads copy runs of main memory piece by piece, fewer of them while the trainer goes on; copies from a CUDA device are queued on
+a stream of their own, behind what the device is doing already. Whoever waits for the copy helps with it.
+Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began: tensors in `late` were not
+written meanwhile, which torch's version counters show; the others were copied before the constructor returned.
+Failure behaviour: `wait` raises `UsageError` naming a tensor that was written while it was being copied, and any error of
+the copy itself, to everyone who waits. When an error is raised, also by the constructor, nobody writes into the arena any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headrace.checkpoint.format.chunking import Layout, TensorSpec
+from headrace.checkpoint.gc_pause import held_off
+from headrace.checkpoint.saving.arena import Arena
+from headrace.checkpoint.saving.copy_threads import LATE, PIECE, Crew
+from headrace.checkpoint.state.kinds import as_bits, has_plain_memory
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import DeadlineError, UsageError
+from headrace.dataio.core.limits import MIB
+
+_mid_stage = declare("ckpt.mid-stage", "the state is half copied, nothing of the attempt is stored")
+
+_Copy = tuple[torch.Tensor, int | None, int, int]
+"""A tensor, and the run of its bytes (start, length) that goes to this place of the arena; no start: it is no such run."""
+_TURN, _MANY = MIB, 4096
+"""Small tensors are copied in one go, as many as have so many bytes together, or so many of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is to be copied: tensors of devices with their places, and what threads copy, by what one takes at a time."""
+
+    of_devices: list[tuple[torch.Tensor, int]]
+    of_host: list[list[_Copy]]
+
+
+class Copying:
+    """`tensors` on their way into `arena`; those numbered in `late` may still be on it when the constructor returns.
+
+    `wait_seconds`: seconds that callers of `wait` and `gate` were held, together.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        arena: Arena,
+        tensors: Sequence[torch.Tensor],
+        specs: Sequence[TensorSpec],
+        layout: Layout,
+        late: Collection[int] = (),
+    ) -> None:
+        self.wait_seconds = 0.0
+        self._arena, self._lock = arena, threading.Lock()
+        self._error: BaseException | None = None
+        self._sealed = False
+        self._idle, self._at_work = threading.Condition(), set[int]()
+        self._watched = [(specs[i].name, tensors[i], tensors[i]._version) for i in late]
+        self._events: list[tuple[torch.device, torch.cuda.Event]] = []
+        self._todo: deque[list[_Copy]] = deque()
+        with held_off():
+            rows = [(tensors[i], at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
+            now, later = (_part(rows, of_late) for of_late in (False, True))
+        try:
+            self._begin(crew, now, later)
+            if not late:
+                self.join()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _begin(self, crew: Crew, now: _Part, later: _Part) -> None:
+        self._enqueue_devices(now.of_devices, hold=True)
+        self._todo.extend(now.of_host)
+        self._copy_now(crew)
+        self._enqueue_devices(later.of_devices, hold=False)
+        self._todo.extend(later.of_host)
+        for _ in range(min(LATE, crew.size, len(self._todo))):
+            crew.submit(self._work)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the state may change; also true of a copy that failed."""
+        return self._sealed
+
+    def join(self, timeout: float | None = None) -> None:
+        """Return once every byte is in the arena, or raise; for whoever carries it."""
+        self._wait_for_host(timeout)
+        for _, event in self._events:
+            event.synchronize()
+        self._seal()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As `join`, for the trainer: helps with what is left, and the time counts as waited."""
+        with self._counted():
+            self._work()
+            self.join(timeout)
+
+    def gate(self) -> None:
+        """Return once the state may change as far as this thread and the work it now gives to devices can change it.
+
+        What a device still copies its own next work waits for, not this thread.
+        """
+        with self._counted():
+            self._work()
+            self._wait_for_host(None)
+            for device, event in self._events:  # each of its own device, which need not be the current one
+                event.wait(torch.cuda.current_stream(device))
+            self._seal()
+
+    def cancel(self) -> None:
+        """Copy no more; when this returns nobody writes into the arena."""
+        with self._idle:
+            self._todo.clear()
+            self._idle.notify_all()
+        self._wait_for_host(None)
+        for _, event in self._events:
+            event.synchronize()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.wait_seconds += time.perf_counter() - began
+
+    def _wait_for_host(self, timeout: float | None) -> None:
+        """Until threads have nothing left to copy, and none, the trainer's own included, is still copying."""
+        with self._idle:
+            done = self._idle.wait_for(lambda: not self._todo and not self._at_work, timeout)
+        if not done:
+            raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="it goes on; wait again")
+
+    def _seal(self) -> None:
+        with self._lock:
+            if not self._sealed:
+                self._error = self._error or self._disturbed()
+                self._watched, self._sealed = [], True
+        if self._error is not None:
+            raise self._error
+
+    def _disturbed(self) -> UsageError | None:
+        for name, tensor, version in self._watched:
+            if tensor._version != version:
+                return UsageError(
+                    f"tensor {name!r} was written while it was being copied",
+                    hint="call handle.copied() before the state changes other than by a step of an optimizer in the "
+                    'state, or use staging="eager"',
+                )
+        return None
+
+    def _copy_now(self, crew: Crew) -> None:
+        """What may not wait: copied when this returns."""
+        for _ in range(min(crew.size, len(self._todo)) - 1):
+            crew.submit(self._work)
+        self._work()
+        self._wait_for_host(None)
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while True:
+            try:
+                with self._idle:
+                    if not self._todo:
+                        return
+                    self._at_work.add(threading.get_ident())
+                    turn = self._todo.popleft()
+                for each in turn:
+                    _copy(self._arena, *each)
+                _mid_stage()
+            except BaseException as error:  # also an interrupt: what it cut short is not in the arena
+                self._todo.clear()
+                self._error = self._error or error
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                with self._idle:
+                    self._at_work.discard(threading.get_ident())
+                    self._idle.notify_all()
+
+    def _enqueue_devices(self, rows: Sequence[tuple[torch.Tensor, int]], *, hold: bool) -> None:
+        """Copies on a stream of their own; with `hold` the device's next work waits for them."""
+        for device in {tensor.device for tensor, _ in rows}:
+            stream, event = torch.cuda.Stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            try:
+                with torch.cuda.stream(stream):
+                    for tensor, at in rows:
+                        if tensor.device == device:
+                            tensor.record_stream(stream)
+                            _copy_strided(self._arena, tensor, at)
+            finally:  # what was given to the device before an error goes on, and `cancel` waits for it
+                event.record(stream)
+                self._events.append((device, event))
+            if hold:
+                event.wait(torch.cuda.current_stream(device))
+
+
+def _part(rows: Iterable[tuple[torch.Tensor, int, bool]], late: bool) -> _Part:
+    devices: list[tuple[torch.Tensor, int]] = []
+    host: list[tuple[torch.Tensor, int]] = []
+    for tensor, at, is_late in rows:
+        if is_late == late:
+            # what is copied later keeps its memory, whatever the trainer puts in its place
+            part = (tensor.detach() if late else tensor, at)
+            (devices if tensor.device.type == "cuda" else host).append(part)
+    return _Part(devices, list(_turns(host)))
+
+
+def _turns(rows: Iterable[tuple[torch.Tensor, int]]) -> Iterator[list[_Copy]]:
+    """What a thread copies before it looks again."""
+    turn: list[_Copy] = []
+    size = 0
+    for row in rows:
+        for piece in _pieces(*row):
+            turn.append(piece)
+            size += piece[2]
+            if size >= _TURN or len(turn) == _MANY:
+                yield turn
+                turn, size = [], 0
+    if turn:
+        yield turn
+
+
+def _pieces(tensor: torch.Tensor, at: int) -> Iterator[_Copy]:
+    size = tensor.numel() * tensor.element_size()
+    if not has_plain_memory(tensor):
+        yield tensor, None, size, at
+        return
+    for start in range(0, size, PIECE):
+        yield tensor, start, min(PIECE, size - start), at + start
+
+
+def _copy(arena: Arena, source: torch.Tensor, start: int | None, length: int, at: int) -> None:
+    if start is None:
+        _copy_strided(arena, source, at)
+        return
+    assert at + length <= arena.size
+    ctypes.memmove(arena.tensor.data_ptr() + at, source.data_ptr() + start, length)
+
+
+def _copy_strided(arena: Arena, source: torch.Tensor, at: int) -> None:
+    """From another device, or from memory that is not one run of the tensor's bytes."""
+    bits = as_bits(source.detach().resolve_conj().resolve_neg())
+    size = source.numel() * source.element_size()
+    target = arena.tensor[at : at + size].view(bits.dtype).view(bits.shape)
+    target.copy_(bits, non_blocking=True)
+
+
+_DEPTH = 64
+
+
+class Gate(Protocol):
+    """What a step waits for."""
+
+    def gate(self) -> None: ...
+
+
+def optimizers_in(state: object, depth: int = 0) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers of a nested state."""
+    if isinstance(state, torch.optim.Optimizer):
+        yield state
+    elif depth < _DEPTH and isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from optimizers_in(value, depth + 1)
+
+
+def _frozen_in(state: object, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.nn.Module):
+        yield from (p for p in state.parameters() if not p.requires_grad)
+    elif depth < _DEPTH and isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _frozen_in(value, depth + 1)
+
+
+def late_tensors(state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Numbers of those of `tensors` that only a step of the optimizers in `state` changes."""
+    governed = {_memory(t) for optimizer in optimizers_in(state) for t in _governed(optimizer)}
+    if not governed:
+        return frozenset()
+    governed |= {_memory(t) for t in _frozen_in(state)}
+    governed.discard(None)
+    return frozenset(i for i, t in enumerate(tensors) if not t.is_inference() and _memory(t) in governed)
+
+
+def _governed(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for values in optimizer.state.values():
+        yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _memory(tensor: Any) -> int | None:
+    """The address of the tensor's storage: of the local shard where there is one."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(local.untyped_storage().data_ptr()) or None
+    except (RuntimeError, NotImplementedError):  # a layout without one storage
+        return None
+
+
+class Gates:
+    """Makes every known optimizer wait, before its step, for the copies that are on their way."""
+
+    def __init__(self) -> None:
+        self._pending: list[Gate] = []
+        self._lock = threading.Lock()
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer], copying: Gate) -> None:
+        """`copying` is done before any of `optimizers` steps."""
+        with self._lock:
+            self._pending.append(copying)
+        for optimizer in optimizers:
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(_hook(weakref.ref(self)))
+
+    def pass_all(self) -> None:
+        """Return when the state may change."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for copying in pending:
+            with contextlib.suppress(Exception):  # the save reports it; training goes on
+                copying.gate()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in list(self._hooks.values()):
+            handle.remove()
+        self._hooks.clear()
+
+
+def _hook(gates: weakref.ref[Gates]) -> Any:
+    pid = os.getpid()
+
+    def before_step(*_: object) -> None:
+        if (
+            os.getpid() == pid and (found := gates()) is not None
+        ):  # a forked child has its own memory, and no thread that copies
+            found.pass_all()
+
+    return before_step

@@ -1,0 +1,195 @@
+"""Which chunks are stored already: the tables of the base step's manifests, and nothing else.
+
+Invariant: a chunk is left out of the new packs only if the base is committed, not condemned by a collector, and named in
+the lease that was written *before* that was checked; so no collector can remove what the new step leans on. And no pack of a
+removed step is leaned on for less than a quarter of its bytes: packs are never rewritten, so such a one would stay for the sake
+of a little; its chunks are written anew instead. So what a step keeps of removed ones is at most four times what it needs.
+Of a base whose ranks divided the work as those of the save do, a rank reads its own manifest alone: it holds what the rank wrote
+then, and of a thousand ranks each would read a thousand. What only another rank had then is written anew, and so is its part of a
+removed step's pack that many ranks share.
+Failure behaviour: a base that is gone, condemned or damaged is not used, which costs space and nothing else; it is logged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace.checkpoint.format import codec, names
+from headrace.checkpoint.format.chunking import Box, PieceSpan, TensorSpec
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
+from headrace.checkpoint.repository import commit, fetch
+from headrace.checkpoint.repository import steps as repository
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.store.contract import Store
+
+LEAST_SHARE = 4
+"""A pack of a removed step is leaned on for a share of at least one in so many of its bytes."""
+_log = get_logger(__name__)
+
+
+Shard = tuple[str, str, Box, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A chunk in a pack of an earlier attempt."""
+
+    pack: PackName
+    chunk: Chunk
+    base: Stored | None = None
+    """What a difference leans on."""
+
+    @property
+    def whole(self) -> Stored:
+        """Itself, or its base: a chunk that can be read alone."""
+        return self.base or self
+
+
+@dataclass(slots=True)
+class Known:
+    """Stored chunks by digest, and the bases that they come from."""
+
+    chunks: dict[bytes, Stored] = field(default_factory=dict)
+    bases: list[Base] = field(default_factory=list)
+    own: dict[bytes, int] = field(default_factory=dict)
+    """Those that an earlier carrier of the same save stored, and their stored bytes: they count as written."""
+    shards: dict[Shard, tuple[Stored, ...]] = field(default_factory=dict)
+    """The chunks of the bases' shards, of those that are made of whole chunks."""
+
+
+def shard_of(rank: int, tensor: Tensor | TensorSpec) -> Shard:
+    """What must be the same for chunks to be compared place by place; tensors of a rank's own are its own."""
+    return tensor.name, tensor.dtype, tensor.box, -1 if tensor.replicated else rank
+
+
+def load(
+    store: Store, run: str, bases: Sequence[Base], *, rank: int = 0, world_size: int = 1, replicas: bytes = b""
+) -> Known:
+    """What `rank` may leave out. The caller's lease already names `bases`. `replicas`: as a manifest's."""
+    known = Known()
+    if not bases:
+        return known
+    going = repository.condemned(store)
+    for base in bases:
+        at = base.of(run)
+        if (at.run, at.timeline, at.step) in going:
+            _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)
+            continue
+        try:
+            if _is_step(store, at.run, base):
+                _add(fetch.manifests_like(store, at.run, base, rank, world_size, replicas), known)
+                known.bases.append(base)
+        except (NotFoundError, CorruptionError, UnsupportedError) as error:
+            _log.warning("step %d cannot serve as a base, everything is written anew: %s", base.step, error)
+    _forget_nearly_dead(store, run, known)
+    return known
+
+
+def _forget_nearly_dead(store: Store, run: str, known: Known) -> None:
+    own = {base.attempt for base in known.bases}
+    needed: dict[PackName, int] = defaultdict(int)
+    for stored in known.chunks.values():
+        if stored.pack.attempt not in own:
+            needed[stored.pack] += stored.chunk.stored
+    little = {pack for pack, size in needed.items() if is_little(size, PACK_BYTES)}
+    little = {pack for pack in little if is_little(needed[pack], _size(store, pack.key))}
+    if not little:
+        return
+    living = {
+        attempt for each in {run, *(base.run or run for base in known.bases)} for attempt in _attempts(store, each)
+    }
+    going = {pack for pack in little if pack.attempt not in living}
+    known.chunks = {
+        name: stored
+        for name, stored in known.chunks.items()
+        if stored.pack not in going and stored.whole.pack not in going
+    }
+    known.shards = {
+        shard: chunks
+        for shard, chunks in known.shards.items()
+        if not any(stored.pack in going or stored.whole.pack in going for stored in chunks)
+    }
+
+
+def is_little(needed: int, size: int) -> bool:
+    """Whether a pack of `size` bytes is too large to be kept for `needed` of them."""
+    return needed * LEAST_SHARE < size
+
+
+def _size(store: Store, key: str) -> int:
+    try:
+        return store.stat(key).size
+    except NotFoundError:  # that is found out by whoever reads the step
+        return 0
+
+
+def _attempts(store: Store, run: str) -> set[str]:
+    """Attempts of the run that have manifests: those of removed steps have none."""
+    keys = (names.parse_step_key(info.key) for info in store.list(f"{names.RUNS}{run}/"))
+    return {key.attempt for key in keys if key is not None and key.kind == "manifest"}
+
+
+def _is_step(store: Store, run: str, base: Base) -> bool:
+    found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
+    return found is not None and not found.tombstone and found.attempt == base.attempt
+
+
+def _add(given: Sequence[Manifest], known: Known) -> None:
+    for manifest in given:
+        stored = [Stored(manifest.packs[chunk.pack], chunk) for chunk in manifest.chunks]
+        for chunk, on in manifest.links:
+            stored[chunk] = Stored(stored[chunk].pack, stored[chunk].chunk, stored[on])
+        for each in stored:
+            known.chunks.setdefault(each.chunk.digest, each)
+        for tensor in manifest.tensors:
+            if all(span.start == 0 and span.length == manifest.chunks[span.chunk].raw for span in tensor.spans):
+                own = tuple(stored[span.chunk] for span in tensor.spans)
+                known.shards.setdefault(shard_of(manifest.rank, tensor), own)
+
+
+_log = get_logger(__name__)
+
+
+class Bases:
+    """By number of piece."""
+
+    def __init__(
+        self, store: Store, known: Known, rank: int, specs: Sequence[TensorSpec], spans: Sequence[Sequence[PieceSpan]]
+    ) -> None:
+        self._store = store
+        self._of: dict[int, Stored] = {}
+        for spec, own in zip(specs, spans, strict=True):
+            before = known.shards.get(shard_of(rank, spec), ())
+            if len(before) == len(own):
+                for span, stored in zip(own, before, strict=True):
+                    self._add(known, span, stored.whole)
+
+    def of(self, piece: int) -> Stored | None:
+        """What this piece may lean on."""
+        return self._of.get(piece)
+
+    def read(self, piece: int) -> memoryview | None:
+        """The bytes of that, None when they cannot be had."""
+        base = self._of[piece]
+        try:
+            found = fetch.read_one(self._store, base.pack.key, base.chunk)
+        except HeadraceError as error:
+            warn_once(_log, f"a chunk to lean on could not be read, what leans on it is stored whole: {error}")
+            return None
+        if found is None:
+            warn_once(_log, f"{base.pack.key} is damaged: what leans on it is stored whole")
+        return found
+
+    def link(self, piece: int) -> codec.Link:
+        """What the chunk says of its base."""
+        base = self._of[piece]
+        c = base.chunk
+        return codec.Link(c.digest, base.pack.attempt, base.pack.name, c.offset, c.stored, c.raw, c.codec)
+
+    def _add(self, known: Known, span: PieceSpan, base: Stored) -> None:
+        if span.start == 0 and span.length == base.chunk.raw and base.chunk.digest in known.chunks:
+            self._of[span.piece] = base

@@ -1,0 +1,301 @@
+"""Who carries a staged save: the node's sidecar where one answers and may, else this process.
+
+Invariant: whatever becomes of the carrier, a save is reported as failed only after the repository itself was asked; and an
+arena that a lost carrier may still be reading is not handed out again. Two carriers of one save do no harm: their packs
+have names of their own, and the first manifest stands.
+Failure behaviour: a sidecar that is absent or refuses means in-process, said once; errors of the save itself go on up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from headrace.checkpoint.repository import commit
+from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.saving import plan as plans
+from headrace.checkpoint.saving.commit_worker import carry, result_of
+from headrace.checkpoint.saving.plan import Event, PutPlan, Released
+from headrace.checkpoint.saving.upload import ArenaBytes
+from headrace.checkpoint.tier.restoring import node_tier
+from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
+from headrace.dataio.core.crashpoints import declare
+from headrace.dataio.core.errors import DeadlineError, HeadraceError, NotFoundError, TransientError
+from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.sidecar.client import SaveMeter, Sidecar, Staged
+from headrace.dataio.store.base import Store
+
+ROOM_SECONDS = 600.0
+"""How long a save waits for room in the daemon before this process carries it."""
+CARRY_SECONDS = 6 * 3600.0
+"""The most that a daemon may take for one save before its client gives up waiting."""
+RETURN_SECONDS = 20.0
+"""How long a daemon that is gone may take to come back before its client does without."""
+GRACE_SECONDS = 10.0
+"""How long the repository is watched for the commit of a save whose carrier was lost with the arena already given back."""
+ROUNDS = 5
+"""How often one save is taken to a daemon that came back."""
+_POLL = 0.2
+_WATCH_SECONDS = 5.0
+_plan_built = declare("trainer.plan-built", "the arena is full, the plan is built, the sidecar has neither")
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """A staged save. `give_back` and `abandon` are the arena's; `handed_over` is told "sidecar" or "process".
+
+    `arena_fd` is -1 for a state that comes in slices, which only this process can carry; `through` is how it then sees the store.
+    `gone` says which ranks have ended: asked when no daemon is there, which would store their parts without them. `silent` says
+    which have lost their whole node, daemons and all; None where nobody could know.
+    """
+
+    plan: PutPlan
+    arena_fd: int
+    view: Callable[[], ArenaBytes]
+    give_back: Callable[[], None]
+    abandon: Callable[[], None]
+    handed_over: Callable[[str], None]
+    urgent: bool = False
+    through: Callable[[Store], Store] = lambda store: store
+    gone: commit.Gone = commit.nobody
+    silent: commit.Gone | None = None
+
+
+class Carriers:
+    """Chooses the carrier for every save of one `Checkpointer`."""
+
+    def __init__(
+        self, store: Store, sidecar: str | os.PathLike[str] | None, meter: SaveMeter, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._store, self._wanted, self._meter, self._clock = store, sidecar, meter, clock
+        self._sidecar: Sidecar | None = None
+        self._lock = threading.Lock()
+
+    def carry(self, cargo: Cargo) -> dict[str, object]:
+        """Carry the save to its commit and return what happened; the arena is given back as soon as possible."""
+        sidecar, staged = self._hand_over(cargo)
+        cargo.handed_over("process" if staged is None else "sidecar")
+        try:
+            if sidecar is None or staged is None:
+                return self._here(cargo, shared=sidecar is not None)
+            return self._there(cargo, sidecar, staged)
+        except TransientError as error:
+            return self._look_again(cargo.plan, error)
+
+    def close(self) -> None:
+        """End the connection to the sidecar; what it carries goes on."""
+        with self._lock:
+            if self._sidecar is not None:
+                self._sidecar.close()
+            self._sidecar = None
+
+    def _hand_over(self, cargo: Cargo) -> tuple[Sidecar | None, Staged | None]:
+        """(sidecar, its job); without a job this process carries, and with a sidecar then the sidecar perhaps too."""
+        if self._wanted is None:
+            return None, None
+        if cargo.arena_fd < 0:
+            warn_once(_log, "the state comes in slices, which the sidecar does not take: saving inside this process")
+            return None, None
+        if not self._store.location.shareable:
+            warn_once(
+                _log, "the store's options hold secrets, which the sidecar does not get: saving inside this process"
+            )
+            return None, None
+        sidecar = self._find()
+        if sidecar is None:
+            warn_once(_log, "no sidecar answers: saving inside this process")
+            return None, None
+        try:
+            return sidecar, _stage(sidecar, cargo)
+        except HeadraceError as error:
+            warn_once(_log, f"the sidecar did not take the save over, saving inside this process: {error}")
+            unsure = sidecar.broken or isinstance(error, DeadlineError)
+            self.close()
+            return (sidecar if unsure else None), None
+
+    def _find(self) -> Sidecar | None:
+        with self._lock:
+            if self._sidecar is None or self._sidecar.broken:
+                self._sidecar = Sidecar.find(self._wanted)
+                if self._sidecar is not None:
+                    self._sidecar.reporting = self._meter.report
+            return self._sidecar
+
+    def _here(self, cargo: Cargo, *, shared: bool) -> dict[str, object]:
+        """In this process; `shared`: a sidecar may be reading the arena as well, and may carry the same attempt."""
+        let_go, done = (cargo.abandon if shared else cargo.give_back), False
+
+        def emit(event: Event) -> None:
+            nonlocal done
+            if isinstance(event, Released):
+                done = True
+                let_go()
+
+        try:
+            with node_tier(self._wanted) as tier:
+                plan, shelf = plans.encode(cargo.plan), tier.shelf
+                store = cargo.through(self._store)
+                gone = commit.nobody if shared else cargo.gone
+                return carry(cargo.view(), plan, emit, store=store, shelf=shelf, gone=gone, clock=self._clock)
+        finally:
+            if not done:
+                let_go()
+
+    def _there(self, cargo: Cargo, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
+        """Wait for the daemon's job, also through restarts of the daemon; when none comes back, carry it here."""
+        with self._watching(cargo):
+            return self._followed(cargo, sidecar, staged)
+
+    def _followed(self, cargo: Cargo, sidecar: Sidecar, staged: Staged) -> dict[str, object]:
+        held = _Held(cargo)
+        for _ in range(ROUNDS):
+            try:
+                staged.wait_released(CARRY_SECONDS)
+                held.give_back()
+                return staged.result(CARRY_SECONDS)
+            except BaseException as error:
+                if not isinstance(error, TransientError) or not sidecar.broken:
+                    held.abandon()
+                    raise
+                found = self._found_again(cargo, staged.token, error, held.given)
+            if isinstance(found, dict):
+                held.abandon()
+                return found
+            if found is None:
+                break
+            sidecar, staged = found
+        if held.given:
+            raise _without_daemon(cargo.plan)
+        return self._here(cargo, shared=True)
+
+    @contextlib.contextmanager
+    def _watching(self, cargo: Cargo) -> Iterator[None]:
+        """Abort, for all who wait, when the node of a rank that has not come is lost, which no daemon says."""
+        if cargo.silent is None:
+            yield
+            return
+        over, arguments = threading.Event(), (self._store, attempt_of(cargo.plan), cargo.silent)
+        watcher = threading.Thread(target=_watch, args=(over, *arguments), name=f"headrace-nodes-{cargo.plan.step}")
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+
+    def _found_again(
+        self, cargo: Cargo, token: str, error: TransientError, released: bool
+    ) -> tuple[Sidecar, Staged] | dict[str, object] | None:
+        """After the connection broke: the job, followed again or staged again, or the result of one that goes on by itself.
+        None when there is neither; raises `error` when the arena is given back and nobody can say more."""
+        until = self._clock.monotonic() + (GRACE_SECONDS if released else RETURN_SECONDS)
+        while True:
+            if (result := self._committed(cargo.plan)) is not None:
+                return result
+            if (back := self._back(cargo, token, released)) is not None:
+                return back
+            if self._clock.monotonic() >= until:
+                if released:
+                    raise error
+                return None
+            self._clock.sleep(_POLL)
+
+    def _back(self, cargo: Cargo, token: str, released: bool) -> tuple[Sidecar, Staged] | None:
+        """The job at a daemon that is back; staged again when the daemon does not know it and the arena is still ours."""
+        sidecar = self._find()
+        if sidecar is None:
+            return None
+        try:
+            return sidecar, sidecar.follow(token)
+        except NotFoundError:
+            if released:
+                return None
+        except HeadraceError:
+            return None
+        try:
+            return sidecar, _stage(sidecar, cargo)
+        except HeadraceError as error:
+            _log.warning("step %d could not be staged again: %s", cargo.plan.step, error)
+            return None
+
+    def _look_again(self, plan: PutPlan, error: TransientError) -> dict[str, object]:
+        """The save's result if it was committed after all, else its error."""
+        try:
+            found = self._recognised(plan)
+        except HeadraceError as second:
+            _log.warning("whether step %d was committed cannot be seen either: %s", plan.step, second)
+            raise error from second
+        if found is None:
+            raise error
+        return found
+
+    def _committed(self, plan: PutPlan) -> dict[str, object] | None:
+        """As `_recognised`, while the store may be away."""
+        with contextlib.suppress(TransientError):
+            return self._recognised(plan)
+        return None
+
+    def _recognised(self, plan: PutPlan) -> dict[str, object] | None:
+        attempt = attempt_of(plan)
+        found = commit.recognise(self._store, attempt)
+        if found is None or found.tombstone or found.attempt != plan.attempt:
+            return None
+        return result_of(self._store, attempt, plan.rank, found)
+
+
+class _Held:
+    """The arena of a save that somebody else carries: given back or abandoned once."""
+
+    def __init__(self, cargo: Cargo) -> None:
+        self._cargo, self.given = cargo, False
+
+    def give_back(self) -> None:
+        if not self.given:
+            self.given = True
+            self._cargo.give_back()
+
+    def abandon(self) -> None:
+        if not self.given:
+            self.given = True
+            self._cargo.abandon()
+
+
+def attempt_of(plan: PutPlan) -> Attempt:
+    """Which attempt a plan is a part of."""
+    return Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
+
+
+def _watch(over: threading.Event, store: Store, attempt: Attempt, silent: commit.Gone) -> None:
+    while not over.wait(_WATCH_SECONDS):
+        if silent(range(attempt.world_size)):
+            with contextlib.suppress(HeadraceError):  # the store is away: the next look may see it
+                commit.abort_without(store, attempt, silent)
+
+
+def _stage(sidecar: Sidecar, cargo: Cargo) -> Staged:
+    plan = plans.encode(cargo.plan)
+    _plan_built()
+    return sidecar.stage(
+        kind="checkpoint",
+        arena_fd=cargo.arena_fd,
+        plan=plan,
+        about=_about(cargo.plan),
+        urgent=cargo.urgent,
+        wait=ROOM_SECONDS,
+    )
+
+
+def _without_daemon(plan: PutPlan) -> TransientError:
+    return TransientError(
+        f"step {plan.step}: the sidecar went away {ROUNDS} times", hint="see the sidecar's log; save again"
+    )
+
+
+def _about(plan: PutPlan) -> str:
+    """The save, for people."""
+    rank = f", rank {plan.rank} of {plan.world_size}" if plan.world_size > 1 else ""
+    return f"{plan.run}, step {plan.step}{rank}"

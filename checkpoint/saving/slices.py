@@ -1,0 +1,186 @@
+"""A state that is larger than the memory for it: copied one chunk at a time into a ring, as fast as the carrier takes them away.
+
+The ring is the arena cut into slots of one chunk. A feeder thread fills free slots in the order of the arena's pieces; the
+carrier asks for the pieces in that order (a few at once, from several threads), and a slot is free again when the carrier has
+let go of every view of it, which the views themselves tell (a finalizer on their owner).
+Invariant: never more than the arena's bytes are held. `SlicedState` looks like the whole arena to the carrier: its bytes at
+a place are the piece's that lies there. The state must not change before `wait` has returned.
+Failure behaviour: a carrier that ends, however it does, calls `cancel`, after which nobody waits and nobody writes into the
+arena. What was not copied by then is an error to whoever waits; what was is a copy like any other. An error of the feeder is
+raised to the carrier and to whoever waits. A limit below `LEAST_BYTES` is a `UsageError`, since the carrier holds a few chunks
+at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.checkpoint.format import chunking as layouts
+from headrace.checkpoint.format.chunking import CHUNK_BYTES, Layout, Piece, TensorSpec
+from headrace.checkpoint.saving.arena import Arena
+from headrace.checkpoint.state.kinds import as_bits, has_plain_memory, memory_of
+from headrace.dataio.core.errors import DeadlineError, TransientError, UsageError
+from headrace.dataio.core.limits import MIB, format_bytes
+
+LEAST_BYTES = 64 * MIB
+"""16 chunks: what the carrier holds at once (8 hashed ahead, those being hashed, one being written), and room to copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """`length` bytes of tensor number `tensor` from byte `start`, at byte `at` of a piece."""
+
+    tensor: int
+    start: int
+    at: int
+    length: int
+
+
+def check_limit(limit: int | None) -> int | None:
+    """`limit` itself when a ring of that size can work."""
+    if limit is not None and limit < LEAST_BYTES:
+        raise UsageError(
+            f"a staging memory of {format_bytes(limit)} is too little", hint=f"give {format_bytes(LEAST_BYTES)} or more"
+        )
+    return limit
+
+
+class SlicedState:
+    """The state's bytes as the carrier sees them: `sliced[at : at + length]` waits for that piece and returns it.
+
+    `wait_seconds`: seconds that `wait` and `gate` held their callers.
+    """
+
+    def __init__(
+        self, arena: Arena, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], layout: Layout
+    ) -> None:
+        self.wait_seconds = 0.0
+        self._arena, self._total = arena, layout.total
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._pieces, spans = layouts.cut_all(specs, layout)
+        self._parts = _parts(spans)
+        self._ready: dict[int, npt.NDArray[np.uint8]] = {}
+        self._taken: set[int] = set()
+        self._free = [i * CHUNK_BYTES for i in range(arena.size // CHUNK_BYTES)]
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._given_up = False
+        self._copied = threading.Event()
+        self._feeder = threading.Thread(target=self._feed, name="headrace-slices")
+        self._feeder.start()
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, at: slice) -> memoryview:
+        with self._changed:
+            if at.start in self._taken:
+                raise TransientError(
+                    "a slice of the state was asked for twice; it is there only once", hint="save again"
+                )
+            self._changed.wait_for(lambda: at.start in self._ready or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            self._taken.add(at.start)
+            return self._ready.pop(at.start).data
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the state may change."""
+        return self._copied.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Nothing: the carrier starts while the copy goes on."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the last slice is copied and the state may change."""
+        began = time.perf_counter()
+        try:
+            if not self._copied.wait(timeout):
+                raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="it goes on; wait again")
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+        if self._error is not None:
+            raise self._error
+
+    def gate(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def cancel(self) -> None:
+        """The carrier is done or gives up: stop copying, let everyone go; a second time does nothing."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+        self._feeder.join()
+
+    def _feed(self) -> None:
+        try:
+            for number, piece in enumerate(self._pieces):
+                slot = self._slot()
+                target = self._arena.bytes[slot : slot + piece.length]
+                self._gather(number, piece, target)
+                self._publish(piece, target, slot)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._copied.set()
+            self._tensors.clear()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _slot(self) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._given_up)
+            if self._given_up:
+                raise TransientError("the save was given up", hint="save again")
+            return self._free.pop()
+
+    def _publish(self, piece: Piece, target: npt.NDArray[np.uint8], slot: int) -> None:
+        lent = np.frombuffer(target.data, np.uint8)  # an object of its own, alive as long as any view of it
+        weakref.finalize(lent, self._returned, slot)
+        with self._changed:
+            self._ready[piece.at] = lent
+            self._changed.notify_all()
+
+    def _returned(self, slot: int) -> None:
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify_all()
+
+    def _gather(self, number: int, piece: Piece, target: npt.NDArray[np.uint8]) -> None:
+        parts = self._parts[number]
+        if sum(part.length for part in parts) != piece.length:
+            target[:] = 0  # the gaps between small tensors
+        for part in parts:
+            view = self._memory(part.tensor)[part.start : part.start + part.length]
+            np.copyto(target[part.at : part.at + part.length], np.frombuffer(view, np.uint8))
+
+    def _memory(self, number: int) -> memoryview:
+        """The tensor's bytes; one that is not plain memory is replaced by a copy, alone, until the next such one."""
+        tensor = self._tensors[number]
+        if not has_plain_memory(tensor):
+            if getattr(self, "_copy_of", None) != number:
+                bits = as_bits(tensor.resolve_conj().resolve_neg())
+                self._copy_of, self._copy = number, bits.cpu().contiguous()
+            tensor = self._copy
+        return memory_of(tensor)
+
+
+def _parts(spans: Sequence[Sequence[layouts.PieceSpan]]) -> dict[int, list[_Part]]:
+    found: dict[int, list[_Part]] = defaultdict(list)
+    for tensor, own in enumerate(spans):
+        start = 0
+        for span in own:
+            found[span.piece].append(_Part(tensor, start, span.start, span.length))
+            start += span.length
+    return found

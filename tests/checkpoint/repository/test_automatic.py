@@ -1,0 +1,59 @@
+"""Retention by a trainer: in a thread that a checkpointer waits for, and does without where it cannot be had."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.checkpoint import Checkpointer, Keep
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.repository.collect import Retention
+from headrace.dataio.store.open import open_store
+
+
+def steps_at(folder: Path) -> list[int]:
+    with open_store(str(folder)) as store:
+        return [base.step for base in repository.visible(store, "exp")]
+
+
+def save_two(folder: Path) -> None:
+    with Checkpointer(str(folder), run="exp", sidecar=None, keep=Keep(last=1)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.arange(5.0) * step}).result(60)
+
+
+def test_what_the_policy_lets_go_is_gone_when_the_checkpointer_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def late(self: Retention) -> None:
+        time.sleep(0.6)
+        told.append(self)
+        committed(self)
+
+    committed = Retention.committed
+    monkeypatch.setattr(Retention, "committed", late)
+    save_two(tmp_path)
+    assert len(told) == 2
+    assert steps_at(tmp_path) == [2]
+
+
+def test_a_process_without_room_for_a_thread_keeps_its_old_steps_and_its_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name == "headrace-retention":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    save_two(tmp_path)
+    assert caplog.text.count("can't start new thread") == 2
+    assert steps_at(tmp_path) == [2, 1]
