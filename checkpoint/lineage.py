@@ -28,7 +28,7 @@ from headrace.checkpoint.tier import restoring
 from headrace.checkpoint.tier.restoring import Found, NodeTier
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import AccessDeniedError, NotFoundError, TransientError
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 Origin = str | tuple[str, int] | None
 """Another run, or a step of one."""

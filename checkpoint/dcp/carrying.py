@@ -24,7 +24,7 @@ from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.arena import Arena
 from headrace.checkpoint.saving.commit_worker import carry
 from headrace.checkpoint.saving.slices import LEAST_BYTES, SlicedState
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import zstandard
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, DIGEST_BYTES, digest
 from headrace.checkpoint.format.manifest import CODECS, DELTAS, PACK_BYTES, PLANES, RAW, ZSTD
-from headrace.dataio.store.contract import Buffer
+from headrace.dataio.store.base import Buffer
 
 COMPRESSIONS = ("none", "zstd", "auto", "delta")
 NAMES = {RAW: "raw", ZSTD: "zstd"} | {kind: f"planes{width}+zstd" for kind, width in PLANES.items()}

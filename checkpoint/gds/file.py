@@ -24,7 +24,7 @@ import torch
 
 from headrace.dataio.core.errors import TransientError, UsageError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 FILE = "file://"
 ALIGNMENT = 4096

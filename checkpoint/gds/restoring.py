@@ -33,8 +33,8 @@ from headrace.checkpoint.sharding import regions
 from headrace.checkpoint.state.kinds import memory_of
 from headrace.dataio.core.errors import TransientError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.wrapper import Wrapper
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.wrappers import Wrapper
 
 _THREADS = 2
 _log = get_logger(__name__)

@@ -26,7 +26,7 @@ from headrace.checkpoint.repository.steps import StepSeen
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.core.limits import counted, format_bytes
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import NotFoundError, TransientError
 from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.core.log import get_logger
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 _recorded = declare("gc.recorded", "the record of the condemned is there; nothing is removed")
 _fenced = declare("gc.fenced", "dead attempts are fenced; nothing is removed")

@@ -299,7 +299,7 @@ def _encoded(store: Store, found: Sealed, rank: int) -> bytes:
     on the way."""
     key = found.attempt.manifest_key(rank)
     while digest(data := _get(store, key)) != found.digests[rank]:
-        if not store.distrust(key):
+        if not store.invalidate(key):
             return _get(store, key)
     return data
 

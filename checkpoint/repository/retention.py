@@ -16,7 +16,7 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Fate, Policy, StepName, StepOfRun
 from headrace.checkpoint.repository.inventory import Held, Inventory, Seen
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.store.contract import ObjectInfo
+from headrace.dataio.store.base import ObjectInfo
 
 
 @dataclass(frozen=True, slots=True)

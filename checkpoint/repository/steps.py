@@ -184,15 +184,15 @@ def step_or_tag(step: int | str, tag: str | None) -> int | str:
 
     A name is for `tag` alone, so that "tag:best" is not two ways to say one thing.
     """
-    if isinstance(step, str) and step.startswith(tagged.PREFIX):
+    if isinstance(step, str) and step.startswith(tag_records.PREFIX):
         raise UsageError(
-            f"{step!r:.200} is not a step", hint=f"name a tag by tag={step.removeprefix(tagged.PREFIX)!r:.100}"
+            f"{step!r:.200} is not a step", hint=f"name a tag by tag={step.removeprefix(tag_records.PREFIX)!r:.100}"
         )
     if tag is None:
         return step
     if step != "latest":
         raise UsageError(f"both step {step!r:.100} and tag {tag!r:.100} are given", hint="give one of them")
-    return f"{tagged.PREFIX}{tag}"
+    return f"{tag_records.PREFIX}{tag}"
 
 
 def _require_nothing(store: Store) -> None:

@@ -24,7 +24,7 @@ from headrace.checkpoint.repository import commit, fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError
 from headrace.dataio.core.log import get_logger, warn_once
-from headrace.dataio.store.contract import Store
+from headrace.dataio.store.base import Store
 
 LEAST_SHARE = 4
 """A pack of a removed step is leaned on for a share of at least one in so many of its bytes."""

@@ -40,11 +40,10 @@ from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.sidecar.connection import SidecarName
-from headrace.dataio.store.contract import Store
-from headrace.dataio.store.tier.keeping import checked
-from headrace.dataio.store.tier.near import Near, Recall
-from headrace.dataio.store.tier.record import Record
-from headrace.dataio.store.tier.shelf import Shelf
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.records import Record
+from headrace.dataio.store.local_tier.stores import FetchFromBuddy, TierReader, checked
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 RECALL_SECONDS = 600.0
 """The most that one object may take on its way from the buddy."""
@@ -67,7 +66,7 @@ class NodeTier:
 
     def near(self, store: Store) -> Store:
         """`store`, read through the tier."""
-        return store if self.shelf is None else Near(store, self.shelf, keeps, self.recall)
+        return store if self.shelf is None else TierReader(store, self.shelf, keeps, self.recall)
 
     def recall(self, source: str, key: str) -> bool:
         """Whether the buddy had the object; it is in the tier now."""
@@ -98,7 +97,7 @@ class NodeTier:
                 raise
             return Found(base, away=True)
 
-    def _open(self) -> Shelf | None:
+    def _open(self) -> LocalTier | None:
         try:
             told = self._sidecar.status().get("tier") if self._sidecar is not None else None
         except HeadraceError as error:
@@ -121,7 +120,7 @@ def node_tier(sidecar: SidecarName) -> Iterator[NodeTier]:
             found.close()
 
 
-def latest(shelf: Shelf | None, url: str, run: str, step: int | str | Base) -> Base | None:
+def latest(shelf: LocalTier | None, url: str, run: str, step: int | str | Base) -> Base | None:
     """The newest step of the run that the tier knows to be committed, or that one."""
     for record in shelf.records(url, run) if shelf is not None else ():
         base = Base(record.timeline, record.step, record.attempt)
@@ -148,7 +147,7 @@ def outdated(run: str, restored: Base, newer: Base | None) -> ConflictError:
 
 def told(near: Store, step: int) -> None:
     """Say where the bytes came from."""
-    if isinstance(near, Near) and near.bytes["tier"] + near.bytes["buddy"]:
+    if isinstance(near, TierReader) and near.bytes["tier"] + near.bytes["buddy"]:
         read = ", ".join(f"{format_bytes(size)} from the {where}" for where, size in near.bytes.items() if size)
         _log.info("restored step %d: %s", step, read)
 

@@ -30,7 +30,7 @@ from headrace.checkpoint.repository.writers import Standing
 from headrace.checkpoint.restoring import restore
 from headrace.checkpoint.saving import dedup
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
-from headrace.dataio.store.contract import ObjectInfo, Store
+from headrace.dataio.store.base import ObjectInfo, Store
 from tests.checkpoint.making import RUN, begin, load, make, save, tiny_state
 from tests.support.stepping import Actor, MemoryStore, StoreClock, drive_to_end, stepping
 

@@ -221,7 +221,7 @@ def unfinished(remote: Counting, tier: LocalTier, *, step: int = 2, bases: tuple
     return made
 
 
-def try_to_finish(remote: Store, tier: Shelf) -> None:
+def try_to_finish(remote: Store, tier: LocalTier) -> None:
     restoring.send(remote, tier, RUN, lambda _source, _key: False)
     restoring.finish(remote, tier, RUN)
 
@@ -313,7 +313,7 @@ def test_a_base_that_was_collected_stops_what_leans_on_it(remote: Counting, tier
     assert not list(remote.list(names.step(RUN, 1, 2)))
 
 
-def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, tier: Shelf) -> None:
+def test_a_base_that_only_another_rank_leans_on_stops_it_too(remote: Counting, tier: LocalTier) -> None:
     first, attempt = saved(remote, tier), names.new_id()
     mine = make(remote, tiny_state(2), step=2, attempt=attempt, rank=0, world_size=2, commit_timeout=0.0)
     with pytest.raises(TransientError, match="no manifest of rank 1"):
