@@ -13,38 +13,32 @@ from collections.abc import Callable
 from headrace.dataio.core.errors import UsageError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "all": ("headrace.bench.all:main", "a short version of everything in five minutes, with a report"),
+    "all": ("headrace.bench.workloads.all:main", "a short version of everything in five minutes, with a report"),
     "store": (
-        "headrace.bench.store.cli:main",
+        "headrace.bench.workloads.store:main",
         "a bucket or directory by operation, size and concurrency, beside other clients",
     ),
-    "pack": ("headrace.bench.pack:main", "packing beside tar + ffprobe and webdataset's writer"),
-    "loader": ("headrace.bench.loader:main", "batches of clips beside other loaders"),
-    "raw": ("headrace.bench.raw:main", "samples as bytes, checked, beside a plain loop of pread"),
-    "resume": ("headrace.bench.resume:main", "resuming in the middle of an epoch beside other loaders"),
+    "pack": ("headrace.bench.workloads.pack:main", "packing beside tar + ffprobe and webdataset's writer"),
+    "loader": ("headrace.bench.workloads.loader:main", "batches of clips beside other loaders"),
+    "raw": ("headrace.bench.workloads.raw:main", "samples as bytes, checked, beside a plain loop of pread"),
+    "resume": ("headrace.bench.workloads.resume:main", "resuming in the middle of an epoch beside other loaders"),
     "checkpoint": (
-        "headrace.bench.checkpoint:main",
+        "headrace.bench.workloads.checkpoint:main",
         "saves and restores beside torch.save and torch.distributed.checkpoint",
     ),
-    "sidecar": ("headrace.bench.sidecar:main", "the figures of the node's daemon"),
+    "sidecar": ("headrace.bench.workloads.sidecar:main", "the figures of the node's daemon"),
     "tier": (
-        "headrace.bench.tier:main",
+        "headrace.bench.workloads.tier:main",
         "restoring from the node's tier, the buddy and a store with limited bandwidth",
     ),
-    "preemption": (
-        "headrace.bench.preemption:main",
-        "the last save before a machine is taken away, behind other saves",
+    "encodings": (
+        "headrace.bench.workloads.encodings:main",
+        "bytes of a state in training, by the encodings of checkpoints",
     ),
-    "encodings": ("headrace.bench.encodings:main", "bytes of a state in training, by the encodings of checkpoints"),
-    "pieces": ("headrace.bench.pieces:main", "what single steps cost: one clip, one probe, one digest"),
-    "index": ("headrace.bench.index:main", "a large index: opening, asking and reading, beside pyarrow and DuckDB"),
-    "train": (
-        "headrace.bench.mlperf.train:main",
-        "emulated accelerators: utilisation for unet3d, resnet50, cosmoflow and video (unofficial)",
-    ),
-    "llm-checkpoint": (
-        "headrace.bench.mlperf.states:main",
-        "checkpoints of 8B, 70B, 405B and 1T models, scaled (unofficial)",
+    "pieces": ("headrace.bench.workloads.pieces:main", "what single steps cost: one clip, one probe, one digest"),
+    "index": (
+        "headrace.bench.workloads.index:main",
+        "a large index: opening, asking and reading, beside pyarrow and DuckDB",
     ),
     "simulate": ("headrace.bench.simulate.cli:main", "8 to 16,384 GPUs on paper: reading, checkpoints, goodput"),
     "report": ("headrace.bench.report.cli:report", "one page, or Markdown, of results files"),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from headrace.bench.core.environment import environment
+from headrace.bench.core.machine import environment
 from headrace.bench.core.measure import Tell, compiled
 from headrace.bench.core.results import Part, Run, encode, prepare, shown, write
 from headrace.bench.core.table import part_table

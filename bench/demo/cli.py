@@ -22,8 +22,8 @@ from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.core.options import Parser, count
 
 if TYPE_CHECKING:
-    from headrace.bench.demo.figures import Figures
     from headrace.bench.demo.journey import Journey, Tell
+    from headrace.bench.demo.page import Figures
 
 _PROOF_FAILED = 1
 
@@ -33,9 +33,11 @@ def demo(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     settings = _settings(args)
     args.out.mkdir(parents=True, exist_ok=True)  # before a minute of work
-    from headrace.bench.demo.figures import figures  # what the journey needs takes a second to import: not for --help
     from headrace.bench.demo.journey import travel
-    from headrace.bench.demo.page import page
+    from headrace.bench.demo.page import (
+        figures,  # what the journey needs takes a second to import: not for --help
+        page,
+    )
 
     begun = time.monotonic()
     with _progress() as tell:

@@ -17,14 +17,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.bench.demo.media import find_clips
-from headrace.bench.demo.proof import Event, Proof, compare
 from headrace.bench.demo.settings import Settings
 from headrace.dataio import pack
 from headrace.dataio.core.errors import DeadlineError, HeadraceError
@@ -253,3 +252,58 @@ class _Run:
                 process.stdout.close()
             if expired:
                 raise DeadlineError(f"the {part} took longer than {_RUN_SECONDS:.0f} s")
+
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """`differences` in plain words, at most 20 of them; `repeated` are the steps done by both trainers of the killed run."""
+
+    steps: int
+    samples: int
+    repeated: tuple[int, ...]
+    differences: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+
+def compare(reference: Iterable[Event], killed: Iterable[Event], resumed: Iterable[Event], steps: int) -> Proof:
+    """Hold the events of the two trainers of an interrupted run against those of an uninterrupted one."""
+    reference, killed, resumed = list(reference), list(killed), list(resumed)
+    whole, before, after = _by_step(reference), _by_step(killed), _by_step(resumed)
+    differences = _missing("uninterrupted run", whole, steps) + _missing("interrupted run", {**before, **after}, steps)
+    for name, part in (("killed trainer", before), ("restarted trainer", after)):
+        differences += [line for step in sorted(part) for line in _difference(name, step, whole.get(step), part[step])]
+    if not before or not after:
+        differences.append("the trainer was not interrupted in mid-run")
+    if _weights(reference) is None or _weights(reference) != _weights(resumed):
+        differences.append("the final weights differ")
+    samples = sum(len(event["ids"]) for event in whole.values())
+    return Proof(steps, samples, tuple(sorted(before.keys() & after.keys())), tuple(differences[:20]))
+
+
+def _by_step(events: Sequence[Event]) -> dict[int, Event]:
+    return {event["step"]: event for event in events if event["event"] == "step"}
+
+
+def _missing(name: str, steps_done: Mapping[int, Event], steps: int) -> list[str]:
+    return [f"{name}: step {step} is missing" for step in range(1, steps + 1) if step not in steps_done]
+
+
+def _difference(name: str, step: int, wanted: Event | None, got: Event) -> list[str]:
+    if wanted is None:
+        return [f"{name}: step {step} is not in the uninterrupted run"]
+    lines = []
+    if wanted["ids"] != got["ids"]:
+        lines.append(f"{name}: step {step} trained on samples {got['ids']}, not {wanted['ids']}")
+    if wanted["loss"] != got["loss"]:
+        lines.append(f"{name}: the loss of step {step} is {got['loss']}, not {wanted['loss']}")
+    return lines
+
+
+def _weights(events: Sequence[Event]) -> str | None:
+    return next((event["weights"] for event in events if event["event"] == "end"), None)

@@ -14,7 +14,7 @@ from importlib import resources
 
 from headrace.bench.core.results import Part, Run
 from headrace.bench.core.table import cell, ratio
-from headrace.bench.report import views
+from headrace.bench.report.charts import charts_of, colours_of, full_title, in_words, limits, says_unit
 
 
 def page(runs: Sequence[tuple[str, Run]], title: str = "Headrace benchmarks") -> str:
@@ -95,14 +95,12 @@ def _machine(run: Run) -> str:
 
 def _part(anchor: str, part: Part) -> str:
     charts = "".join(
-        f'<h3>{escape(heading)}</h3><div class="charts">{"".join(drawn)}</div>' for heading, drawn in views.charts(part)
+        f'<h3>{escape(heading)}</h3><div class="charts">{"".join(drawn)}</div>' for heading, drawn in charts_of(part)
     )
     notes = "".join(f"<p>{escape(note)}</p>" for note in part.notes)
     state = _state(part)
     trouble = f'<p class="bad">{state}</p>' if state else ""
-    settings = " · ".join(
-        f"{key.replace('_', ' ')}: {views.in_words(value, key)}" for key, value in part.settings.items()
-    )
+    settings = " · ".join(f"{key.replace('_', ' ')}: {in_words(value, key)}" for key, value in part.settings.items())
     about = (
         f'<p class="quiet">{escape(settings)}{" · " if settings else ""}{_rounds(part)}took {part.seconds:.0f} s</p>'
     )
@@ -139,13 +137,13 @@ def _lines(part: Part) -> str:
 
 
 def _legend(part: Part) -> str:
-    colours = views.colours_of(part)
+    colours = colours_of(part)
     keys = [f'<span><i class="key c{colours[name]}"></i>{escape(name)}</span>' for name in part.candidates]
     return f'<p class="legend">{"".join(keys)}</p>'
 
 
 def _limits(part: Part) -> str:
-    found = views.limits(part)
+    found = limits(part)
     if not found:
         return ""
     rows = "".join(
@@ -173,9 +171,9 @@ def _table(part: Part) -> str:
             continue
         cells = "".join(f"<td>{escape(cell(values))}</td>" for values in samples)
         last = f"<td>{ratio(samples[0], part.candidates[part.against].metrics.get(key))}</td>" if pair else ""
-        what = views.full_title(metric)
+        what = full_title(metric)
         kind = f" {metric.quantity}" if metric.quantity else ""
-        unit = "" if views.says_unit(metric) and not kind else f" <small>{escape(metric.unit)}</small>"
+        unit = "" if says_unit(metric) and not kind else f" <small>{escape(metric.unit)}</small>"
         bound = _bound(samples[0], metric.goal, metric.better) if not pair else ""
         rows.append(f"<tr><td>{escape(what + kind)}{unit}</td>{cells}{last}{bound}</tr>")
     opened = " open" if len(rows) <= 24 else ""

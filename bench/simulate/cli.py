@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.core import command
-from headrace.bench.core.results import Metric, Part, Samples, read
+from headrace.bench.core.results import Metric, Part, Run, Samples, read
 from headrace.bench.core.table import short
-from headrace.bench.simulate.calibrate import calibrated
-from headrace.bench.simulate.cluster import VARIANTS, Cluster, Features, Job, costs, daly, young
-from headrace.bench.simulate.training import best_interval
+from headrace.bench.simulate.cluster import VARIANTS, Cluster, Features, Job, best_interval, costs, daly, young
 from headrace.dataio.core.errors import UsageError
 
 GPUS = (8, 64, 512, 4096, 16384)
@@ -53,7 +51,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=Path,
-        help="results of the store, llm-checkpoint or the GPU drill, taken over",
+        help="results of `store` or of the GPU drill whose medians replace settings",
     )
 
 
@@ -139,3 +137,41 @@ def show(part: Part) -> str:
             lines.append(f"| {name} | {cells} |")
         lines.append("")
     return "\n".join([*lines, *([f"**{part.status}**: {part.why}"] if part.status != "done" else [])])
+
+
+def calibrated(run: Run, cluster: Cluster, work: Job) -> tuple[Cluster, Job, list[str]]:
+    """A node's best read from a store (`store`) and copies to the host (the drill's `staging`)."""
+    notes: list[str] = []
+    for part in run.parts:
+        if part.name in ("store", "directory"):
+            cluster = _store(part, cluster, notes)
+        elif part.name == "staging" and "cuda" in str(part.settings.get("device")):
+            cluster, work = _staging(part, cluster, work, notes)
+    return cluster, work, notes or ["nothing in it that the model can take over"]
+
+
+def _store(part: Part, cluster: Cluster, notes: list[str]) -> Cluster:
+    ours = next(iter(part.candidates.values())).metrics if part.candidates else {}
+    rates = [
+        statistics.median(ours[name])
+        for name, metric in part.metrics.items()
+        if metric.quantity == "throughput" and metric.axes.get("operation") == "get" and ours.get(name)
+    ]
+    if not rates:
+        return cluster
+    notes.append(f"a node reads {max(rates):.3g} MB/s at most")
+    return replace(cluster, nic_rate=max(rates) * 1e6)
+
+
+def _staging(part: Part, cluster: Cluster, work: Job, notes: list[str]) -> tuple[Cluster, Job]:
+    rates = [
+        statistics.median(found.metrics["rate"]) for found in part.candidates.values() if found.metrics.get("rate")
+    ]
+    shares = [value for found in part.candidates.values() for value in found.metrics.get("share", [])]
+    if rates:
+        cluster = replace(cluster, d2h_rate=max(rates) * 1e9)
+        notes.append(f"device to host {max(rates):.3g} GB/s")
+    if shares:
+        work = replace(work, stage_efficiency=statistics.median(shares) / 100)
+        notes.append(f"save copies at {statistics.median(shares):.3g} % of that")
+    return cluster, work

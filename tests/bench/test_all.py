@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import all as everything
-from headrace.bench.all import PLAN, Short, allowance, run
 from headrace.bench.cli import COMMANDS, bench, usage
 from headrace.bench.core.results import Run, read
+from headrace.bench.workloads import all as everything
+from headrace.bench.workloads.all import PLAN, Short, allowance, run
 from headrace.dataio.core.errors import UsageError
 
 

@@ -8,10 +8,9 @@ import sys
 
 import pytest
 
-from headrace.bench import checkpoint
-from headrace.bench.checkpointing import places
-from headrace.bench.checkpointing.entries import ENTRIES, OURS, SHORT, Entry, runs_here
 from headrace.bench.core.results import Part, Samples
+from headrace.bench.workloads import checkpoint, checkpoint_run
+from headrace.bench.workloads.checkpoint import ENTRIES, OURS, SHORT, Entry, runs_here
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.open import open_store
 
@@ -71,13 +70,13 @@ def test_all_candidates_copy_with_the_same_setting_and_the_result_says_which(mon
 
 def test_a_place_is_empty_when_a_candidate_begins_so_that_what_it_writes_is_counted(store_url: str) -> None:
     where = store_url.removeprefix("file://")
-    places.empty(where)  # it need not be there
+    checkpoint_run.empty(where)  # it need not be there
     for _ in range(2):
         with open_store(where) as store:
             store.put("1/a", b"abc")
-        assert places.stored_bytes(where) == 3
-        places.empty(where)
-        assert places.stored_bytes(where) == 0
+        assert checkpoint_run.stored_bytes(where) == 3
+        checkpoint_run.empty(where)
+        assert checkpoint_run.stored_bytes(where) == 0
 
 
 @pytest.mark.soak

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.loader import candidates, data
-from headrace.bench.loader.__main__ import measure
-from headrace.bench.loader.place import Place
-from headrace.bench.sidecar_node import server
+from headrace.bench.core.processes import server
+from headrace.bench.peers import video_peers
+from headrace.bench.workloads import video
+from headrace.bench.workloads.loader_worker import measure
+from headrace.bench.workloads.source import Place
 from headrace.dataio import Dataset
 from headrace.dataio.cli import main
 
-ONLY = (candidates.OURS, candidates.FLOOR, "webdataset + PyAV, 0 workers")
+ONLY = (video_peers.OURS, video_peers.FLOOR, "webdataset + PyAV, 0 workers")
 
 
 def test_loaders_are_measured_beside_their_peers(tmp_path: Path) -> None:
@@ -59,18 +60,18 @@ def test_a_candidate_that_there_is_not_is_named_before_anything_is_made(
 def test_clips_that_a_killed_run_had_not_finished_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, real = data.Kind("tiny", 1, 64, 48, 12, 32), data.encode
+    tiny, real = video.Kind("tiny", 1, 64, 48, 12, 32), video.encode
 
-    def killed(path: Path, kind: data.Kind, number: int) -> None:
+    def killed(path: Path, kind: video.Kind, number: int) -> None:
         real(path, kind, number)
         if number:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(data, "encode", killed)
+        patch.setattr(video, "encode", killed)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # whoever is killed cleans nothing up
-        data.make(tiny, tmp_path / "tiny", 3, lambda *_: None)
-    data.make(tiny, tmp_path / "tiny", 3, lambda *_: None)
+        video.make(tiny, tmp_path / "tiny", 3, lambda *_: None)
+    video.make(tiny, tmp_path / "tiny", 3, lambda *_: None)
     assert len(list((tmp_path / "tiny" / "clips").iterdir())) == 3
     with Dataset(tmp_path / "tiny" / "dataset") as dataset:
         assert len(dataset) == 3
@@ -85,16 +86,16 @@ def test_a_candidate_that_delivers_too_few_clips_has_no_figures(
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips" / "00000.mp4").touch()
     monkeypatch.setitem(
-        candidates.CANDIDATES, "lazy", lambda *_: iter([torch.zeros(0, 16, 3, 112, 112, dtype=torch.uint8)])
+        video_peers.CANDIDATES, "lazy", lambda *_: iter([torch.zeros(0, 16, 3, 112, 112, dtype=torch.uint8)])
     )
     with pytest.raises(AssertionError, match="delivered 0 of 1"):
-        measure("lazy", Place(tmp_path), data.KINDS["short"])
+        measure("lazy", Place(tmp_path), video.KINDS["short"])
 
 
 def test_who_forks_ends_its_connections_first_where_peers_would_share_them() -> None:
     program = """
 import os, socket
-from headrace.bench.loader.place import part_at_fork
+from headrace.bench.workloads.source import part_at_fork
 listening = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(listening.getsockname())
 served, _ = listening.accept()

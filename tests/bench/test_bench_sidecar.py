@@ -5,12 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from headrace.bench.core.processes import daemon, write_shards
 from headrace.bench.core.results import Part, Samples
 from headrace.bench.core.table import part_table
-from headrace.bench.sidecar import FIGURES, deliver, mapped_ratio, open_p50
-from headrace.bench.sidecar_floor import beside
-from headrace.bench.sidecar_node import daemon, write_shards
-from headrace.bench.sidecar_rank import Job, Shape, run
+from headrace.bench.workloads.sidecar import FIGURES, deliver, mapped_ratio, open_p50, passing
+from headrace.bench.workloads.sidecar_rank import Job, Shape, run
 
 SMALL = Shape(shards=2, per_shard=8, members=(30_000, 5_000, 60))
 
@@ -25,6 +24,7 @@ def test_a_rank_reads_each_sample_of_an_epoch_once_with_and_without_the_daemon(t
 def test_the_figures_are_measured_on_a_real_daemon(tmp_path: Path) -> None:
     write_shards(tmp_path, SMALL)
     found: dict[str, list[float]] = {name: [] for name in FIGURES}
+    assert all(seconds > 0 for seconds in passing(tmp_path, tmp_path, SMALL))
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:
         deliver(Path(folder) / "a", f"file://{tmp_path}", SMALL, 1, found)
         with daemon(Path(folder) / "b", cache_bytes="64MiB") as running:
@@ -33,11 +33,6 @@ def test_the_figures_are_measured_on_a_real_daemon(tmp_path: Path) -> None:
             with running.connect() as sidecar:
                 assert open_p50(sidecar, f"file://{tmp_path}", key, ranges[0]) > 0
     assert all(len(found[name]) == 1 for name in ("first_1", "later_1", "cpu_1", "batch_1"))
-
-
-def test_the_floor_is_of_all_bytes_whatever_the_number_of_processes(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", SMALL)
-    assert all(beside(tmp_path / "data", tmp_path, SMALL, ranks) > 0 for ranks in (1, 3))
 
 
 def test_the_table_says_which_goals_are_met() -> None:

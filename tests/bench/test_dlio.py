@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.dlio.prepare import main, place_of, prepare
+from headrace.bench.workloads.dlio import main, place_of, prepare
 from headrace.checkpoint import Checkpointer
 from headrace.dataio import Dataset
 from headrace.dataio.core.errors import UsageError
@@ -60,9 +60,9 @@ def test_the_original_harness_drives_our_loader_and_our_checkpoints(tmp_path: Pa
     output = dlio(
         tmp_path,
         "++workload.train.computation_time=0.01",
-        "++workload.reader.data_loader_classname=headrace.bench.dlio.loader.HeadraceDataLoader",
+        "++workload.reader.data_loader_classname=headrace.bench.peers.dlio.HeadraceDataLoader",
         "++workload.reader.data_loader_sampler=iterative",
-        "++workload.checkpoint.checkpoint_mechanism_classname=headrace.bench.dlio.checkpointing.HeadraceCheckpointing",
+        "++workload.checkpoint.checkpoint_mechanism_classname=headrace.bench.peers.dlio.HeadraceCheckpointing",
         f"++workload.checkpoint.checkpoint_folder={tmp_path}/checkpoints",
         "++workload.checkpoint.checkpoint_after_epoch=1",
         "++workload.checkpoint.epochs_between_checkpoints=1",

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from headrace.bench import gpu_drill
 from headrace.bench.core import results
-from headrace.bench.drill import checks, dmon, nvdec, wheels
+from headrace.bench.drill import checks, nvdec, wheels
 from headrace.bench.drill import tests as gpu_tests
 from headrace.bench.drill.result import PartResult
 from headrace.bench.drill.wheels import DrillError
@@ -302,19 +302,19 @@ class Card:
 
 
 def test_the_driver_is_asked_about_the_card_that_is_used() -> None:
-    card = dmon._card(Card(), "00000000:1B:00.0")
-    assert dmon.ask(Card(), card) == {"dec": 0x1B}
-    assert dmon.ask(Card(), dmon._card(Card(), None)) == {"dec": 100}
+    card = nvdec._card(Card(), "00000000:1B:00.0")
+    assert nvdec.ask(Card(), card) == {"dec": 0x1B}
+    assert nvdec.ask(Card(), nvdec._card(Card(), None)) == {"dec": 100}
     with pytest.raises(OSError, match="NVML error 9"):
-        dmon._card(Card(9), None)
+        nvdec._card(Card(9), None)
 
 
 def test_the_table_of_nvidia_smi_is_read_by_its_own_heading() -> None:
     names, units = "# gpu  sm  mem  enc  dec  jpg  ofa", "# Idx   %    %    %    %    %    %"
     text = f"{names}\n{units}\n    0   12    3    0   88    -    0\n"
-    assert dmon.parse(text * 2)["dec"] == [88, 88]
-    assert dmon.parse(text).get("jpg", []) == []
-    assert dmon.parse("no table") == {}
+    assert nvdec.parse(text * 2)["dec"] == [88, 88]
+    assert nvdec.parse(text).get("jpg", []) == []
+    assert nvdec.parse("no table") == {}
 
 
 def test_a_part_that_lacks_a_package_says_which_fails_nothing_and_is_run_once_it_is_there(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.core import floor
+from headrace.bench.core import machine
 
 
 def test_limits_are_rates_of_this_machine_and_say_how_they_were_measured(tmp_path: Path) -> None:
-    copy = floor.copy_rate(8 << 20)
+    copy = machine.copy_rate(8 << 20)
     assert 1e8 < copy.rate < 1e12
-    for measure in (floor.write_rate, floor.read_rate):
+    for measure in (machine.write_rate, machine.read_rate):
         found = measure(tmp_path, 32 << 20)
         assert 1e6 < found.rate < 1e12
         assert "same run" in found.why
@@ -20,12 +20,12 @@ def test_limits_are_rates_of_this_machine_and_say_how_they_were_measured(tmp_pat
 
 
 def test_without_o_direct_the_page_cache_is_used_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = floor.os.open
+    real = machine.os.open
 
     def refuse(path: Path, flags: int, mode: int = 0o600) -> int:
-        if flags & floor.os.O_DIRECT:
+        if flags & machine.os.O_DIRECT:
             raise OSError(22, "Invalid argument")
         return real(path, flags, mode)
 
-    monkeypatch.setattr(floor.os, "open", refuse)
-    assert "(through the page cache)" in floor.write_rate(tmp_path, 16 << 20).why
+    monkeypatch.setattr(machine.os, "open", refuse)
+    assert "(through the page cache)" in machine.write_rate(tmp_path, 16 << 20).why

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import pack
+from headrace.bench.workloads import pack
 
 COMMAND = [sys.executable, "-m", "headrace.dataio.cli", "bench", "pack"]
 

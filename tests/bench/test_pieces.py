@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import pieces
+from headrace.bench.workloads import pieces
 from headrace.dataio.core.errors import UsageError
 from headrace.loaders.decode.dali import dali_installed
 

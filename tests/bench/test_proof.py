@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.demo.proof import compare
+from headrace.bench.demo.journey import compare
 
 STEPS = 6
 

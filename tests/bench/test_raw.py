@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import raw
 from headrace.bench.core import command
 from headrace.bench.core.results import Part, Samples
+from headrace.bench.workloads import raw
 
 
 def test_every_candidate_delivers_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

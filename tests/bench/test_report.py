@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench.core.latency import Latencies
+from headrace.bench.core.measure import Latencies
 from headrace.bench.core.results import Metric, Part, Run, Samples, write
+from headrace.bench.core.table import markdown
 from headrace.bench.report.charts import Point, bars, curves
 from headrace.bench.report.cli import report
-from headrace.bench.report.markdown import markdown
 from headrace.bench.report.page import page
-from headrace.bench.store.cells import Sweep, metrics
+from headrace.bench.workloads.store_sweep import Sweep, metrics
 from tests.support.browser import Browser, needs_browser
 
 SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.core import command, environment, results
+from headrace.bench.core import command, machine, results
 from headrace.bench.core.results import MAX_BYTES, Metric, Part, Run, Samples
 from headrace.dataio import cli
 from headrace.dataio.core.errors import UsageError
@@ -89,19 +89,19 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_environment_names_the_machine_and_nobody(tmp_path: Path) -> None:
-    found = environment.environment(tmp_path)
+    found = machine.environment(tmp_path)
     assert {"cpu", "cpus", "memory_gib", "kernel", "python", "file_system", "packages"} <= set(found)
     assert found["cpus"] == len(os.sched_getaffinity(0))
     text = json.dumps(found)
     assert str(tmp_path) not in text
     assert os.uname().nodename not in text
-    assert environment.differences(found, found) == []
-    assert environment.differences(found, {**found, "cpus": 999}) == [f"cpus: {found['cpus']} / 999"]
+    assert machine.differences(found, found) == []
+    assert machine.differences(found, {**found, "cpus": 999}) == [f"cpus: {found['cpus']} / 999"]
 
 
 def test_a_machine_without_any_load_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.os, "getloadavg", lambda: (0.0, 0.3, 0.5))
-    assert environment.environment(tmp_path)["load_before"] == 0.0
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.3, 0.5))
+    assert machine.environment(tmp_path)["load_before"] == 0.0
 
 
 def test_a_part_that_raises_is_in_the_results_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

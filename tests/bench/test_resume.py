@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import resume
+from headrace.bench.workloads import resume
 from headrace.loaders import loader as loader_module
 
 

@@ -15,16 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.bench.core.processes import daemon, run_ranks, server, write_shards
 from headrace.bench.core.results import Metric, Part, Run, Samples, decode
-from headrace.bench.sidecar_node import daemon, run_ranks, server, write_shards
-from headrace.bench.sidecar_rank import Job as RankJob
-from headrace.bench.sidecar_rank import Shape
-from headrace.bench.simulate import engine, reading
-from headrace.bench.simulate.calibrate import calibrated
-from headrace.bench.simulate.cli import main
-from headrace.bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, costs, daly, young
+from headrace.bench.simulate import engine
+from headrace.bench.simulate import node as model
+from headrace.bench.simulate.cli import calibrated, main
+from headrace.bench.simulate.cluster import VARIANTS, Cluster, Costs, Job, best_interval, costs, daly, simulate, young
 from headrace.bench.simulate.engine import Latch, Link, Process, Simulation, SimulationError, Sleep, Transfer
-from headrace.bench.simulate.training import best_interval, simulate
+from headrace.bench.workloads.sidecar_rank import Job as RankJob
+from headrace.bench.workloads.sidecar_rank import Shape
 from headrace.dataio.cache.readers.bypass import MOST_BYTES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import CACHE_BLOCK_BYTES
@@ -104,7 +103,7 @@ def test_processes_that_wait_for_each_other_are_an_error_and_so_is_a_run_without
 @pytest.mark.parametrize("gpus", [8, 512])
 def test_a_node_that_shares_reads_less_than_its_ranks_alone_and_never_less_than_all(gpus: int) -> None:
     for size in (5e5, 4e6):
-        together, alone = (reading.amplification(gpus, 8, 8, size, 4 << 20, shared=shared) for shared in (True, False))
+        together, alone = (model.amplification(gpus, 8, 8, size, 4 << 20, shared=shared) for shared in (True, False))
         assert 1 <= together < alone < 8
         assert (together < 1.01) == (gpus == 8), (
             "one node reads each block once; of several, those at the edges of chunks twice"
@@ -112,16 +111,16 @@ def test_a_node_that_shares_reads_less_than_its_ranks_alone_and_never_less_than_
 
 
 def test_amplification_is_that_of_the_blocks_that_the_order_gives_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_SAMPLES", 1000)
+    monkeypatch.setattr(model, "_SAMPLES", 1000)
     order = Order.of(1000, 16, sample_bytes=3e6)
     touched: list[set[int]] = [set(), set()]
     for number in range(order.full_batches):
         for rank in range(2):
             for sample in order.batch_of(0, number, rank, 2).tolist():
                 touched[rank] |= set(range(int(sample * 3e6 // 4e6), int(((sample + 1) * 3e6 - 1) // 4e6) + 1))
-    found = reading.amplification.__wrapped__(2, 2, 8, 3e6, 4e6, shared=False)
+    found = model.amplification.__wrapped__(2, 2, 8, 3e6, 4e6, shared=False)
     assert found == pytest.approx(sum(map(len, touched)) * 4e6 / (order.full_batches * 16 * 3e6))
-    found = reading.amplification.__wrapped__(2, 2, 8, 3e6, 4e6, shared=True)
+    found = model.amplification.__wrapped__(2, 2, 8, 3e6, 4e6, shared=True)
     assert found == pytest.approx(len(touched[0] | touched[1]) * 4e6 / (order.full_batches * 16 * 3e6))
 
 
@@ -149,35 +148,35 @@ def real(node: Path, ranks: int, *, shared: bool, place: str = "0") -> tuple[flo
             return seconds, limited.sent() - before
 
 
-def predicted(ranks: int, *, shared: bool, pieces: reading.Pieces) -> reading.Prediction:
+def predicted(ranks: int, *, shared: bool, pieces: model.ReadCosts) -> model.Prediction:
     """The same reads, in the same order, in the model."""
     epochs = []
     for rank in range(ranks):
         batches = []
         for batch in RankJob("s3://bucket/ds", None, SHAPE, rank, ranks, batch=4).batches():
             ranges = ((key, offset, length) for key, found in batch for offset, length in found)
-            batches.append((reading.blocks_of(ranges, CACHE_BLOCK_BYTES), len(batch)))
-        epochs.append(reading.Epoch(batches))
+            batches.append((model.blocks_of(ranges, CACHE_BLOCK_BYTES), len(batch)))
+        epochs.append(model.Epoch(batches))
     shards = {SHAPE.read(number * SHAPE.per_shard)[0] for number in range(SHAPE.shards)}
     sizes = {
         (shard, number): float(min(CACHE_BLOCK_BYTES, SHAPE.shard_bytes - number * CACHE_BLOCK_BYTES))
         for shard in shards
         for number in range(math.ceil(SHAPE.shard_bytes / CACHE_BLOCK_BYTES))
     }
-    return reading.predict(epochs, sizes, store_rate=RATE, shared=shared, pieces=pieces)
+    return model.predict(epochs, sizes, store_rate=RATE, shared=shared, pieces=pieces)
 
 
 @pytest.fixture(scope="module")
-def pieces(node: Path) -> reading.Pieces:
+def pieces(node: Path) -> model.ReadCosts:
     """What one rank costs on this machine now, beside the bytes: the model's only measured number."""
     seconds, sent = real(node, 1, shared=False)
-    return reading.Pieces(sample_seconds=0, start_seconds=max(0.0, seconds - sent / RATE))
+    return model.ReadCosts(sample_seconds=0, start_seconds=max(0.0, seconds - sent / RATE))
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["sidecar", "alone"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_predictions_for_local_ranks_are_close_to_real_runs(
-    node: Path, pieces: reading.Pieces, ranks: int, shared: bool
+    node: Path, pieces: model.ReadCosts, ranks: int, shared: bool
 ) -> None:
     expected = predicted(ranks, shared=shared, pieces=pieces)
     twice = 0 if shared else ranks * MOST_BYTES  # what a rank wants first may come by itself, and again with its block
@@ -271,11 +270,10 @@ def test_what_was_measured_on_one_machine_is_taken_over() -> None:
         "p": Metric("", "", quantity="latency p50", axes=axes),
     }
     store = Part("store", metrics=about, candidates={"headrace": Samples({"g": [700.0, 800.0, 900.0], "p": [1e6]})})
-    disk = Part("llm-checkpoint", candidates={"headrace": Samples({"write": [2.0], "read": [3.0]}), "peer": Samples()})
-    cluster, _, notes = calibrated(Run([], "", {}, [store, disk]), Cluster(8), Job())
-    assert (cluster.nic_rate, cluster.tier_write, cluster.tier_read) == (800e6, 2e9, 3e9)
-    assert notes == ["a node reads 800 MB/s at most", "the local tier writes 2 and reads 3 GB/s"]
-    assert calibrated(Run([], "", {}, [Part("store"), Part("llm-checkpoint")]), Cluster(8), Job())[0] == Cluster(8)
+    cluster, _, notes = calibrated(Run([], "", {}, [store]), Cluster(8), Job())
+    assert cluster.nic_rate == 800e6
+    assert notes == ["a node reads 800 MB/s at most"]
+    assert calibrated(Run([], "", {}, [Part("store")]), Cluster(8), Job())[0] == Cluster(8)
 
 
 def test_what_the_gpu_drill_measured_is_taken_over() -> None:

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.bench.simulate.cluster import Cluster, Features, Job, costs
-from headrace.bench.simulate.saving import Pieces, predict_restore, predict_save
+from headrace.bench.simulate.node import SaveCosts, predict_restore, predict_save
 from headrace.dataio.testing.proxy import FaultProxy
 from headrace.dataio.testing.s3server import S3Server
 from tests.support.ranks import launch
 
-NOTHING = Pieces(
+NOTHING = SaveCosts(
     copy_rate=1e15, hash_rate=1e15, plan_seconds=0, request_seconds=0, commit_seconds=0, open_seconds=0, uploads=4
 )
 BYTES = 0.02
@@ -34,17 +34,17 @@ def test_a_save_takes_as_long_as_its_narrowest_place() -> None:
     assert slow_store.stall == pytest.approx(0, abs=1e-6)
     half = predict_save([40e6, 40e6], changed=0.5, store_rate=10e6, pieces=NOTHING)
     assert (half.durable, half.sent) == (pytest.approx(4), pytest.approx(40e6))
-    hashing = Pieces(copy_rate=1e15, hash_rate=1e6, plan_seconds=0, request_seconds=0, commit_seconds=0, cores=2)
+    hashing = SaveCosts(copy_rate=1e15, hash_rate=1e6, plan_seconds=0, request_seconds=0, commit_seconds=0, cores=2)
     assert predict_save([4e6, 4e6], store_rate=1e15, pieces=hashing).durable == pytest.approx(4)
     assert predict_save([4e6] * 4, store_rate=1e15, pieces=hashing).durable == pytest.approx(8)
-    copying = Pieces(copy_rate=8e6, hash_rate=1e15, plan_seconds=1, request_seconds=0, commit_seconds=2)
+    copying = SaveCosts(copy_rate=8e6, hash_rate=1e15, plan_seconds=1, request_seconds=0, commit_seconds=2)
     found = predict_save([4e6, 12e6], store_rate=1e15, pieces=copying)
     assert found.stall == pytest.approx(1 + 2, rel=1e-3)
     assert found.durable == pytest.approx(1 + 2 + 2, rel=1e-3)
 
 
 def test_hashing_hides_behind_sending_but_for_the_first_chunk() -> None:
-    both = Pieces(copy_rate=1e15, hash_rate=8e6, plan_seconds=0, request_seconds=0, commit_seconds=0)
+    both = SaveCosts(copy_rate=1e15, hash_rate=8e6, plan_seconds=0, request_seconds=0, commit_seconds=0)
     found = predict_save([40e6], store_rate=4e6, pieces=both, chunk=4e6)
     assert found.durable == pytest.approx(10 + 0.5, rel=1e-3)
 
@@ -58,7 +58,7 @@ def test_hashing_hides_behind_sending_but_for_the_first_chunk() -> None:
 def test_what_is_sent_is_what_changed_and_no_save_beats_its_link(
     ranks: list[float], changed: float, rate: float, cores: int
 ) -> None:
-    pieces = Pieces(cores=cores)
+    pieces = SaveCosts(cores=cores)
     found = predict_save(ranks, changed=changed, store_rate=rate, pieces=pieces, chunk=32e6)
     assert found.sent == pytest.approx(changed * sum(ranks), rel=1e-3, abs=1)
     assert found.durable >= max(found.sent / rate, sum(ranks) / pieces.copy_rate) * (1 - 1e-6)
@@ -72,8 +72,10 @@ def test_the_clusters_closed_form_agrees_with_the_model_of_a_node() -> None:
     """Of a node whose ranks do alike: stall by its links to the host, then the store's bandwidth."""
     cluster, job = Cluster(8, store_write=5e9, store_read=4e9), Job(state_bytes=80e9, stage_efficiency=1.0)
     known = costs(cluster, job, Features("dedup", sidecar=True, dedup=True))
-    pieces = Pieces(copy_rate=8 * cluster.d2h_rate, hash_rate=1e15, plan_seconds=0, request_seconds=0, commit_seconds=0)
-    pieces = Pieces(**{**vars(pieces), "open_seconds": 0})
+    pieces = SaveCosts(
+        copy_rate=8 * cluster.d2h_rate, hash_rate=1e15, plan_seconds=0, request_seconds=0, commit_seconds=0
+    )
+    pieces = SaveCosts(**{**vars(pieces), "open_seconds": 0})
     found = predict_save([10e9] * 8, changed=job.changed, store_rate=5e9, pieces=pieces, chunk=1e9)
     assert found.stall == pytest.approx(known.stall, rel=0.01)
     assert found.durable == pytest.approx(known.durable, rel=0.02)
@@ -110,7 +112,7 @@ def real(upstream: S3Server, ranks: int, kib: int, rate: float) -> Real:
     return Real(*seconds, max(lines[0]["seconds"] for lines in found), sent, fetched)
 
 
-def predicted(ranks: int, kib: int, rate: float, pieces: Pieces) -> tuple[float, float, float, float, float]:
+def predicted(ranks: int, kib: int, rate: float, pieces: SaveCosts) -> tuple[float, float, float, float, float]:
     """The same in the model: first save, second, restore; bytes sent by both saves, bytes fetched."""
     sizes = [kib * 1024.0] * ranks
     first, second = (predict_save(sizes, changed=c, store_rate=rate, pieces=pieces, chunk=1 << 20) for c in (1.0, 0.5))
@@ -138,7 +140,7 @@ def test_real_saves_and_restores_take_as_long_as_the_model_says(s3_server: S3Ser
     kib, rate = 32 << 10, 16e6
     alone = real(s3_server, 1, kib, rate)
     bare = predicted(1, kib, rate, NOTHING)
-    pieces = Pieces(commit_seconds=max(0.0, alone.second - bare[1]), open_seconds=max(0.0, alone.restore - bare[2]))
+    pieces = SaveCosts(commit_seconds=max(0.0, alone.second - bare[1]), open_seconds=max(0.0, alone.restore - bare[2]))
     beginning = max(
         0.0, alone.first - predicted(1, kib, rate, pieces)[0]
     )  # connections, the timeline, the arena's pages

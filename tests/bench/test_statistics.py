@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.bench.core.results import Metric, Part, Run, Samples
-from headrace.bench.core.statistics import benjamini_hochberg, mann_whitney, ratio_of_medians, smallest_p
-from headrace.bench.report.compare import as_text, compare
+from headrace.bench.report.compare import (
+    as_text,
+    benjamini_hochberg,
+    compare,
+    mann_whitney,
+    ratio_of_medians,
+    smallest_p,
+)
 from headrace.dataio.core.errors import MismatchError
 
 MACHINE = {"cpu": "abacus", "cpus": 2, "memory_gib": 8.0, "kernel": "1"}

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.core.latency import Latencies, edge
+from headrace.bench.core.measure import Latencies, edge
 from headrace.bench.core.results import Part, Samples, decode
-from headrace.bench.store import knee
-from headrace.bench.store.cells import Cell, Sweep, metrics
-from headrace.bench.store.cli import _place, main
-from headrace.bench.store.clients import FILE_CLIENTS, S3_CLIENTS
-from headrace.bench.store.worker import Order, measure
+from headrace.bench.peers.object_stores import FILE_CLIENTS, S3_CLIENTS
+from headrace.bench.workloads import store_sweep
+from headrace.bench.workloads.store import _place, main
+from headrace.bench.workloads.store_sweep import Cell, Sweep, metrics
+from headrace.bench.workloads.store_worker import Order, measure
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
@@ -147,16 +147,16 @@ def test_the_fastest_and_slowest_latencies_go_into_the_outer_buckets() -> None:
 
 
 def test_the_knee_is_where_power_is_greatest() -> None:
-    points = [knee.Point(1, 100, 10), knee.Point(4, 380, 10.5), knee.Point(16, 400, 40)]
-    found = knee.find(points)
+    points = [store_sweep.Point(1, 100, 10), store_sweep.Point(4, 380, 10.5), store_sweep.Point(16, 400, 40)]
+    found = store_sweep.find(points)
     assert found is not None
     assert (found.best.width, found.enough.width) == (4, 4)
-    assert knee.find([]) is None
-    assert knee.find(points[:1]) == knee.Knee(points[0], points[0])
+    assert store_sweep.find([]) is None
+    assert store_sweep.find(points[:1]) == store_sweep.Knee(points[0], points[0])
     cells = [Cell("get", 8 * MIB, point.width) for point in points]
     samples = Samples()
     for cell, point in zip(cells, points, strict=True):
         samples.metrics |= {cell.name: [point.throughput] * 3, f"{cell.name}_p50": [point.latency]}
-    (sentence,) = knee.sentences(cells, {"headrace": samples})
+    (sentence,) = store_sweep.sentences(cells, {"headrace": samples})
     assert sentence.startswith("headrace, get 8.0 MiB: knee at 4 at once (380 MB/s, p50 10.5 ms)")
     assert statistics.median(samples.metrics[cells[1].name]) == 380

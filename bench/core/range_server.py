@@ -1,0 +1,165 @@
+"""As much of S3 as a reader needs, over a directory: it counts the bytes it sends, may be held to a bandwidth and seem far away.
+
+    python -m headrace.bench.core.range_server DIRECTORY [BYTES_PER_SECOND [SECONDS_OF_DELAY]]
+
+It prints its port. `GET /-/sent` answers with the bytes of all bodies so far. One process, one thread, loopback only.
+Invariant: the bandwidth is that of all connections together; the delay is that of a round trip, of which a new connection costs
+one more. Of an answer that a client broke off counts what had arrived at its machine, read or not, once the connection has ended.
+What is not there is 404, a range beyond the end 416, what is not understood 400. A listing (version 2) is one page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import sys
+import urllib.parse
+from datetime import UTC, datetime
+from email.utils import formatdate
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+CHUNK = 256 << 10
+HEAD_BYTES = 64 << 10
+_ARRIVED = 120
+"""Where Linux's `tcp_info` has the bytes that the other side has acknowledged."""
+
+
+class Connection:
+    """A connection, and how many bytes were written to it."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer, self._written = writer, 0
+        self._socket = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+
+    async def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self._writer.write(data)
+        await self._writer.drain()
+
+    def end(self) -> int:
+        """Close it; the bytes that never arrived."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ARRIVED + 8)
+        self._socket.close()
+        self._writer.close()
+        return max(0, self._written - int(struct.unpack_from("Q", info, _ARRIVED)[0]))
+
+
+class RangeServer:
+    """Serves files below `root` as bucket/key. `rate` in bytes a second, 0 for no limit; `delay` in seconds."""
+
+    def __init__(self, root: Path, rate: float = 0.0, delay: float = 0.0) -> None:
+        self._root, self._rate, self._delay, self.sent = root, rate, delay, 0
+        self._free_at = 0.0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection, delay = Connection(writer), 2 * self._delay
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                if delay:
+                    await asyncio.sleep(delay)
+                await self._answer(head, connection)
+                delay = self._delay
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            self.sent -= connection.end()
+
+    async def _answer(self, head: list[str], connection: Connection) -> None:
+        method, target, _ = head[0].split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+        path, _, query = target.partition("?")
+        path = urllib.parse.unquote(path).lstrip("/")
+        asked = dict(urllib.parse.parse_qsl(query))
+        if method == "GET" and asked.get("list-type") == "2":
+            await self._small(connection, 200, self._listing(path.strip("/"), asked))
+            return
+        if path == "-/sent":
+            await self._small(connection, 200, str(self.sent))
+            return
+        file = self._root / path
+        if method not in ("GET", "HEAD") or not file.is_file() or ".." in path.split("/"):
+            await self._small(connection, 404 if method in ("GET", "HEAD") else 400, "")
+            return
+        await self._file(connection, file, headers.get("range", ""), body=method == "GET")
+
+    def _listing(self, bucket: str, asked: dict[str, str]) -> str:
+        """One page, whole."""
+        prefix, delimiter = asked.get("prefix", ""), asked.get("delimiter", "")
+        keys, folders = list[str](), set[str]()
+        for path in sorted(p for p in (self._root / bucket).rglob("*") if p.is_file()):
+            key = path.relative_to(self._root / bucket).as_posix()
+            if not key.startswith(prefix):
+                continue
+            head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            if found:
+                folders.add(prefix + head + delimiter)
+            else:
+                keys.append(self._described(key, path))
+        below = "".join(f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in sorted(folders))
+        return (
+            '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<Name>{escape(bucket)}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(keys) + len(folders)}</KeyCount>"
+            f"<MaxKeys>1000000</MaxKeys><IsTruncated>false</IsTruncated>{''.join(keys)}{below}</ListBucketResult>"
+        )
+
+    def _described(self, key: str, path: Path) -> str:
+        found = path.stat()
+        when = datetime.fromtimestamp(found.st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        return (
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified><ETag>&quot;{found.st_mtime_ns:x}&quot;"
+            f"</ETag><Size>{found.st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
+        )
+
+    async def _file(self, connection: Connection, file: Path, wanted: str, *, body: bool) -> None:
+        found = file.stat()
+        first, end = 0, found.st_size
+        if wanted.startswith("bytes="):
+            a, _, b = wanted[6:].partition("-")
+            first, end = int(a), min(end, int(b) + 1 if b else end)
+            if first >= end:
+                await self._small(connection, 416, "")
+                return
+        status = "206 Partial Content" if wanted else "200 OK"
+        span = f"Content-Range: bytes {first}-{end - 1}/{found.st_size}\r\n" if wanted else ""
+        await connection.write(
+            f"HTTP/1.1 {status}\r\nContent-Length: {end - first}\r\n{span}Accept-Ranges: bytes\r\n"
+            f'ETag: "{found.st_mtime_ns:x}"\r\nLast-Modified: {formatdate(found.st_mtime, usegmt=True)}\r\n\r\n'.encode()
+        )
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            while body and first < end:
+                data = os.pread(fd, min(CHUNK, end - first), first)
+                await self._wait(len(data))
+                self.sent += len(data)
+                await connection.write(data)
+                first += len(data)
+        finally:
+            os.close(fd)
+
+    async def _wait(self, size: int) -> None:
+        if not self._rate:
+            return
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now) + size / self._rate
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
+    async def _small(self, connection: Connection, status: int, text: str) -> None:
+        await connection.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+
+
+async def main() -> None:
+    server = RangeServer(Path(sys.argv[1]), *map(float, sys.argv[2:4]))
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, limit=HEAD_BYTES, backlog=256)
+    print(listening.sockets[0].getsockname()[1], flush=True)
+    await listening.serve_forever()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main())

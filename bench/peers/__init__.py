@@ -1,0 +1,1 @@
+"""The libraries that Headrace is compared with: how each does the same work."""

@@ -1,0 +1,393 @@
+"""The others: torch.save, safetensors, torch.distributed.checkpoint in its kinds, torch_checkpointing, s3torchconnector.
+
+Invariant: as in `built`; what a library leaves in the page cache is fsynced here, as a trainer that needs it would.
+Failure behaviour: exceptions go on up and fail the candidate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as tdc
+from blake3 import blake3
+
+from headrace.bench.workloads.training import Guard, State, Training
+from headrace.checkpoint import Checkpointer
+
+_REGION = "us-east-1"
+
+
+class _Paths:
+    """A new place for every save."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self._count = where, 0
+        if "://" not in where:
+            os.makedirs(where, exist_ok=True)
+
+    def next(self) -> str:
+        self._count += 1
+        return self.last
+
+    @property
+    def last(self) -> str:
+        return f"{self._where}/{self._count}"
+
+
+def torch_save(where: str, training: Training) -> Built:
+    paths = _Paths(where)
+
+    def save(values: State) -> Wait:
+        with open(paths.next(), "wb") as file:
+            torch.save(values, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return lambda: None
+
+    def restore(target: State) -> None:
+        for name, tensor in torch.load(paths.last, weights_only=True).items():
+            target[name].copy_(tensor)
+
+    return Built(save, restore)
+
+
+def safetensors(where: str, training: Training) -> Built:
+    library: Any = importlib.import_module("safetensors.torch")
+    paths = _Paths(where)
+
+    def save(values: State) -> Wait:
+        library.save_file({name: tensor.contiguous() for name, tensor in values.items()}, paths.next())
+        _sync(paths.last)
+        return lambda: None
+
+    def restore(target: State) -> None:
+        for name, tensor in library.load_file(paths.last).items():
+            target[name].copy_(tensor)
+
+    return Built(save, restore)
+
+
+def dcp(where: str, training: Training, *, kind: str) -> Built:
+    """`kind`: sync, thread, process, or stager (a thread, with DCP's cached staging area)."""
+    paths = _Paths(where)
+
+    def writer() -> Any:
+        return tdc.FileSystemWriter(paths.next(), thread_count=2)
+
+    return _dcp(writer, lambda: tdc.FileSystemReader(paths.last), kind)
+
+
+def _dcp(writer: Callable[[], Any], reader: Callable[[], Any], kind: str) -> Built:
+    group, made = _group()
+    more: dict[str, Any] = {}
+    if kind == "stager":
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        plain = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+        more["async_stager"] = DefaultStager(plain)
+    elif kind == "process":
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        more["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+
+    def save(values: State) -> Wait:
+        if kind == "sync":
+            tdc.save(values, storage_writer=writer(), process_group=group)
+            return lambda: None
+        found: Any = tdc.async_save(values, storage_writer=writer(), process_group=group, **more)
+        future = getattr(found, "upload_completion", found)
+        return lambda: future.result(SECONDS)
+
+    def restore(target: State) -> None:
+        tdc.load(target, storage_reader=reader(), process_group=group)
+
+    return Built(save, restore, dist.destroy_process_group if made else (lambda: None))
+
+
+def _group() -> tuple[Any, bool]:
+    """A group of its own for what a saver says in the background; whether the default one was made for it."""
+    if dist.is_initialized():
+        return dist.new_group(backend="gloo"), False
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))  # DCP's process asks for both
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    return None, True
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def torch_checkpointing(where: str, training: Training) -> Built:
+    """Asynchronous, with staging in the background and a process that writes; its files are fsynced behind it."""
+    library: Any = importlib.import_module("torch_checkpointing.checkpoint_manager")
+    config: Any = importlib.import_module("torch_checkpointing.config")
+    staging: Any = importlib.import_module("torch_checkpointing.staging")
+    storage: Any = importlib.import_module("torch_checkpointing.storage.filesystem")
+    stager = staging.CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+    manager = library.CheckpointManager(
+        library.CheckpointManager.Config(
+            save=config.AsyncCheckpointSaverConfig(staging_config=stager),
+            storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False),  # its O_DIRECT fails on ext4
+        )
+    )
+    paths = _Paths(where)
+
+    def save(values: State) -> Wait:
+        future = manager.save(paths.next(), {"state": values})
+
+        def wait() -> None:
+            future.result(SECONDS)
+            for path in Path(paths.last).rglob("*"):
+                _sync(str(path))
+
+        return wait
+
+    def restore(target: State) -> None:
+        found = manager.load(paths.last, into={"state": target})["state"]
+        for name, tensor in target.items():
+            if found[name] is not tensor:
+                tensor.copy_(found[name])
+
+    return Built(
+        save, restore, manager.close, manager.lock, lambda: manager.prewarm_staging({"state": training.state()})
+    )
+
+
+def s3torchconnector(where: str, training: Training) -> Built:
+    """Its DCP storage, synchronous, as its documentation shows it."""
+    library: Any = importlib.import_module("s3torchconnector.dcp")
+    client: Any = importlib.import_module("s3torchconnector")
+    config = client.S3ClientConfig(force_path_style=True)
+    paths = _Paths(where)
+
+    def writer() -> Any:
+        return library.S3StorageWriter(region=_REGION, path=paths.next(), s3client_config=config, thread_count=2)
+
+    def reader() -> Any:
+        return library.S3StorageReader(region=_REGION, path=paths.last, s3client_config=config)
+
+    return _dcp(writer, reader, "sync")
+
+
+def dcp_fsspec(where: str, training: Training) -> Built:
+    """DCP's own way to object stores, through s3fs."""
+    fsspec: Any = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
+    paths = _Paths(where)
+    options = {"client_kwargs": {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}}
+    return _dcp(
+        lambda: fsspec.FsspecWriter(paths.next(), thread_count=2, sync_files=False, **options),
+        lambda: fsspec.FsspecReader(paths.last, **options),
+        "sync",
+    )
+
+
+def _sync(path: str) -> None:
+    with contextlib.suppress(IsADirectoryError), open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+Wait = Callable[[], object]
+SECONDS = 240
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Built:
+    """`save` returns when training may go on, its result waits until durable. `guard`: within it the optimizer may step.
+
+    What the wait returns may have `wait_seconds`, seconds for which the trainer was held later than in `save`.
+    """
+
+    save: Callable[[State], Wait]
+    restore: Callable[[State], object]
+    close: Callable[[], object] = _nothing
+    guard: Guard = contextlib.nullcontext
+    warm_up: Callable[[], object] = _nothing
+    """What a trainer may call once, behind its first steps."""
+
+
+_START_SECONDS = 30.0
+
+
+def headrace(where: str, training: Training, *, sidecar: str | None = None, **options: Any) -> Built:
+    """Without a sidecar unless one is given."""
+    checkpointer = Checkpointer(where, run="bench", sidecar=sidecar, **options)
+    steps = iter(range(1, 10_000))
+
+    def given() -> dict[str, Any]:
+        # the optimizer's tensors are the state's: stored once; a lazy save learns from it what waits for its step
+        more = {"optimizer": training.optimizer} if options.get("staging") == "lazy" else {}
+        return {"state": training.state(), **more}
+
+    def save(values: State) -> Wait:
+        handle = checkpointer.save(next(steps), given())
+        return partial(handle.result, SECONDS)
+
+    def restore(target: State) -> None:
+        checkpointer.restore({"state": target}, include="state/*")
+
+    return Built(save, restore, checkpointer.close, warm_up=lambda: checkpointer.warm_up(given()))
+
+
+def with_sidecar(where: str, training: Training, **options: Any) -> Built:
+    """The trainer keeps to the first core, the daemon that saves for it to the second, where there are two."""
+    cores = sorted(os.sched_getaffinity(0))
+    folder = tempfile.mkdtemp(prefix="mr-")
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.dataio.cli",
+        "sidecar",
+        "run",
+        "--socket",
+        f"{folder}/s",
+        "--http-port",
+        "off",
+    ]
+    log = open(f"{folder}/log", "wb")  # noqa: SIM115 - the daemon's, closed with it
+    daemon = subprocess.Popen([*command, "--cache-dir", f"{folder}/cache"], stdout=log, stderr=log)
+    os.sched_setaffinity(daemon.pid, cores[1:] or cores)
+    os.sched_setaffinity(0, cores[:1])
+    until = time.monotonic() + _START_SECONDS
+    while not os.path.exists(f"{folder}/s"):
+        if daemon.poll() is not None or time.monotonic() > until:
+            daemon.kill()
+            raise RuntimeError(f"the sidecar did not start: {Path(folder, 'log').read_text()[-500:]}")
+        time.sleep(0.05)
+    inner = headrace(where, training, sidecar=f"{folder}/s", **options)
+
+    def close() -> None:
+        inner.close()
+        daemon.send_signal(signal.SIGTERM)
+        daemon.wait(SECONDS)
+        log.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return Built(inner.save, inner.restore, close, warm_up=inner.warm_up)
+
+
+_PAGE, _BLOCK, _THREADS, _READERS = 4096, 16 << 20, 2, 4
+_READ = 4 << 20
+"""What a read asks for; the disks that were tried give most so."""
+Bytes = npt.NDArray[np.uint8]
+
+
+class Area:
+    """Memory that was there before, one run for each tensor."""
+
+    def __init__(self, values: State) -> None:
+        self.places, end = {}, 0
+        for name, tensor in values.items():
+            self.places[name] = (end, tensor.nbytes)
+            end += -(-tensor.nbytes // _PAGE) * _PAGE
+        self.size = -(-end // _BLOCK) * _BLOCK
+        self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, self.size), np.uint8)
+        self.bytes.fill(0)
+
+
+def floor(where: str, training: Training) -> Built:
+    """In a directory."""
+    os.makedirs(where, exist_ok=True)
+    areas, paths, rooms = [Area(training.state())], list[str](), _Room()
+    pool, readers, writer = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_READERS), ThreadPoolExecutor(1)
+    writers = ThreadPoolExecutor(_THREADS)
+
+    def save(values: State) -> Wait:
+        if set(values) - set(areas[0].places):
+            areas[0] = Area(values)
+        area = areas[0]
+        _all(pool, lambda name: np.copyto(_at(area, name), _bytes(values[name])), values)
+        paths.append(f"{where}/{len(paths)}")  # to replace a file takes longer than to make one
+        done: Future[None] = writer.submit(_write, paths[-1], area, writers)
+        return lambda: done.result(SECONDS)
+
+    def restore(target: State) -> None:
+        fd = _open(paths[-1], os.O_RDONLY)
+
+        def one(name: str) -> None:
+            place, length = areas[0].places[name]
+            wanted = _bytes(target[name])
+            for at in range(0, length, _READ):
+                size = min(_READ, length - at)
+                room = rooms.bytes[: -(-size // _PAGE) * _PAGE]
+                os.preadv(fd, [room], place + at)
+                blake3(room[:size]).digest()
+                np.copyto(wanted[at : at + size], np.frombuffer(room[:size], np.uint8))
+
+        try:
+            _all(readers, one, target)
+        finally:
+            os.close(fd)
+
+    return Built(save, restore)
+
+
+class _Room(threading.local):
+    """A buffer of this thread that O_DIRECT can fill."""
+
+    def __init__(self) -> None:
+        self.bytes = memoryview(mmap.mmap(-1, _READ))
+
+
+def _all(pool: ThreadPoolExecutor, work: Callable[[str], object], names: State) -> None:
+    for done in [pool.submit(work, name) for name in names]:
+        done.result(SECONDS)
+
+
+def _at(area: Area, name: str) -> Bytes:
+    at, length = area.places[name]
+    return area.bytes[at : at + length]
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    found: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _write(path: str, area: Area, writers: ThreadPoolExecutor) -> None:
+    fd = _open(f"{path}.new", os.O_WRONLY | os.O_CREAT)
+    try:
+        blocks = range(0, area.size, _BLOCK)
+        list(writers.map(lambda at: os.pwrite(fd, area.bytes[at : at + _BLOCK].data, at), blocks))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(f"{path}.new", path)
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        return os.open(path, flags, 0o600)

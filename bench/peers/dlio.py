@@ -1,0 +1,120 @@
+"""DLIO's `data_loader_classname`: batches of a Headrace dataset, read by a `FileLoader`.
+
+Invariant: each rank gets its share of every epoch; bytes are checked against the index. Every pass is the next epoch, in
+another order, as `sample_shuffle` asks of a loader.
+Failure behaviour: without a dataset a `UsageError` says how to make one; errors of the loader end the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from dlio_benchmark.checkpointing.base_checkpointing import BaseCheckpointing
+from dlio_benchmark.common.enumerations import CheckpointLocationType, DataLoaderType
+from dlio_benchmark.data_loader.base_data_loader import BaseDataLoader
+
+from headrace.bench.workloads.dlio import place_of
+from headrace.checkpoint import Checkpointer
+from headrace.dataio import Dataset
+from headrace.dataio.core.errors import UsageError
+from headrace.loaders import FileLoader
+
+
+class HeadraceDataLoader(BaseDataLoader):  # type: ignore[misc,unused-ignore]
+    """One loader for each of DLIO's two datasets, kept over all epochs."""
+
+    def __init__(self, format_type: Any, dataset_type: Any, epoch_number: int) -> None:
+        super().__init__(format_type, dataset_type, epoch_number, DataLoaderType.PYTORCH)
+        self._loader: FileLoader | None = None
+
+    def read(self) -> None:
+        """Open the dataset, unless an earlier epoch did."""
+        if self._loader is not None:
+            return
+        args, kind = self._args, "valid" if "valid" in str(self.dataset_type).lower() else "train"
+        folder = Path(args.data_folder)
+        place = place_of(folder, kind)
+        if not (place / "dataset.json").exists():
+            raise UsageError(f"{place} holds no dataset", hint=f"run: python -m headrace.bench.workloads.dlio {folder}")
+        self._loader = file_loader(place, self.batch_size, args.my_rank, args.comm_size, args.seed)
+
+    def next(self) -> Iterator[list[torch.Tensor]]:
+        """The batches of one epoch: this rank's samples as bytes in host memory."""
+        self.read()
+        assert self._loader is not None
+        for batch in self._loader:
+            yield list(batch["bytes"].split(batch["sizes"].sum(1).tolist()))
+
+    def finalize(self) -> None:
+        """Do nothing: DLIO calls this after each epoch, and the loader goes on with the next one."""
+
+
+def file_loader(place: Path, batch_size: int, rank: int, world_size: int, seed: int) -> FileLoader:
+    """A loader of all files of each sample, without decoding."""
+    with Dataset(str(place), trust_mounts=True) as dataset:
+        files = [member.ext for member in dataset.sample(0).members]
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": seed}
+    return FileLoader(str(place), batch_size, files=files, sidecar=None, drop_last=False, trust_mounts=True, **options)
+
+
+_WAIT_SECONDS = 600.0
+
+
+class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-ignore]
+    """A singleton, as DLIO wants it. `saved` are the steps committed by this process."""
+
+    _instance: ClassVar[HeadraceCheckpointing | None] = None
+
+    @classmethod
+    def get_instance(cls) -> Self:
+        """The one of this process."""
+        if cls._instance is None:
+            cls._instance = cls()
+        assert isinstance(cls._instance, cls)
+        return cls._instance
+
+    def __init__(self) -> None:
+        self.model_state = self.optimization_state = self.layer_state = None
+        super().__init__("headrace")
+        self._alone = self.args.checkpoint_type == CheckpointLocationType.RANK_ZERO
+        self._mine = not self._alone or self.args.my_rank == 0
+        self._checkpointer: Checkpointer | None = None
+        self.saved: list[int] = []
+
+    def get_tensor(self, size: int) -> torch.Tensor:
+        """`size` bytes that are not all the same, or deduplication would win what no training gives it."""
+        generator = torch.Generator().manual_seed(size + 7919 * self.args.my_rank)
+        return torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
+
+    def save_state(self, suffix: str, state: Any) -> None:
+        """Unused: a step is saved whole."""
+
+    def checkpoint(self, epoch: int, step_number: int) -> None:
+        """Save what this rank holds and wait for the commit."""
+        if not self._mine:
+            return
+        state = {"model": self.model_state, "optimizer": self.optimization_state, "layers": self.layer_state}
+        step = epoch * 1_000_000 + step_number
+        self._open().save(step, {name: value for name, value in state.items() if value}).result(_WAIT_SECONDS)
+        self.saved.append(step)
+
+    def _open(self) -> Checkpointer:
+        if self._checkpointer is None:
+            ranks = 1 if self._alone else self.args.comm_size
+            if ranks > 1 and not torch.distributed.is_initialized():
+                place = f"file://{self.args.checkpoint_folder}/.rendezvous"
+                torch.distributed.init_process_group("gloo", place, rank=self.args.my_rank, world_size=ranks)
+            rank = 0 if self._alone else self.args.my_rank
+            url = f"{self.args.checkpoint_folder}/repository"
+            self._checkpointer = Checkpointer(url, run="dlio", sidecar=None, rank=rank, world_size=ranks)
+        return self._checkpointer
+
+    def finalize(self) -> None:
+        """Close the repository."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

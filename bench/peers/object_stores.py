@@ -1,0 +1,257 @@
+"""How each client does each operation, on a bucket or on a directory.
+
+Invariant: every client moves the same objects; a read that returns another number of bytes raises. Operations that a
+client does not have are missing from its `Operations`, and show as a dash. The clients reuse buffers where their
+interface allows it. Failure behaviour: a client whose package is missing raises `ImportError`, which names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from headrace.bench.workloads.store_sweep import PART
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.open import folder_of, open_store
+from headrace.dataio.store.s3config import S3Config, parse
+
+Operations = Mapping[str, Callable[[str, int, int], int]]
+"""Operation → function of (key, offset, size) that returns how many bytes, or keys, it moved."""
+Opener = Callable[[str, int, int], contextlib.AbstractContextManager[Operations]]
+
+
+def clients_of(url: str) -> tuple[str, ...]:
+    """The clients that are measured on this URL; the first is ours."""
+    return S3_CLIENTS if url.startswith("s3://") else FILE_CLIENTS
+
+
+def against(url: str) -> str:
+    """The client that ratios are taken to."""
+    return "s3fs" if url.startswith("s3://") else "os"
+
+
+def open_client(name: str, url: str, width: int, largest: int) -> contextlib.AbstractContextManager[Operations]:
+    """Client `name` for `width` threads and requests of at most `largest` bytes."""
+    return _OPEN[name](url, width, largest)
+
+
+class _Buffers:
+    """Buffers that are used again, and a body to write; they begin at a page, as O_DIRECT wants it."""
+
+    def __init__(self, largest: int) -> None:
+        self.body = memoryview(random.Random(0).randbytes(largest))
+        self._free: dict[int, list[memoryview]] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def one(self, size: int) -> Iterator[memoryview]:
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            buffer = free.pop() if free else memoryview(mmap.mmap(-1, size))
+        yield buffer
+        with self._lock:
+            free.append(buffer)
+
+    def parts(self, size: int) -> Iterator[memoryview]:
+        for offset in range(0, size, PART):
+            yield self.body[offset : min(size, offset + PART)]
+
+
+@contextlib.contextmanager
+def _headrace(url: str, width: int, largest: int, options: Mapping[str, object]) -> Iterator[Operations]:
+    buffers = _Buffers(largest)
+    with open_store(url, **options) as store:
+        yield {
+            **dict.fromkeys(("get", "range", "small"), lambda k, o, n: _read_into(store, buffers, k, o, n)),
+            "put": lambda k, o, n: _done(store.put(k, buffers.body[:n]), n),
+            "multipart": lambda k, o, n: store.put_multipart(k, buffers.parts(n)),
+            "list": lambda k, o, n: sum(1 for _ in store.list(k)),
+        }
+
+
+def _read_into(store: Store, buffers: _Buffers, key: str, offset: int, size: int) -> int:
+    with buffers.one(size) as buffer:
+        store.get_into(key, offset, buffer)
+    return size
+
+
+def _done(_: object, size: int) -> int:
+    return size
+
+
+@contextlib.contextmanager
+def _os(url: str, width: int, largest: int) -> Iterator[Operations]:
+    """What a careful programmer writes with the system's own calls: pread, and write + fsync + rename."""
+    root, buffers = folder_of(url), _Buffers(largest)
+
+    def read(key: str, offset: int, size: int) -> int:
+        fd = os.open(f"{root}/{key}", os.O_RDONLY)
+        try:
+            with buffers.one(size) as buffer:
+                return _expect_size(os.preadv(fd, [buffer], offset), size)
+        finally:
+            os.close(fd)
+
+    def write(key: str, _: int, size: int) -> int:
+        path = f"{root}/{key}"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        partial = f"{path}.{threading.get_ident()}"
+        with open(partial, "wb", buffering=0) as file:
+            for part in buffers.parts(size):
+                file.write(part)
+            os.fsync(file.fileno())
+        os.rename(partial, path)
+        return size
+
+    reads = dict.fromkeys(("get", "range", "small"), read)
+    yield {**reads, "put": write, "multipart": write, "list": lambda k, o, n: len(os.listdir(f"{root}/{k}"))}
+
+
+@contextlib.contextmanager
+def _s3fs(url: str, width: int, largest: int) -> Iterator[Operations]:
+    import s3fs
+
+    config, buffers = parse(url, {}), _Buffers(largest)
+    addressing = {"addressing_style": "path" if config.path_style else "auto"}
+    fs = s3fs.S3FileSystem(
+        endpoint_url=config.endpoint_url,
+        client_kwargs={"region_name": config.region} if config.region else {},
+        config_kwargs={"max_pool_connections": max(10, width), "s3": addressing},
+        use_listings_cache=False,
+    )
+    root = config.url.removeprefix("s3://")
+    ranged = lambda k, o, n: _expect(fs.cat_file(f"{root}/{k}", start=o, end=o + n), n)  # noqa: E731
+    yield {
+        "get": lambda k, o, n: _expect(fs.cat_file(f"{root}/{k}"), n),
+        "range": ranged,
+        "small": ranged,
+        "put": lambda k, o, n: _done(fs.pipe_file(f"{root}/{k}", bytes(buffers.body[:n])), n),
+        "multipart": lambda k, o, n: _done(fs.pipe_file(f"{root}/{k}", bytes(buffers.body[:n]), chunksize=PART), n),
+        "list": lambda k, o, n: len(fs.ls(f"{root}/{k}".rstrip("/"), refresh=True)),
+    }
+
+
+@contextlib.contextmanager
+def _boto3(url: str, width: int, largest: int) -> Iterator[Operations]:
+    import io
+
+    import boto3
+    from boto3.s3.transfer import TransferConfig
+    from botocore.config import Config
+
+    config, buffers = parse(url, {}), _Buffers(largest)
+    options = Config(
+        max_pool_connections=max(10, width),
+        s3={"addressing_style": "path" if config.path_style else "auto"},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    client = boto3.client("s3", endpoint_url=config.endpoint_url, region_name=config.region, config=options)
+    parts = TransferConfig(multipart_threshold=PART, multipart_chunksize=PART, max_concurrency=4)
+
+    def place(key: str) -> dict[str, str]:
+        return {"Bucket": config.bucket, "Key": config.full_key(key)}
+
+    def ranged(key: str, offset: int, size: int) -> int:
+        answer = client.get_object(**place(key), Range=f"bytes={offset}-{offset + size - 1}")
+        return _expect(answer["Body"].read(), size)
+
+    def multipart(key: str, _: int, size: int) -> int:
+        client.upload_fileobj(io.BytesIO(buffers.body[:size]), **place(key), Config=parts)
+        return size
+
+    def listed(prefix: str, *_: int) -> int:
+        pages = client.get_paginator("list_objects_v2")
+        found = pages.paginate(Bucket=config.bucket, Prefix=config.full_key("x")[:-1] + prefix)
+        return sum(page.get("KeyCount", 0) for page in found)
+
+    yield {
+        "get": lambda k, o, n: _expect(client.get_object(**place(k))["Body"].read(), n),
+        "range": ranged,
+        "small": ranged,
+        "put": lambda k, o, n: _done(client.put_object(**place(k), Body=bytes(buffers.body[:n])), n),
+        "multipart": multipart,
+        "list": listed,
+    }
+
+
+@contextlib.contextmanager
+def _obstore(url: str, width: int, largest: int) -> Iterator[Operations]:
+    import obstore
+
+    config, buffers = parse(url, {}), _Buffers(largest)
+    store = _native(config)
+
+    def ranged(key: str, offset: int, size: int) -> int:
+        return _expect(obstore.get_range(store, config.full_key(key), start=offset, length=size), size)
+
+    def put(key: str, size: int, *, parts: bool) -> int:
+        body = buffers.body[:size]
+        whole: Any = io_of(body) if parts else body
+        obstore.put(store, config.full_key(key), whole, use_multipart=parts, chunk_size=PART, max_concurrency=4)
+        return size
+
+    def listed(prefix: str, *_: int) -> int:
+        return sum(len(page) for page in obstore.list(store, config.full_key("x")[:-1] + prefix))
+
+    yield {
+        "get": lambda k, o, n: _expect(obstore.get(store, config.full_key(k)).bytes(), n),
+        "range": ranged,
+        "small": ranged,
+        "put": lambda k, o, n: put(k, n, parts=False),
+        "multipart": lambda k, o, n: put(k, n, parts=True),
+        "list": listed,
+    }
+
+
+def io_of(body: memoryview) -> Any:
+    """A file over `body`, which is how obstore takes a stream."""
+    import io
+
+    return io.BytesIO(body)
+
+
+def _native(config: S3Config) -> Any:
+    from obstore.store import S3Store
+
+    endpoint: dict[str, Any] = {"endpoint": config.endpoint_url} if config.endpoint_url else {}
+    settings: dict[str, Any] = {
+        **endpoint,
+        "region": config.region or "us-east-1",
+        "virtual_hosted_style_request": not config.path_style,
+        "unsigned_payload": True,
+    }
+    native: Any = S3Store
+    return native(config.bucket, config=settings, client_options={"allow_http": True})
+
+
+def _expect(data: Any, size: int) -> int:
+    return _expect_size(len(data), size)
+
+
+def _expect_size(found: int, size: int) -> int:
+    if found != size:
+        raise AssertionError(f"{found} bytes instead of {size}")
+    return size
+
+
+def _ours(**options: object) -> Opener:
+    return lambda url, width, largest: _headrace(url, width, largest, options)
+
+
+_OPEN: dict[str, Opener] = {
+    "headrace": _ours(),
+    "headrace, s3fs": _ours(client="s3fs"),
+    "headrace, O_DIRECT": _ours(direct=True),
+    "s3fs": _s3fs,
+    "boto3": _boto3,
+    "obstore": _obstore,
+    "os": _os,
+}
+S3_CLIENTS = ("headrace", "headrace, s3fs", "s3fs", "boto3", "obstore")
+FILE_CLIENTS = ("headrace", "headrace, O_DIRECT", "os")

@@ -1,0 +1,161 @@
+"""`headrace bench all`, which is `make bench`: a short version of every benchmark, one after the other, and the report.
+
+Purpose: five minutes on two cores that show everything, and all that failed. Each benchmark is a process of its own, small
+enough for the seconds that it was seen to need on two cores; it may take longer as long as the later ones can have theirs. At the
+end of its time it is interrupted, and what it had measured stays.
+Invariant: every benchmark that was asked for is in `OUT/bench.json` and in `OUT/report.html`, which are written anew
+after each, with what became of it: done, failed, interrupted or skipped. Failure behaviour: exit code 1 when one is not
+done, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headrace.bench.core.command import exit_code
+from headrace.bench.core.machine import environment
+from headrace.bench.core.results import Part, Run, read, shown, write
+from headrace.bench.report.page import page
+from headrace.dataio.core.errors import HeadraceError, UsageError, translate_os_errors
+from headrace.dataio.core.options import Parser, amount
+
+BY_USER = "interrupted by the user"
+GRACE_SECONDS = 20.0
+"""What a benchmark gets to write its results after it was interrupted."""
+
+
+@dataclass(frozen=True)
+class Short:
+    """A benchmark, its options for a short run, and the seconds it needs. `name` tells apart two runs of one benchmark."""
+
+    name: str
+    command: tuple[str, ...]
+    need: float
+
+
+_STORE = ("--sizes", "256KiB,8MiB", "--threads", "1,8", "--seconds", "0.15", "--rounds", "2", "--bytes", "32MiB")
+_CLIENTS = ("--clients", "headrace;s3fs;obstore", "--operations", "get,range,small,put,list")
+PLAN = (
+    Short("store", ("store", *_STORE, *_CLIENTS), 37),
+    Short("directory", ("store", "{scratch}", *_STORE), 16),
+    Short("pack", ("pack", "--files", "24", "--rounds", "2"), 19),
+    Short("loader", ("loader", "--clips", "32", "--rounds", "1"), 34),
+    Short("resume", ("resume", "--clips", "1600", "--rounds", "1"), 22),
+    Short("checkpoint", ("checkpoint", "--size", "64MiB", "--rounds", "1"), 34),
+    Short("sidecar", ("sidecar", "--rounds", "1", "--shards", "2"), 40),
+    Short("tier", ("tier", "--rounds", "1", "--mib", "64"), 24),
+    Short("simulate", ("simulate", "--rounds", "2"), 8),
+)
+"""Seconds as seen on two cores of a virtual machine with nothing else to do: 234 together."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the plan, or some of it."""
+    parser = Parser(
+        prog="headrace bench all",
+        description="A short version of every benchmark, and one report of all.",
+        epilog="exit codes: 0 all done; 1 one is not, and is named; 130 interrupted",
+    )
+    parser.add_argument("--minutes", type=amount, default=5.0, help="for all together (default: %(default)s)")
+    parser.add_argument("--only", help=f"of {', '.join(short.name for short in PLAN)}; separated by commas")
+    parser.add_argument("-o", "--output", type=Path, default=Path("bench-out"), help="folder (default: %(default)s)")
+    args = parser.parse_args(argv)
+    plan = _chosen(args.only)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    with translate_os_errors(f"making {args.output}"):
+        args.output.mkdir(parents=True, exist_ok=True)
+    found = Run(shown(["headrace", "bench", "all", *argv]), started, environment(args.output))
+    found.parts = run(plan, args.output, 60 * args.minutes, found)
+    for part in found.parts:
+        print(
+            f"{part.name:15} {'in part' if part.status == 'done' and part.failed else part.status:12} {part.why[:200]}"
+        )
+    print(f"wrote {args.output / 'bench.json'} and {args.output / 'report.html'}")
+    user = any(part.why == BY_USER for part in found.parts)
+    return 130 if user else min(1, exit_code(found))
+
+
+def _chosen(only: str | None) -> list[Short]:
+    names = only.split(",") if only else [short.name for short in PLAN]
+    known = {short.name: short for short in PLAN}
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"no benchmark {unknown[0]!r} in the plan", hint=f"there are {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def run(plan: Sequence[Short], folder: Path, seconds: float, document: Run) -> list[Part]:
+    """One after the other; the document is written after each."""
+    until, interrupted = time.monotonic() + seconds, False
+    parts = [Part(short.name, status="skipped", why="not begun") for short in plan]
+    for place, short in enumerate(plan):
+        left = until - time.monotonic()
+        share = allowance(short.need, left, sum(later.need for later in plan[place + 1 :]))
+        if interrupted:
+            parts[place].why = "interrupted before it began"
+        elif share < 1:
+            parts[place].why = "no time was left; --minutes gives more"
+        else:
+            print(f"{short.name} (at most {share:.0f} s) …", file=sys.stderr, flush=True)
+            parts[place], interrupted = _one(short, folder, share)
+        document.parts = parts
+        write(document, folder / "bench.json")
+        (folder / "report.html").write_text(page([("bench.json", document)]))
+    return parts
+
+
+def allowance(need: float, left: float, later: float) -> float:
+    """Seconds for one of which `need` are needed, when `left` are left and others need `later`: all that they do not; where
+    there is not enough for all, its share."""
+    return max(left - later, left * need / (need + later) if need + later else 0.0)
+
+
+def _one(short: Short, folder: Path, seconds: float) -> tuple[Part, bool]:
+    """What became of it, and whether the user interrupted."""
+    path, log, scratch = folder / f"{short.name}.json", folder / f"{short.name}.log", folder / "scratch"
+    path.unlink(missing_ok=True)
+    scratch.mkdir(exist_ok=True)
+    options = [text.format(scratch=scratch) for text in short.command]
+    command = [sys.executable, "-m", "headrace.dataio.cli", "bench", *options, "-o", str(path)]
+    began, interrupted, cut = time.monotonic(), False, False
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            cut = True
+        except KeyboardInterrupt:
+            interrupted = True
+        if process.poll() is None:
+            _stop(process)
+    part = _result(short, path, log, process.returncode)
+    part.name, part.seconds = short.name, round(time.monotonic() - began, 1)
+    if cut and part.status != "done":
+        part.status, part.why = "interrupted", f"cut off after its {seconds:.0f} s; --minutes gives more"
+    elif interrupted:
+        part.status, part.why = "interrupted", BY_USER
+    return part, interrupted
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt it, as Ctrl-C does; kill what is still there later."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _result(short: Short, path: Path, log: Path, code: int) -> Part:
+    try:
+        return read(path).parts[0]
+    except (HeadraceError, IndexError):
+        last = " / ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
+        return Part(short.name, status="failed", why=f"exit status {code}: {last[:1500]}")

@@ -1,0 +1,221 @@
+"""Checkpoints beside their peers: stall of the trainer, its slow-down, seconds until durable, bytes, seconds to restore.
+
+Purpose: `headrace bench checkpoint` runs every candidate in a process of its own (`checkpoint_worker`), on a disk, on tmpfs
+or against an S3 server on loopback, with one rank or several. `headrace.bench.peers.checkpointers` builds the candidates.
+Invariant: every candidate saves the same bytes and counts as durable only what it has fsynced; a restored state that is not
+equal to the bit, also to what it was at the moment of the save, fails the candidate. Nothing heavy is imported here.
+Failure behaviour: a candidate that fails is named with its last words; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.core.table import part_table
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import MIB, parse_bytes
+from headrace.dataio.core.options import count
+
+_SIZE = os.environ.get("HEADRACE_BENCH_CHECKPOINT_MIB", "256") + "MiB"
+_SECONDS = 600.0
+METRICS = {
+    "state_mib": Metric("state MiB", "MiB"),
+    "first_stall_s": Metric("first: stall s", "s"),
+    "first_durable_s": Metric("durable s", "s", group="first save"),
+    "first_mib": Metric("written MiB", "MiB", group="first save"),
+    "step_stall_s": Metric("after a step: stall s", "s"),
+    "step_waited_s": Metric("of which later s", "s", group="after a step"),
+    "step_durable_s": Metric("durable s", "s", group="after a step"),
+    "step_mib": Metric("written MiB", "MiB", group="after a step"),
+    "slow_down": Metric("steps during the save, by quiet ones", ""),
+    "extra_mib": Metric("extra memory MiB", "MiB"),
+    "later_mib": Metric("after many steps: written MiB", "MiB"),
+    "frozen_durable_s": Metric("90 % frozen: durable s", "s"),
+    "frozen_mib": Metric("written MiB", "MiB", group="90 % frozen"),
+    "lora_durable_s": Metric("LoRA: durable s", "s"),
+    "lora_mib": Metric("written MiB", "MiB", group="LoRA"),
+    "restore_cold_s": Metric("restore, cold s", "s"),
+    "restore_s": Metric("warm s", "s", group="restore"),
+    "restore_other_s": Metric("to another topology s", "s", group="restore"),
+    "cpu_s": Metric("CPU s", "s"),
+    "peak_mib": Metric("peak MiB", "MiB"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """`headrace bench checkpoint`."""
+    about = (
+        "Saves and restores beside torch.save, safetensors, torch.distributed.checkpoint and what else is installed."
+    )
+    return command.run(argv, "checkpoint", about, fill, _options, show=show)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", default=_SIZE, help="state, about (default: %(default)s)")
+    parser.add_argument("--ranks", type=count, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)")
+    parser.add_argument(
+        "--on", default="disk", help=f"of {', '.join(PLACES)}; several by commas (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--streaming-copies",
+        action="store_true",
+        help="start every candidate with the setting of glibc that `headrace doctor --memory` advises",
+    )
+    parser.add_argument("--only", nargs="+", choices=list(ENTRIES), help="these candidates", metavar="NAME")
+    parser.add_argument("--all", action="store_true", help="every candidate that is installed, not the usual ones only")
+    parser.add_argument("--steps", type=int, default=0, help="also a save of ours after so many steps")
+    parser.add_argument(
+        "--lora", action="store_true", help="also a LoRA run: frozen weights, small adapters that train"
+    )
+
+
+def fill(job: command.Job, part: Part) -> None:
+    """Every candidate saves and restores the same state, in one place after the other."""
+    places, mib = _places(job.args.on), parse_bytes(job.args.size) // MIB
+    if mib < 8:
+        raise UsageError("there must be at least 8 MiB of state", hint="give --size 64MiB or more")
+    chosen = job.args.only or (list(ENTRIES) if job.args.all else list(SHORT))
+    missing: dict[str, str] = {}
+    ranks = f", {job.args.ranks} ranks" if job.args.ranks > 1 else ""
+    part.title = f"Checkpoint: about {mib} MiB of training state{ranks}"
+    part.settings = {"mib": mib, "ranks": job.args.ranks, "on": places, "missing": missing}
+    part.against = "dcp.async_save" if len(places) == 1 else f"{places[0]}: dcp.async_save"
+    part.metrics = METRICS
+    wanted: list[Candidate] = []
+    with contextlib.ExitStack() as stack:
+        part.settings["glibc_tunables"] = stack.enter_context(copying(job.args.streaming_copies))
+        for place in places:
+            where = stack.enter_context(_place(place, job.scratch))
+            for name in chosen:
+                if (why := runs_here(ENTRIES[name], place, job.args.ranks)) is not None:
+                    missing[f"{place}: {name}"] = why
+                    continue
+                arguments = (name, where, str(mib), str(job.args.ranks), str(job.args.steps), str(int(job.args.lora)))
+                label = name if len(places) == 1 else f"{place}: {name}"
+                wanted.append(Candidate(label, "headrace.bench.workloads.checkpoint_worker", arguments))
+        alternate(wanted, job.rounds, job.tell, part.candidates, seconds=_SECONDS)
+    part.notes = [f"left out: {name} ({why})" for name, why in missing.items()] if job.args.all else []
+
+
+@contextlib.contextmanager
+def copying(streaming: bool) -> Iterator[str]:
+    """What the processes of all candidates find set for glibc."""
+    from headrace.checkpoint.saving import copy_threads
+
+    before = os.environ.copy()
+    if streaming:
+        os.environ.update(copy_threads.streaming(before))
+    try:
+        yield os.environ.get(copy_threads.VARIABLE, "")
+    finally:
+        if copy_threads.VARIABLE in before:
+            os.environ[copy_threads.VARIABLE] = before[copy_threads.VARIABLE]
+        else:
+            os.environ.pop(copy_threads.VARIABLE, None)
+
+
+def _places(given: str) -> list[str]:
+    found = given.split(",")
+    if unknown := [name for name in found if name not in PLACES]:
+        raise UsageError(f"no place {unknown[0]!r} to save to", hint=f"there are: {', '.join(PLACES)}")
+    return found
+
+
+@contextlib.contextmanager
+def _place(name: str, scratch: Path) -> Iterator[str]:
+    """Where to save, empty: a path or the URL of a bucket."""
+    if name == "disk":
+        yield str(scratch / "checkpoints")
+    elif name == "tmpfs":
+        with tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm") as folder:
+            yield f"{folder}/checkpoints"
+    else:
+        from headrace.dataio.testing.s3server import start_seaweedfs
+
+        with start_seaweedfs() as server:
+            os.environ.update(server.environment())
+            yield server.create_bucket("checkpoints")
+
+
+def show(part: Part) -> str:
+    """One table for each place."""
+    places = part.settings.get("on", [])
+    if len(places) < 2:
+        return part_table(part, _shown(part))
+    texts = []
+    for place in places:
+        own = {n.removeprefix(f"{place}: "): s for n, s in part.candidates.items() if n.startswith(f"{place}: ")}
+        one = Part(part.name, metrics=part.metrics, candidates=own, against="dcp.async_save")
+        texts.append(f"### {place}\n\n{part_table(one, _shown(one))}")
+    more = [f"\n**{part.status}**: {part.why}"] if part.status != "done" else []
+    return "\n\n".join([*texts, *more])
+
+
+def _shown(part: Part) -> list[str]:
+    """Metrics that somebody has."""
+    return [name for name in part.metrics if any(name in found.metrics for found in part.candidates.values())]
+
+
+__all__ = ["METRICS", "OURS", "fill", "main", "show"]
+
+
+PLACES = ("disk", "tmpfs", "s3")
+OURS = "headrace"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`build` is a function of `headrace.bench.peers.checkpointers`, called as `function(where, training, **options)`."""
+
+    build: str
+    options: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    places: tuple[str, ...] = ("disk", "tmpfs")
+    ranks: bool = False
+    """Whether it can have several."""
+
+
+ENTRIES: dict[str, Entry] = {
+    OURS: Entry("headrace", places=PLACES, ranks=True),
+    "headrace, lazy": Entry("headrace", {"staging": "lazy"}, places=PLACES, ranks=True),
+    "headrace, auto compression": Entry("headrace", {"compression": "auto"}, places=PLACES, ranks=True),
+    "headrace, sidecar on another core": Entry("with_sidecar"),
+    "floor: memcpy, O_DIRECT, BLAKE3": Entry("floor"),
+    "torch.save": Entry("torch_save"),
+    "safetensors": Entry("safetensors", needs=("safetensors",)),
+    "dcp.save": Entry("dcp", {"kind": "sync"}, ranks=True),
+    "dcp.async_save": Entry("dcp", {"kind": "thread"}, ranks=True),
+    "dcp.async_save, stager": Entry("dcp", {"kind": "stager"}, ranks=True),
+    "dcp.async_save, process": Entry("dcp", {"kind": "process"}, ranks=True),
+    "torch_checkpointing": Entry("torch_checkpointing", needs=("torch_checkpointing",)),
+    "s3torchconnector's dcp": Entry(
+        "s3torchconnector", needs=("s3torchconnector", "tenacity"), places=("s3",), ranks=True
+    ),
+    "dcp.save, fsspec": Entry("dcp_fsspec", needs=("s3fs",), places=("s3",), ranks=True),
+}
+SHORT = (
+    *(OURS, "headrace, lazy", "floor: memcpy, O_DIRECT, BLAKE3", "torch.save", "safetensors"),
+    *("dcp.save", "dcp.async_save", "dcp.async_save, stager", "s3torchconnector's dcp"),
+)
+"""What `make bench` runs."""
+
+
+def runs_here(entry: Entry, place: str, ranks: int) -> str | None:
+    """None, or why the candidate cannot run so."""
+    if place not in entry.places:
+        return f"saves to {' and '.join(entry.places)} only"
+    if ranks > 1 and not entry.ranks:
+        return "knows nothing of several ranks"
+    missing = [name for name in entry.needs if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed" if missing else None

@@ -1,0 +1,55 @@
+"""`python -m headrace.bench.workloads.dlio DATA_FOLDER`: what DLIO generated, as a dataset beside it.
+
+`DATA_FOLDER/train/*` goes into `DATA_FOLDER/headrace/train` (tar shards and an index), and `valid` likewise; the files
+stay, as DLIO counts them.
+Invariant: one sample a file, with the file's bytes. Failure behaviour: a folder without files is a `UsageError`; one that
+was prepared before is left as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.bench.workloads.files import tar_shards
+from headrace.dataio.core.errors import HeadraceError, UsageError
+
+PLACE = "headrace"
+
+
+def place_of(folder: Path, kind: str) -> Path:
+    """Where the dataset of `train` or `valid` lies."""
+    return folder / PLACE / kind / "dataset"
+
+
+def prepare(folder: Path) -> list[str]:
+    """Make the datasets that are missing; their places."""
+    kinds = [kind for kind in ("train", "valid") if (folder / kind).is_dir() and any((folder / kind).iterdir())]
+    if not kinds:
+        raise UsageError(
+            f"{folder} has no train/ with files", hint="run DLIO with ++workload.workflow.generate_data=True first"
+        )
+    made = []
+    for kind in kinds:
+        if not (place_of(folder, kind) / "dataset.json").exists():
+            made.append(tar_shards(folder / kind, folder / PLACE / kind))
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prepare the folder named on the command line."""
+    if len(argv) != 1:
+        print("usage: python -m headrace.bench.workloads.dlio DATA_FOLDER", file=sys.stderr)
+        return 2
+    try:
+        made = prepare(Path(argv[0]))
+    except HeadraceError as error:
+        print(f"headrace.bench.workloads.dlio: {error}", file=sys.stderr)
+        return error.exit_code
+    print("\n".join(made) if made else "nothing to do")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

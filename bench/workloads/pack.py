@@ -1,0 +1,244 @@
+"""Packers beside their peers: MB/s, files/s, CPU seconds and peak memory of the same files going into tar shards.
+
+Purpose: `python -m headrace.bench.workloads.pack CANDIDATE DIRECTORY` packs `DIRECTORY/clips` into `DIRECTORY/packed`, which is
+emptied first.
+Imports of the measured process are left out, as they cost the same for 100 files as for 10^6; processes that it starts count.
+Invariant: every candidate makes tar shards of about `SHARD_BYTES` on local disk, all of it fsynced inside the measured time, and
+with the same members: their number and their contents are compared with the folder afterwards, by digest.
+Failure behaviour: other members than the folder has, or an exception, end the process; `headrace.bench.core.measure` reports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, Meter, Tell, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.dataio.core.options import count
+
+SHARD_BYTES = 16 << 20
+FFPROBE = "tar + ffprobe"
+CANDIDATES = ("headrace", FFPROBE, "ShardWriter, no index", "ShardWriter + PyAV")
+_MADE = 8
+METRICS = {
+    "mb_per_s": Metric("MB/s", "MB/s", "higher"),
+    "files_per_s": Metric("files/s", "1/s", "higher"),
+    "mb_per_core_s": Metric("MB/s a core", "MB/s", "higher"),
+    "files_per_core_s": Metric("files/s a core", "1/s", "higher"),
+    "cpu_s_per_1k": Metric("CPU s per 1k files", "s"),
+    "peak_mib": Metric("peak MiB", "MiB"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """`headrace bench pack`."""
+    about = "Packing into tar shards beside tar + ffprobe and webdataset's ShardWriter, on local disk."
+    return command.run(argv, "pack", about, fill, _options)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--files", type=count, default=160, help="files to pack (default: %(default)s)")
+
+
+def fill(job: command.Job, part: Part) -> None:
+    """Every candidate packs the same copies of made clips, and of the real ones where there are any."""
+    from headrace.bench.demo.media import REAL_CLIPS
+
+    size = make_files(job.scratch / "clips", job.args.files, job.tell, REAL_CLIPS)
+    names = candidates()
+    real = "made and real" if REAL_CLIPS.is_dir() else "made"
+    part.title = f"Pack: {job.args.files} files, {size / 1e6:.0f} MB, copies of {real} clips, local disk"
+    part.notes = [] if FFPROBE in names else [f"{FFPROBE} is left out: there is no ffprobe on the PATH"]
+    part.settings = {"files": job.args.files, "bytes": size, "shard_bytes": SHARD_BYTES}
+    part.metrics, part.against = METRICS, CANDIDATES[-1]
+    wanted = [Candidate(name, "headrace.bench.workloads.pack", (name, str(job.scratch))) for name in names]
+    alternate(wanted, job.rounds, job.tell, part.candidates)
+
+
+def candidates() -> tuple[str, ...]:
+    """Those that can run here: the one with ffprobe only where that is on the PATH."""
+    return tuple(name for name in CANDIDATES if name != FFPROBE or shutil.which("ffprobe"))
+
+
+def make_files(folder: Path, count: int, tell: Tell, media: Path | None = None) -> int:
+    """Fill `folder` with `count` files: copies, in turn, of made clips and of those in `media` that can be probed; bytes."""
+    from headrace.bench.demo.media import make_clip
+
+    originals = []
+    for number in range(min(_MADE, count)):
+        tell("making clips", number / _MADE)
+        originals.append(make_clip(folder.parent / "originals", number, width=320, height=240))
+    originals += _usable(media) if media is not None and media.is_dir() else []
+    folder.mkdir(parents=True)
+    for number in range(count):
+        original = originals[number % len(originals)]
+        shutil.copyfile(original, folder / f"{number:06d}{original.suffix}")
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _usable(media: Path) -> list[Path]:
+    """Without the files that are damaged on purpose: Headrace would skip them, and `tar` would not."""
+    from headrace.dataio.core.errors import HeadraceError
+    from headrace.dataio.shards.media.probe import probe
+
+    found = []
+    for path in sorted(media.iterdir()):
+        try:
+            probe(path)
+        except HeadraceError:
+            continue
+        found.append(path)
+    return found
+
+
+def measure(candidate: str, directory: Path) -> dict[str, float]:
+    """Figures of one candidate; "a core" is by CPU second, of the process and its children."""
+    clips, packed = directory / "clips", directory / "packed"
+    shutil.rmtree(packed, ignore_errors=True)
+    packed.mkdir()
+    files = sorted(clips.iterdir())
+    megabytes = sum(path.stat().st_size for path in files) / 1e6
+    for module in _IMPORTS.get(candidate, ()):
+        importlib.import_module(module)
+    meter = Meter()
+    _BUILD[candidate](files, packed)
+    if candidate != "headrace":  # whose store has done so
+        _sync(packed)
+    read = meter.read()
+    check_members(files, packed)
+    return {
+        "mb_per_s": megabytes / read["wall_s"],
+        "files_per_s": len(files) / read["wall_s"],
+        "mb_per_core_s": megabytes / read["cpu_s"],
+        "files_per_core_s": len(files) / read["cpu_s"],
+        "cpu_s_per_1k": 1000 * read["cpu_s"] / len(files),
+        "peak_mib": read["peak_mib"],
+    }
+
+
+def check_members(files: list[Path], packed: Path) -> None:
+    """Raise `AssertionError` unless the tars under `packed` hold exactly the contents of `files`."""
+    wanted = Counter(_digest(path.read_bytes()) for path in files)
+    found: Counter[bytes] = Counter()
+    for shard in packed.rglob("*.tar"):
+        with tarfile.open(shard, "r:") as tar:
+            for member in tar:
+                content = tar.extractfile(member)
+                assert content is not None, f"{member.name} of {shard} is no file"
+                found[_digest(content.read())] += 1
+    if found != wanted:
+        raise AssertionError(
+            f"{found.total()} members, {wanted.total()} files, {(found & wanted).total()} of them equal"
+        )
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def _headrace(files: list[Path], packed: Path) -> None:
+    from headrace.dataio import pack
+
+    pack([str(files[0].parent)], str(packed / "dataset"), shard_bytes=SHARD_BYTES, strict=True).close()
+
+
+def _tar_ffprobe(files: list[Path], packed: Path) -> None:
+    """A `tar` per shard, then an `ffprobe` per file, as many at once as there are cores."""
+    for number, shard in enumerate(_shards(files)):
+        names = "\n".join(path.name for path in shard)
+        command = ["tar", "-cf", str(packed / f"{number:06d}.tar"), "-C", str(shard[0].parent), "-T", "-"]
+        subprocess.run(command, input=names, text=True, check=True)
+    (packed / "index").mkdir()
+    one = 'ffprobe -v error -of json -show_format -show_streams -count_packets "$0/$1" > "$2/$1.json"'
+    at_once = ["xargs", "-P", str(os.cpu_count() or 1), "-I", "{}"]
+    subprocess.run(
+        [*at_once, "sh", "-c", one, str(files[0].parent), "{}", str(packed / "index")],
+        input="\n".join(path.name for path in files),
+        text=True,
+        check=True,
+    )
+
+
+def _shards(files: list[Path]) -> Iterator[list[Path]]:
+    shard: list[Path] = []
+    size = 0
+    for path in files:
+        length = path.stat().st_size
+        if shard and size + length > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(path)
+        size += length
+    yield shard
+
+
+def _shard_writer(files: list[Path], packed: Path, *, probed: bool) -> None:
+    import webdataset as wds
+
+    rows = []
+    with wds.ShardWriter(str(packed / "%06d.tar"), maxsize=SHARD_BYTES, verbose=0, encoder=False) as writer:
+        for path in files:
+            content = path.read_bytes()
+            row = _facts(content) if probed else {}
+            rows.append({"key": path.stem, "shard": writer.fname, **row})
+            writer.write({"__key__": path.stem, path.suffix[1:]: content})
+    if probed:
+        (packed / "index.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _facts(content: bytes) -> dict[str, Any]:
+    """What a team writes by hand: streams, packets counted, key frames with pts, and one frame decoded; in this process."""
+    import av
+
+    with av.open(io.BytesIO(content), "r") as container:
+        stream = next(iter((*container.streams.video, *container.streams.audio)))
+        keys, packets, decoded = [], 0, 0
+        for packet in container.demux(stream):
+            if packet.size:
+                packets += 1
+                if stream.type == "video" and packet.is_keyframe:
+                    keys.append((packets - 1, packet.pts))
+            if not decoded:
+                decoded = len(packet.decode())
+        row = {"codec": stream.codec_context.name, "packets": packets, "keys": keys, "duration": container.duration}
+        if isinstance(stream, av.VideoStream):
+            row |= {"width": stream.width, "height": stream.height, "fps": str(stream.average_rate)}
+        return row
+
+
+_IMPORTS = {
+    "headrace": ("headrace.dataio.shards.ingest.pack",),
+    "ShardWriter, no index": ("webdataset",),
+    "ShardWriter + PyAV": ("webdataset", "av"),
+}
+_BUILD: dict[str, Callable[[list[Path], Path], None]] = {
+    "headrace": _headrace,
+    FFPROBE: _tar_ffprobe,
+    "ShardWriter, no index": lambda files, packed: _shard_writer(files, packed, probed=False),
+    "ShardWriter + PyAV": lambda files, packed: _shard_writer(files, packed, probed=True),
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

@@ -1,0 +1,315 @@
+"""`headrace bench raw`: samples as bytes, without decoding, beside a plain loop of `pread`.
+
+How: every candidate reads the same shuffled samples, each of three files side by side in tars on local disk, in one thread, and
+delivers each batch in one staging buffer. The plain loop does the least that does so: it knows where everything lies, keeps the
+shards open, and lets the kernel copy straight into the staging buffer. Ours is what a loader does before it decodes: the order,
+the index, announcements eight batches ahead, a read of the sample into the staging buffer, the digest of every file. Both once
+more as a loader reads: in two threads, one batch ahead, into one of two staging buffers; and then `FileLoader` itself, which has
+three in the making while the trainer holds one. The first epoch, which fills caches and has a column of its own, comes before;
+the page cache holds everything.
+Invariant: every candidate delivers the same bytes (their digest is compared). The loops "with digests" are the least for whoever
+checks what `pread` brought; that with as many buffers as `FileLoader` has is the least for whoever also works ahead as it does:
+one buffer of some megabytes stays in the processor's cache, and four do not. "Without digests" explains what checking takes; it
+is no way of reading that Headrace offers. Failure behaviour: a candidate that fails is named; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, Meter, alternate
+from headrace.bench.core.processes import daemon
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.workloads.files import tar_shards
+from headrace.bench.workloads.sidecar_rank import AHEAD
+from headrace.dataio import Dataset
+from headrace.dataio.core.options import count
+from headrace.dataio.shards.contract import Files
+from headrace.dataio.sidecar.client import open_reader
+from headrace.loaders.fetch import sample_reader
+from headrace.loaders.sampling.order import Order
+
+BATCH, EPOCHS, AT_ONCE = 16, 6, 32
+HELD = 4
+"""Batches in memory where two are made ahead of the next one, and the trainer still has the last."""
+MEMBERS = {"video.bin": 386_000, "sound.bin": 64_000, "text.bin": 600}
+PLAIN, SIDECAR, ALONE = "pread into the staging buffer", "Headrace through the sidecar", "Headrace in one process"
+TWO, PLAIN_TWO = f"{ALONE}, 2 threads", f"{PLAIN}, 2 threads"
+LOADER, LOADER_SIDECAR = "FileLoader in one process, 2 threads", "FileLoader through the sidecar, 2 threads"
+PLAIN_CHECKED, UNCHECKED = f"{PLAIN}, with digests", "{}, without digests"
+PLAIN_CHECKED_TWO = f"{PLAIN_TWO}, with digests"
+PLAIN_CHECKED_HELD = f"{PLAIN_CHECKED_TWO}, {HELD} buffers"
+METRICS = {
+    "samples_per_s": Metric("samples/s", "1/s", "higher"),
+    "gb_per_s": Metric("GB/s", "GB/s", "higher"),
+    "cpu_s_per_1k": Metric("CPU s per 1k", "s", "lower"),
+    "first_epoch_per_s": Metric("first epoch, samples/s", "1/s", "higher"),
+}
+Batches = Iterator[memoryview]
+Epochs = Callable[[int], Batches]
+Wanted = tuple[int, int, int, int]
+"""A descriptor, and of a file in what it opens offset, length and digest."""
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str]) -> int:
+    """`headrace bench raw`."""
+    about = "Samples as bytes, checked, beside a plain loop of pread."
+    return command.run(argv, "raw", about, fill, _options, rounds=5)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=count, default=800, help="of 450 kB (default: %(default)s)")
+
+
+def fill(job: command.Job, part: Part) -> None:
+    """One dataset, all candidates in turn."""
+    make(job.scratch, job.args.samples, job.tell)
+    part.title = (
+        f"Raw: {job.args.samples} samples of {sum(MEMBERS.values()) / 1000:.0f} kB, shuffled, batches of {BATCH}"
+    )
+    part.settings = {"samples": job.args.samples, "batch": BATCH, "epochs": EPOCHS, "threads": 1}
+    part.metrics, part.against = METRICS, PLAIN
+    wanted = [Candidate(name, "headrace.bench.workloads.raw", (name, str(job.scratch))) for name in CANDIDATES]
+    alternate(wanted, job.rounds, job.tell, part.candidates)
+    if found := {samples.metrics["digest"][0] for samples in part.candidates.values() if "digest" in samples.metrics}:
+        if len(found) > 1:
+            raise AssertionError("the candidates did not deliver the same bytes")
+        for samples in part.candidates.values():
+            samples.metrics.pop("digest", None)
+
+
+def make(folder: Path, samples: int, tell: Callable[[str, float], None]) -> None:
+    """The dataset, `folder`/dataset."""
+    files = folder / "files"
+    files.mkdir()
+    rng = random.Random(1)
+    for number in range(samples):
+        tell("making samples", number / samples)
+        for ext, size in MEMBERS.items():
+            (files / f"{number:06}.{ext}").write_bytes(rng.randbytes(size))
+    tar_shards(files, folder)
+    for path in files.iterdir():
+        path.unlink()
+
+
+# the candidates
+
+
+def _order(dataset: Dataset, epoch: int) -> Iterator[list[Files]]:
+    """Where the batches of an epoch lie. Order and index are asked for many of them at once, which takes a tenth of the time."""
+    order = Order.of(len(dataset), BATCH, sample_bytes=dataset.total_bytes / len(dataset), seed=1)
+    batches = order.full_batches + bool(order.tail)
+    for first in range(0, batches, AT_ONCE):
+        slots = [order.slots(number) for number in range(first, min(first + AT_ONCE, batches))]
+        found = iter(dataset.files(order.take(epoch, np.concatenate(slots)).tolist()))
+        for batch in slots:
+            yield list(itertools.islice(found, len(batch)))
+
+
+def _plain(
+    folder: Path,
+    staging: memoryview,
+    stack: contextlib.ExitStack,
+    threads: int = 1,
+    *,
+    check: bool = False,
+    buffers: int = 2,
+) -> Epochs:
+    """What there is to know is looked up before, and costs nothing."""
+    with Dataset(str(folder / "dataset"), trust_mounts=True) as dataset:
+        epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
+    shards = {sample.shard for batch in epochs[0] for sample in batch}
+    opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
+    known = [
+        [[(opened[s.shard], m.offset, m.length, m.xxh3) for s in batch for m in s.each] for batch in batches]
+        for batches in epochs
+    ]
+
+    def fill(batch: Sequence[Wanted], memory: memoryview) -> int:
+        at = 0
+        for fd, offset, length, _ in batch:
+            os.preadv(fd, [memory[at : at + length]], offset)
+            at += length
+        return at
+
+    def fill_and_check(batch: Sequence[Wanted], memory: memoryview) -> int:
+        at = 0
+        for fd, offset, length, xxh3 in batch:
+            view = memory[at : at + length]
+            os.preadv(fd, [view], offset)
+            assert xxhash.xxh3_64_intdigest(view) == xxh3
+            at += length
+        return at
+
+    read = _reading(fill_and_check if check else fill, lambda wanted: wanted[2], staging, stack, threads, buffers)
+    return lambda epoch: read(known[epoch])
+
+
+def _path(folder: Path, key: str) -> Path:
+    return next(path for path in (folder / "shards").iterdir() if key.endswith(path.name))
+
+
+def _headrace(
+    folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None, threads: int = 1
+) -> Epochs:
+    dataset = stack.enter_context(Dataset(str(folder / "dataset"), trust_mounts=True))
+    reader = stack.enter_context(contextlib.closing(open_reader(dataset.store, sidecar)))
+    samples = sample_reader.SampleReader(reader, dataset.store)
+
+    def fill(batch: Sequence[Files], memory: memoryview) -> int:
+        at = 0
+        for files in batch:
+            at += samples.fetch_into(files, memory[at:])
+        return at
+
+    def planned(epoch: int) -> Iterator[list[Files]]:
+        """Each batch, when those behind it are announced."""
+        coming, order = deque[tuple[list[Files], list[sample_reader.Range]]](), _order(dataset, epoch)
+        while True:
+            for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
+                coming.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.each]))
+            if not coming:
+                return
+            now, _ = coming.popleft()
+            samples.announce([read for _, reads in coming for read in reads])
+            yield now
+
+    read = _reading(fill, lambda files: files.size, staging, stack, threads)
+    return lambda epoch: read(planned(epoch))
+
+
+def _reading(
+    fill: Callable[[Sequence[T], memoryview], int],
+    size: Callable[[T], int],
+    staging: memoryview,
+    stack: contextlib.ExitStack,
+    threads: int,
+    buffers: int = 2,
+) -> Callable[[Iterable[Sequence[T]]], Batches]:
+    """Batches filled in turn; or each by several threads at once into one of several buffers, of which one is with who takes the
+    batches."""
+    if threads == 1:
+        return lambda batches: (staging[: fill(batch, staging)] for batch in batches)
+    pool = stack.enter_context(ThreadPoolExecutor(threads))
+    memory = [staging, *(_staging() for _ in range(1, buffers))]
+
+    def begin(batch: Sequence[T], room: memoryview) -> Callable[[], memoryview]:
+        """Have the batch filled by all threads; call what this returns for the batch."""
+        each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
+        for first in range(0, len(batch), each):
+            part = batch[first : first + each]
+            parts.append(pool.submit(fill, part, room[at:]))
+            at += sum(map(size, part))
+        return lambda: room[: sum(part.result() for part in parts)]
+
+    def ahead(batches: Iterable[Sequence[T]]) -> Batches:
+        turns, filling = itertools.cycle(memory), deque[Callable[[], memoryview]]()
+        for batch in batches:
+            filling.append(begin(batch, next(turns)))
+            if len(filling) == buffers:
+                yield filling.popleft()()
+        yield from (one() for one in filling)
+
+    return ahead
+
+
+def _loader(folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None = None) -> Epochs:
+    """`FileLoader`, which puts batches into memory of its own."""
+    from headrace.loaders import FileLoader
+
+    options: dict[str, Any] = {"seed": 1, "sidecar": sidecar, "num_threads": 2, "drop_last": False}
+    loader = stack.enter_context(
+        FileLoader(str(folder / "dataset"), BATCH, files=sorted(MEMBERS), trust_mounts=True, **options)
+    )
+    begun = dict[int, dict[str, Any]]()
+
+    def batches(epoch: int) -> Batches:
+        if loader.epoch != epoch:
+            loader.load_state_dict(begun[epoch])
+        begun[epoch] = loader.state_dict()
+        return (memoryview(batch["bytes"].numpy()) for batch in loader)
+
+    return batches
+
+
+def _staging() -> memoryview:
+    """Room for a batch, in memory that is there."""
+    memory = memoryview(bytearray(BATCH * sum(MEMBERS.values())))
+    memory[::4096] = bytes(len(memory[::4096]))
+    return memory
+
+
+def measure(name: str, folder: Path) -> dict[str, float]:
+    """Figures of one candidate: the first epoch by itself, then the others."""
+    with contextlib.ExitStack() as stack:
+        staging = _staging()
+        if name.endswith(UNCHECKED.format("")):
+            sample_reader._is_right = lambda view, xxh3: True  # explains what checking takes; nothing else can do so
+        batches = CANDIDATES[name](folder, staging, stack)
+        began = time.perf_counter()
+        first = sum(1 for _ in batches(0))
+        first_s = time.perf_counter() - began
+        meter, sizes = Meter(), [len(batch) for epoch in range(1, EPOCHS) for batch in batches(epoch)]
+        read = meter.read()
+        digest = xxhash.xxh3_64()
+        for batch in batches(1):
+            digest.update(batch)
+    samples = sum(sizes) / sum(MEMBERS.values())
+    return {
+        "samples_per_s": samples / read["wall_s"],
+        "gb_per_s": sum(sizes) / read["wall_s"] / 1e9,
+        "cpu_s_per_1k": 1000 * read["cpu_s"] / samples,
+        "first_epoch_per_s": samples / (EPOCHS - 1) / first_s if first else 0.0,
+        "digest": float(digest.intdigest() >> 12),
+    }
+
+
+def _through(
+    read: Callable[[Path, memoryview, contextlib.ExitStack, Path | None], Epochs],
+) -> Callable[[Path, memoryview, contextlib.ExitStack], Epochs]:
+    """The same through a daemon."""
+
+    def epochs(folder: Path, staging: memoryview, stack: contextlib.ExitStack) -> Epochs:
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))
+        running = stack.enter_context(daemon(Path(place) / "node", cache_bytes="4GiB"))
+        return read(folder, staging, stack, running.socket)
+
+    return epochs
+
+
+CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epochs]] = {
+    PLAIN: _plain,
+    PLAIN_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2),
+    PLAIN_CHECKED: lambda folder, staging, stack: _plain(folder, staging, stack, check=True),
+    PLAIN_CHECKED_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True),
+    PLAIN_CHECKED_HELD: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True, buffers=HELD),
+    SIDECAR: _through(_headrace),
+    ALONE: lambda folder, staging, stack: _headrace(folder, staging, stack, None),
+    TWO: lambda folder, staging, stack: _headrace(folder, staging, stack, None, 2),
+    LOADER: _loader,
+    LOADER_SIDECAR: _through(_loader),
+    UNCHECKED.format(SIDECAR): _through(_headrace),
+    UNCHECKED.format(ALONE): lambda folder, staging, stack: _headrace(folder, staging, stack, None),
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

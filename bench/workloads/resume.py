@@ -1,0 +1,405 @@
+"""Resuming a loader in the middle of an epoch, beside other loaders: how long, how exact, how large a state.
+
+Purpose: `headrace bench resume`. Every candidate reads the same small clips in shuffled batches of 8, once to deliver
+their bytes, once to decode them: ours by its decoder, the peers by plain PyAV in the reading process, as their users do.
+The floor opens the same dataset, and looks up and reads the next samples one after the other in the thread that wants them.
+Invariant: a candidate walks an epoch once, keeping its state and the ids of the next batches at 50 % and at 99 %. Then, in
+the same process (imports do not count), a new loader over the data takes the state, as it comes back from JSON, and is timed
+from there to its first batch; it is exact if the next batches hold the same ids.
+Failure behaviour: an exception ends the candidate's process; `headrace.bench.core.measure` reports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.dataio import Dataset, index
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.options import count
+
+CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
+OURS, TORCHDATA, LITDATA, MOSAIC = "headrace", "torchdata StatefulDataLoader", "litdata", "mosaicml-streaming"
+FLOOR = "floor"
+BYTES = ", bytes"
+"""What is added to a candidate's name when it delivers bytes; else it decodes."""
+METRICS = {
+    "before_read_50_ms": Metric("to the first read, 50 %, ms", "ms"),
+    "before_read_99_ms": Metric("99 %, ms", "ms", group="to the first read"),
+    "resume_50_ms": Metric("open, load, first batch, 50 %, ms", "ms"),
+    "resume_99_ms": Metric("99 %, ms", "ms", group="open, load, first batch"),
+    "state_bytes": Metric("state, bytes", "B"),
+    "exact": Metric("exact", "", "higher"),
+}
+
+
+class Loader(Protocol):
+    """What the candidates have in common."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def main(argv: Sequence[str]) -> int:
+    """`headrace bench resume`."""
+    return command.run(argv, "resume", "Resuming in the middle of an epoch, beside other loaders.", fill, _options)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clips", type=count, default=CLIPS, help="in the dataset (default: %(default)s)")
+    parser.add_argument(
+        "--mosaic-python", metavar="PATH", help="the interpreter of an environment with mosaicml-streaming"
+    )
+
+
+def fill(job: command.Job, part: Part) -> None:
+    """One set of clips, in each candidate's form."""
+    if job.args.clips // BATCH <= AFTER:
+        raise UsageError(
+            f"{job.args.clips} clips are too few to resume among", hint=f"--clips {BATCH * (AFTER + 1)} or more"
+        )
+    job.tell("making clips", 0)
+    prepare(job.scratch, job.args.clips)
+    names = [*(name + what for what in ("", BYTES) for name in (OURS, TORCHDATA, LITDATA)), FLOOR + BYTES]
+    if importlib.util.find_spec("litdata") is None:
+        names = [name for name in names if not name.startswith(LITDATA)]
+    part.title = f"Resume: {job.args.clips} small clips, shuffled, batches of {BATCH}, local disk"
+    part.settings = {"clips": job.args.clips, "batch": BATCH, "compared batches": AFTER}
+    part.metrics, part.against = METRICS, TORCHDATA
+    if LITDATA in names:
+        _convert(LITDATA, job.scratch, sys.executable)
+    wanted = [Candidate(name, "headrace.bench.workloads.resume", (name, str(job.scratch))) for name in names]
+    if python := job.args.mosaic_python:
+        _convert(MOSAIC, job.scratch, python)
+        wanted += [
+            Candidate(MOSAIC + what, "headrace.bench.workloads.resume", (MOSAIC + what, str(job.scratch)), python)
+            for what in ("", BYTES)
+        ]
+    alternate(wanted, job.rounds, job.tell, part.candidates)
+
+
+def prepare(folder: Path, count: int) -> None:
+    """`count` clips of two frames in four tars, indexed where they are."""
+    clips = [_clip(number) for number in range(DISTINCT)]
+    for shard in range(4):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number in range(count // 4):
+                header = tarfile.TarInfo(f"{shard}-{number:05}.avi")
+                header.size = len(clips[number % DISTINCT])
+                tar.addfile(header, io.BytesIO(clips[number % DISTINCT]))
+    index(f"{folder}/*.tar", folder / "ds").close()
+
+
+def measure(candidate: str, folder: Path) -> dict[str, float]:
+    """Figures of one candidate."""
+    makers = {OURS: _headrace, TORCHDATA: _torchdata, LITDATA: _litdata, MOSAIC: _mosaic, FLOOR: _Bare}
+    maker = makers[candidate.removesuffix(BYTES)]
+
+    def make(folder: Path) -> Loader:
+        return maker(folder, _nothing if candidate.endswith(BYTES) else _decoded)
+
+    there = _count(folder) // BATCH
+    marks = {percent: min(there * percent // 100, there - AFTER) for percent in (50, 99)}
+    with _ended(make(folder)) as loader:
+        states, following = _walk(loader, set(marks.values()))
+    del loader
+    found: dict[str, float] = {"exact": 1.0, "state_bytes": max(map(len, states.values()))}
+    for percent, batch in marks.items():
+        ids = _resume(lambda: make(folder), states[batch], found, percent)
+        found["exact"] = min(found["exact"], float(ids == following[batch]))
+    return found
+
+
+def _resume(make: Callable[[], Loader], state: str, found: dict[str, float], percent: int) -> list[list[int]]:
+    """The ids of the first batches."""
+    begun = time.perf_counter()
+    with _ended(make()) as loader:
+        loader.load_state_dict(json.loads(state))
+        batches = iter(loader)
+        ids = [_ids(next(batches))]
+        found[f"resume_{percent}_ms"] = (time.perf_counter() - begun) * 1e3
+        if _READS:
+            found[f"before_read_{percent}_ms"] = (_READS[-1] - begun) * 1e3
+        return ids + [_ids(next(batches)) for _ in range(AFTER - 1)]
+
+
+@contextlib.contextmanager
+def _ended(loader: Loader) -> Iterator[Loader]:
+    """The loader is gone after the block, and its threads too, so that no other one's time has its end in it."""
+    try:
+        yield loader
+    finally:
+        if isinstance(
+            loader, AbstractContextManager
+        ):  # ours, which would end in a thread of its own; others are let go of
+            loader.__exit__(None, None, None)
+
+
+def _count(folder: Path) -> int:
+    with Dataset(str(folder / "ds"), trust_mounts=True) as dataset:
+        return len(dataset)
+
+
+def _walk(loader: Loader, marks: set[int]) -> tuple[dict[int, str], dict[int, list[list[int]]]]:
+    """One epoch: the states after so many batches, and the ids of the batches that follow."""
+    states, ids = dict[int, str](), list[list[int]]()
+    for number, batch in enumerate(loader, 1):
+        ids.append(_ids(batch))
+        if number in marks:
+            states[number] = json.dumps(loader.state_dict())
+    return states, {mark: ids[mark : mark + AFTER] for mark in marks}
+
+
+def _ids(batch: Any) -> list[int]:
+    return [int(one) for one in batch["id"]]
+
+
+_READS: list[float] = []
+"""When our loader read for the first time, for each that was made."""
+
+
+Finish = Callable[[bytes], Any]
+"""What a peer does with the bytes of a sample."""
+
+
+def _nothing(data: bytes) -> bytes:
+    return data
+
+
+def _decoded(data: bytes) -> Any:
+    """uint8 (2, 16, 16, 3) of the clip."""
+    import av
+    import numpy as np
+
+    with av.open(io.BytesIO(data), "r") as container:
+        container.streams.video[0].codec_context.thread_count = 1
+        frames = [
+            one.reformat(16, 16, "rgb24").to_ndarray()
+            for one, _ in zip(container.decode(video=0), range(2), strict=False)
+        ]
+    return np.stack(frames)
+
+
+def _headrace(folder: Path, finish: Finish) -> Loader:
+    import headrace.loaders.loader as loader_module
+    from headrace.loaders import Clip, VideoLoader
+    from headrace.loaders.fetch.sample_reader import StoreReader
+
+    class Timed(StoreReader):
+        def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+            if self not in seen:
+                seen.append(self)
+                _READS.append(time.perf_counter())
+            return super().read(key, ranges)
+
+    seen: list[Timed] = []
+    vars(loader_module)["open_reader"] = lambda store, *_: Timed(store)
+    loader = VideoLoader(
+        str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, num_threads=2, trust_mounts=True
+    )
+    if finish is _nothing:
+        vars(loader)["_start_processor"] = _Bytes
+    return loader
+
+
+class _Bytes:
+    """A work of ours that delivers bytes."""
+
+    def __init__(self) -> None:
+        from headrace.loaders.interfaces import SampleLayout
+
+        self.layout = SampleLayout(("there",), {"data": None})
+
+    def needs(self, ref: Any) -> dict[str, Any]:
+        return {"avi": None}
+
+    def cost(self, sample: Any) -> int:
+        return 0
+
+    def process(self, loaded: Sequence[Any]) -> list[Any]:
+        import torch
+
+        from headrace.loaders.interfaces import ProcessedSample
+
+        return [
+            ProcessedSample(one.ref.sample, {"there": torch.ones(1)}, {"data": bytes(one.media["avi"])})
+            for one in loaded
+        ]
+
+    def close(self) -> None:
+        pass
+
+
+class _Bare:
+    """Samples in a drawn order, read when they are wanted: no threads, nothing ahead."""
+
+    def __init__(self, folder: Path, finish: Finish) -> None:
+        self._dataset, self._finish, self._at = Dataset.at_once(str(folder / "ds"), trust_mounts=True), finish, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self._at}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self._at = state["batch"]
+
+    def __iter__(self) -> Iterator[Any]:
+        import numpy as np
+
+        order = np.random.default_rng(1).permutation(len(self._dataset))
+        while (self._at + 1) * BATCH <= len(order):
+            ids = order[self._at * BATCH : (self._at + 1) * BATCH].tolist()
+            self._at += 1
+            samples = self._dataset.samples(ids)
+            yield {"id": ids, "data": [self._finish(self._dataset.read(one, "avi")) for one in samples]}
+
+
+def _torchdata(folder: Path, finish: Finish) -> Loader:
+    """Samples by number, in a shuffled order of torch's."""
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Members(torch.utils.data.Dataset[dict[str, Any]]):
+        def __init__(self) -> None:
+            self.dataset = Dataset(str(folder / "ds"), trust_mounts=True)
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return {"id": number, "data": finish(self.dataset.read(self.dataset.sample(number), "avi"))}
+
+    torch.manual_seed(1)
+    loader: Loader = StatefulDataLoader(Members(), BATCH, shuffle=True, drop_last=True)
+    return _Encoded(loader)
+
+
+class _Encoded:
+    """A loader whose state holds tensors, as JSON."""
+
+    def __init__(self, inner: Loader) -> None:
+        self._inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        import base64
+        import pickle
+
+        return {"pickled": base64.b64encode(pickle.dumps(self._inner.state_dict())).decode()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        import base64
+        import pickle
+
+        self._inner.load_state_dict(pickle.loads(base64.b64decode(state["pickled"])))  # noqa: S301 (our own, a moment ago)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._inner)
+
+
+def _litdata(folder: Path, finish: Finish) -> Loader:
+    import litdata
+    from torch.utils.data import default_collate
+
+    def collate(samples: Sequence[dict[str, Any]]) -> Any:
+        return default_collate([{"id": one["id"], "data": finish(one["data"])} for one in samples])
+
+    dataset = litdata.StreamingDataset(str(folder / "litdata"), shuffle=True, seed=1, drop_last=True)
+    loader: Loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0, collate_fn=collate)
+    return loader
+
+
+def _mosaic(folder: Path, finish: Finish) -> Loader:
+    import importlib
+
+    from torch.utils.data import default_collate
+
+    streaming: Any = importlib.import_module("streaming")
+
+    def collate(samples: Sequence[dict[str, Any]]) -> Any:
+        return default_collate([{"id": one["id"], "data": finish(one["data"])} for one in samples])
+
+    local = folder / f"mosaic-{time.monotonic_ns()}"  # it takes each folder once in a process
+    local.symlink_to(folder / MOSAIC)
+    options = {"shuffle_seed": 1, "num_canonical_nodes": 1, "batch_size": BATCH}
+    dataset = streaming.StreamingDataset(local=str(local), shuffle=True, **options)
+    loader: Loader = streaming.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0, collate_fn=collate)
+    return loader
+
+
+def _convert(peer: str, folder: Path, python: str) -> None:
+    """The same samples in the peer's own form, written by an interpreter that has it."""
+    import subprocess
+
+    quiet = {**os.environ, "LITDATA_DISABLE_VERSION_CHECK": "1"}
+    command = [python, "-m", "headrace.bench.workloads.resume", "convert", peer, str(folder)]
+    subprocess.run(command, env=quiet, check=True, capture_output=True)
+
+
+def _to_litdata(folder: Path) -> None:
+    from headrace.bench.core import litdata
+
+    litdata.optimize(_Read(str(folder / "ds")), list(range(_count(folder))), folder / LITDATA, "1MB")
+
+
+def _to_mosaic(folder: Path) -> None:
+    import importlib
+
+    streaming: Any = importlib.import_module("streaming")
+    rows, columns = _Read(str(folder / "ds")), {"id": "int", "data": "bytes"}
+    with streaming.MDSWriter(out=str(folder / MOSAIC), columns=columns, size_limit=1_000_000) as out:
+        for number in range(_count(folder)):
+            out.write(rows(number))
+
+
+class _Read:
+    """Sample number → a row for a peer, in a worker that opens the dataset itself."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @cached_property
+    def _dataset(self) -> Dataset:
+        return Dataset(self._url, trust_mounts=True)
+
+    def __call__(self, number: int) -> dict[str, Any]:
+        return {"id": number, "data": self._dataset.read(self._dataset.sample(number), "avi")}
+
+
+def _clip(number: int) -> bytes:
+    """Two frames of MJPEG."""
+    import av
+    import numpy as np
+
+    target = io.BytesIO()
+    with av.open(target, "w", format="avi") as container:
+        stream = container.add_stream("mjpeg", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuvj420p"
+        for frame in range(2):
+            values = np.random.default_rng([number, frame]).integers(0, 255, (32, 32, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
+        container.mux(stream.encode(None))
+    return target.getvalue()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "convert":
+        {LITDATA: _to_litdata, MOSAIC: _to_mosaic}[sys.argv[2]](Path(sys.argv[3]))
+    else:
+        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

@@ -1,0 +1,145 @@
+"""One rank of the sidecar's benchmark: reads its share of the global order, raw, and copies each batch into one staging buffer.
+
+    python -m headrace.bench.workloads.sidecar_rank JSON
+
+JSON is a `Job`. The process waits for a line on standard input and prints one JSON object.
+
+Invariant: what a loader does but for decoding and digests: announcements eight batches ahead, one read a sample. Every byte is
+touched by the copy. Failure behaviour: any error ends the process with a traceback.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+import headrace.dataio.sidecar.reader  # noqa: F401  # what is imported is the process's start, not the read's
+from headrace.dataio.core.tracing import span
+from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.store.open import open_store
+from headrace.loaders.sampling.order import Order
+
+AHEAD = 8
+Read = tuple[str, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dataset of equal shards of equal samples, each a video, a sound and a text side by side as in a tar."""
+
+    shards: int = 14
+    per_shard: int = 72
+    members: tuple[int, ...] = (386_000, 64_000, 600)
+
+    @property
+    def sample_bytes(self) -> int:
+        return sum(-(-size // 512) * 512 + 512 for size in self.members)
+
+    @property
+    def samples(self) -> int:
+        return self.shards * self.per_shard
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.per_shard * self.sample_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.shards * self.shard_bytes
+
+    def read(self, sample: int) -> Read:
+        """The key and ranges of a sample."""
+        shard, place = divmod(sample, self.per_shard)
+        at, ranges = place * self.sample_bytes, list[tuple[int, int]]()
+        for size in self.members:
+            ranges.append((at + 512, size))
+            at += -(-size // 512) * 512 + 512
+        return f"shards/{shard:05}.tar", ranges
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank does. `batch` is the rank's own; `sidecar` a socket or None."""
+
+    url: str
+    sidecar: str | None
+    shape: Shape
+    rank: int = 0
+    ranks: int = 1
+    batch: int = 16
+    epochs: int = 1
+    first_epoch: int = 0
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Job:
+        values = json.loads(text)
+        shape = values.pop("shape")
+        return cls(shape=Shape(**{**shape, "members": tuple(shape["members"])}), **values)
+
+    def batches(self) -> Iterator[list[Read]]:
+        """This rank's reads, in order."""
+        order = Order.of(self.shape.samples, self.batch * self.ranks, sample_bytes=self.shape.sample_bytes, seed=1)
+        numbers = range(order.full_batches + bool(order.tail))
+        for epoch in range(self.first_epoch, self.first_epoch + self.epochs):
+            for first in numbers[
+                :: 1 + AHEAD
+            ]:  # some at once, as a loader does: the arithmetic costs the same for one as for ten
+                slots = [order.slots(n, self.rank, self.ranks) for n in numbers[first : first + 1 + AHEAD]]
+                samples = iter(order.take(epoch, np.concatenate(slots)).tolist())
+                for size in map(len, slots):
+                    if size:
+                        yield [self.shape.read(n) for n in itertools.islice(samples, size)]
+
+
+def run(job: Job) -> dict[str, float]:
+    """Read it all; figures by name."""
+    staging = memoryview(bytearray(job.batch * job.shape.sample_bytes))
+    staging[::4096] = bytes(len(staging[::4096]))  # or the first batch would pay for its pages
+    began, cpu = time.perf_counter(), time.process_time()
+    store = open_store(job.url)
+    reader = open_reader(store, job.sidecar)
+    coming, batches = deque[list[Read]](), job.batches()
+    first, samples, size = 0.0, 0, 0
+    while True:
+        coming.extend(itertools.islice(batches, 1 + AHEAD - len(coming)))
+        if not coming:
+            break
+        now, at = coming.popleft(), 0
+        reader.announce(
+            [(key, offset, length) for batch in coming for key, ranges in batch for offset, length in ranges]
+        )
+        for key, ranges in now:
+            for view in reader.read(key, ranges):
+                staging[at : at + len(view)] = view
+                at += len(view)
+        samples, size = samples + len(now), size + at
+        first = first or time.perf_counter() - began
+    wall, used = time.perf_counter() - began, time.process_time() - cpu
+    reader.close()
+    store.close()
+    return {"samples": samples, "bytes": size, "wall_s": wall, "cpu_s": used, "first_batch_s": first}
+
+
+def main() -> int:
+    job = Job.of(sys.argv[1])
+    open_store(job.url).close()
+    with span("bench.start"):
+        pass
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(json.dumps(run(job)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

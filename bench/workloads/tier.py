@@ -1,0 +1,219 @@
+"""`headrace bench tier`: restoring one step from the node's tier, in memory and on disk, from the buddy, and from a store.
+
+Each candidate is a trainer in a process of its own that restores the same committed step; daemons, the S3 server and the
+relay that limits its bandwidth are real and on loopback. Invariant: a restore whose bytes are not those that were saved
+fails, and so does one from a tier of which the store had to give a part. Failure behaviour: as in `headrace.bench.core.command`;
+without openssl or the repository's script for certificates the buddy is left out, which is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from headrace.bench.core import command
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.core.limits import MIB, parse_bytes
+from headrace.dataio.core.options import count
+from headrace.dataio.sidecar.client import Sidecar
+from headrace.dataio.sidecar.tier.protocol import RateLimit
+from headrace.dataio.testing.s3server import start_seaweedfs
+
+CERTIFICATES = Path(__file__).resolve().parents[2] / "deploy" / "buddies" / "certificates.sh"
+URL = "s3://headrace/bench"
+METRICS = {
+    "restore": Metric("restore", "s"),
+    "rate": Metric("rate", "MB/s", "higher"),
+    "cpu": Metric("CPU of the trainer", "s"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """`headrace bench tier`."""
+    return command.run(argv, "tier", "Restoring from the tier, the buddy and the store.", fill, _options)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mib", type=count, default=256, help="state that is restored (default: %(default)s)")
+    parser.add_argument("--store-rate", default="200MB", help="bytes a second of the store (default: %(default)s)")
+
+
+def fill(job: command.Job, part: Part) -> None:
+    """Save one step, put it everywhere, restore it from each place in turn."""
+    rate = parse_bytes(job.args.store_rate)
+    part.title, part.metrics = "Restoring a step, by where it is", METRICS
+    part.settings = {"state MiB": job.args.mib, "store MB/s": rate // 10**6}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(start_seaweedfs())
+        server.create_bucket("headrace")
+        relay = stack.enter_context(Relay(server.endpoint, rate))
+        os.environ.update(server.environment())
+        places = _places(job, stack, relay)
+        candidates = [
+            Candidate(name, "headrace.bench.workloads.tier", (URL, str(job.args.mib), *arguments))
+            for name, arguments in places.items()
+        ]
+        alternate(candidates, job.rounds, job.tell, part.candidates)
+
+
+def _places(job: command.Job, stack: contextlib.ExitStack, relay: Relay) -> dict[str, tuple[str, ...]]:
+    """Candidates by name, with the arguments of `restore`; the step is in all of these places afterwards."""
+    memory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-", dir="/dev/shm")))
+    disk = job.scratch / "disk"
+    tls = _certificates(job.scratch / "tls")
+    there = f"127.0.0.2:{_free_port('127.0.0.2')}"
+    listening = {"buddy_listen": there, "buddy_names": "127.0.0.1", **_files(tls, "127.0.0.2")} if tls else {}
+    first = _daemon(stack, memory, listening)
+    _save(first, job.args.mib)
+    os.environ["AWS_ENDPOINT_URL"] = relay.endpoint
+    shutil.copytree(memory / "tier", disk / "tier", ignore=shutil.ignore_patterns("lock", "sending"))
+    os.chmod(disk / "tier", 0o700)
+    places = {
+        "tier in memory": (first, "tier"),
+        "tier on disk, cold": (_daemon(stack, disk, {}), "tier", str(disk / "tier")),
+    }
+    if tls:
+        empty = job.scratch / "new"
+        node = _daemon(stack, empty, {"buddy": there, **_files(tls, "127.0.0.1")})
+        places["buddy"] = (node, "buddy", str(empty / "tier"))
+    return places | {f"S3 at {job.args.store_rate}/s": ("none", "store")}
+
+
+def _daemon(stack: contextlib.ExitStack, folder: Path, more: dict[str, str]) -> str:
+    """A daemon with a tier below `folder`; its socket."""
+    short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-")))
+    path = short / "sidecar.sock"
+    options = {"socket": str(path), "http_port": "off", "cache_dir": str(short / "cache"), "cache_bytes": "1MiB"}
+    options |= {"tier_dir": str(folder / "tier"), "tier_bytes": "16GiB", **more}
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags], stderr=subprocess.DEVNULL
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    until = time.monotonic() + 60
+    while (found := Sidecar.find(path)) is None:
+        if process.poll() is not None or time.monotonic() > until:
+            raise UnsupportedError("the daemon did not start", hint="headrace sidecar run says why")
+        time.sleep(0.02)
+    found.close()
+    return str(path)
+
+
+def _save(socket_path: str, mib: int) -> None:
+    from headrace.checkpoint import Checkpointer
+
+    with Checkpointer(URL, run="bench", sidecar=socket_path) as checkpointer:
+        result = checkpointer.save(1, {"w": _tensor(mib)}).result(600)
+    if result.kept is None:
+        raise UnsupportedError("the step was not kept in the tier", hint="is there room in /dev/shm?")
+
+
+def _tensor(mib: int, seed: int = 1) -> object:
+    import torch
+
+    return torch.randint(-(1 << 62), 1 << 62, (mib * MIB // 8,), generator=torch.Generator().manual_seed(seed))
+
+
+def _certificates(folder: Path) -> Path | None:
+    if not CERTIFICATES.is_file() or shutil.which("openssl") is None:
+        print("no openssl, or no deploy/: the buddy is left out", file=sys.stderr)
+        return None
+    subprocess.run([CERTIFICATES, folder, "127.0.0.1", "127.0.0.2"], check=True, capture_output=True, timeout=60)
+    return folder
+
+
+def _files(tls: Path, node: str) -> dict[str, str]:
+    return {"tls_cert": f"{tls}/{node}.pem", "tls_key": f"{tls}/{node}.key", "tls_ca": f"{tls}/ca.pem"}
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Relay:
+    """Passes TCP connections on to an HTTP server; what comes back passes at `rate` bytes a second in all."""
+
+    def __init__(self, upstream: str, rate: int) -> None:
+        host, _, port = upstream.removeprefix("http://").partition(":")
+        self._upstream, self._pace, self._lock = (host, int(port)), RateLimit(rate), threading.Lock()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __enter__(self) -> Relay:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._socket.accept()
+                server = socket.create_connection(self._upstream)
+                for source, target, slow in ((client, server, False), (server, client, True)):
+                    threading.Thread(target=self._pump, args=(source, target, slow), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, slow: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(256 << 10):
+                if slow:
+                    with self._lock:
+                        self._pace.take(len(data))
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def restore(url: str, mib: int, sidecar: str, where: str, tier: str = "") -> Iterator[tuple[str, float]]:
+    """One restore, as a trainer that starts: figures by name."""
+    import torch
+
+    from headrace.checkpoint import Checkpointer
+    from headrace.dataio.core.metrics import tier_read_bytes
+
+    _prepare(Path(tier) if tier else None, where)
+    state = {"w": torch.zeros(mib * MIB // 8, dtype=torch.int64)}
+    with Checkpointer(url, run="bench", sidecar=None if sidecar == "none" else sidecar) as checkpointer:
+        cpu, began = time.process_time(), time.perf_counter()
+        step = checkpointer.restore(state)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    if step != 1 or not torch.equal(state["w"], _tensor(mib)):  # type: ignore[arg-type]
+        raise UsageError("what was restored is not what was saved")
+    near = ("tier", "buddy") if where == "buddy" else (where,)  # what was fetched ahead lies in the tier already
+    if where != "store" and sum(tier_read_bytes.labels(name)._value.get() for name in near) < mib * MIB:
+        raise UsageError(f"not all came from the {where}")
+    yield from {"restore": seconds, "rate": mib * MIB / seconds / 1e6, "cpu": cpu}.items()
+
+
+def _prepare(tier: Path | None, where: str) -> None:
+    """An empty tier for the buddy's candidate; files that are not in memory for the disk's."""
+    for path in [p for name in ("objects", "records") for p in (tier / name).iterdir()] if tier is not None else []:
+        if where == "buddy":
+            path.unlink()
+            continue
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(restore(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))))
