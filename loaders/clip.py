@@ -39,14 +39,27 @@ Start = Literal["random", "center", "every"]
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """`frames` frames, `stride` frames apart or, when `fps` is given, 1/fps seconds apart; `per_video` clips of each
-    video.
+    """The frames of a clip, and how many clips are cut from each video.
 
-    `start="random"` draws the first frame uniformly from those where the whole clip fits, anew for every epoch, sample
-    and clip. `start="center"` takes the middle clip, or the middles of `per_video` equal parts. `start="every"` cuts
-    each video into clips that follow each other without a gap, as many as fit whole, at least one. `jitter` moves a
-    "center" or "every" clip by up to so many of its steps (strides, or 1/fps) either way, drawn anew for every epoch,
-    sample and clip.
+    Args:
+        frames (int): frames of a clip. Default: 16.
+        stride (int): distance of its frames, in frames of the video. Default: 1.
+        fps (float | None): take frames 1/fps seconds apart, in place of `stride`. Default: None.
+        start (str): where a clip begins. Default: "random".
+
+            - "random": drawn uniformly from the frames where the whole clip fits, anew for every epoch, sample and clip.
+            - "center": the middle of the video, or the middles of `per_video` equal parts.
+            - "every": clips follow each other without a gap, as many as fit whole, at least one.
+        per_video (int): clips of each video in an epoch; not with "every". Default: 1.
+        jitter (int): move a "center" or "every" clip by up to this many of its steps either way, drawn anew for every epoch,
+            sample and clip. Default: 0.
+
+    Raises:
+        UsageError: for an impossible clip.
+
+    Example:
+        >>> Clip(frames=8, fps=4).frames
+        8
     """
 
     frames: int = 16

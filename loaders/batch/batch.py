@@ -40,10 +40,14 @@ AXES: dict[str, tuple[int, int, int, int]] = {"TCHW": (0, 1, 2, 3), "CTHW": (1, 
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What the tensors of a batch are like: where they are, and how pixels are written into "video".
+    """Where the tensors of a batch are, and how pixels are written into "video".
 
-    `dtype=None` keeps uint8, and is float32 with `mean` and `std` (3 values each, for pixels in 0 … 1). Pixels of a
-    floating dtype are in 0 … 1 before they are normalised. `axes` are those of one clip, after the batch's.
+    Args:
+        device: of the tensors.
+        pinned: whether they are in pinned memory.
+        mean, std: three values each, for pixels in 0 to 1; None does not normalize.
+        dtype: of "video", with pixels in 0 to 1 if it is a floating type. Default: uint8, or float32 with `mean` and `std`.
+        axes: of one clip, after the batch's axis.
     """
 
     device: torch.device
@@ -54,7 +58,7 @@ class Output(msgspec.Struct, frozen=True):
     axes: str = "TCHW"
 
     def dtype_of(self, pixels: torch.dtype) -> torch.dtype:
-        """What clips of such pixels become."""
+        """The type of a clip in the batch, whose pixels are of this type."""
         return self.dtype or (torch.float32 if self.mean else pixels)
 
     @property
@@ -64,10 +68,12 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Batch:
-    """`size` samples of `layout`."""
+    """A batch of `size` samples of one shape, filled slot by slot, by any thread."""
 
     def __init__(self, size: int, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         self._layout, self._output, self._buffers = layout, output, buffers
+        self._axes = AXES[output.axes]
+        self._drawable = output.is_plain and "video" in layout.tensors
         self._lock = threading.Lock()
         self._tensors: dict[str, torch.Tensor] = {}
         self.samples: list[ProcessedSample | None] = [None] * size
@@ -75,39 +81,37 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, as far as they are known."""
-        return sum(tensor.nbytes for tensor in list(self._tensors.values()))
+        return sum([tensor.nbytes for tensor in list(self._tensors.values())])
 
     def targets(self, slots: Sequence[int]) -> Sequence[PixelTarget | FileTarget | None]:
-        """Where each of these samples may be made; None where it has to be put."""
+        """Where each of these samples may be written directly; None if it has to be put."""
         return [self.target(slot) for slot in slots]
 
     def target(self, slot: int) -> PixelTarget | None:
-        """Where uint8 pixels may be drawn that are put into this slot next; None where they become something else."""
+        """Where uint8 pixels may be drawn that are put into this slot later; None if they become something else."""
 
         def drawn(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
-            target = self._target("video", shape, torch.uint8)[slot]
-            pixels: npt.NDArray[np.uint8] = target.numpy()
+            pixels: npt.NDArray[np.uint8] = self._target("video", shape, torch.uint8)[slot].numpy()
             return pixels if pixels.shape == shape and pixels.dtype == np.uint8 else None
 
-        return drawn if self._output.is_plain and "video" in self._layout.tensors else None
+        return drawn if self._drawable else None
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
-        """Write `sample` into its place, unless it was drawn there; its tensors are let go."""
+        """Write `sample` into its slot, unless it was drawn there. Its tensors are released."""
         for name, tensor in sample.tensors.items():
             target = self._target(name, tensor.shape, tensor.dtype)[slot]
-            if target.shape != _shape(name, tensor.shape, self._output):
-                raise _other_shape(sample, name, tensor, target)
-            if tensor.data_ptr() == target.data_ptr():
+            if tensor.shape == target.shape and tensor.data_ptr() == target.data_ptr():
                 continue
+            if target.shape != self._shape(name, tensor.shape):
+                raise _other_shape(sample, name, tensor, target)
             if name == "video" and tensor.ndim == 4:
                 write_pixels(target, tensor, self._output)
             else:
                 target.copy_(tensor, non_blocking=True)
-        left = dict.fromkeys(sample.tensors, _GONE)
-        self.samples[slot] = ProcessedSample(sample.sample, left, sample.values, sample.skipped)
+        self.samples[slot] = _released(sample)
 
     def tensors(self) -> dict[str, Any]:
-        """The batch as the trainer sees it, on the current CUDA stream if it is on a GPU."""
+        """The batch as the trainer receives it, on the current CUDA stream if it is on a GPU."""
         self._hold()
         whole = [slot for slot, sample in enumerate(self.samples) if sample and sample.tensors]
         samples = [sample for sample in self.samples if sample and sample.tensors]
@@ -121,43 +125,48 @@ class Batch:
         return batch
 
     def _hold(self) -> None:
-        """Device memory is not used again before the current stream is done with it."""
-        for tensor in self._held():
-            if tensor.is_cuda:
+        """Let device memory be used again only once the current stream is done with it."""
+        if self._output.device.type == "cuda":
+            for tensor in self._written():
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def _held(self) -> list[torch.Tensor]:
-        """All that the loader's stream wrote, and the trainer's reads."""
+    def _written(self) -> list[torch.Tensor]:
+        """All tensors that the loader's stream wrote and the trainer's stream reads."""
         return list(self._tensors.values())
 
     def _target(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """What all samples' tensors of this name are written into; the first one's shape and dtype decide."""
+        """The tensor of this name. Shape and dtype of the first sample decide its own."""
         with self._lock:
-            if name not in self._tensors:
+            found = self._tensors.get(name)
+            if found is None:
                 dtype = self._output.dtype_of(dtype) if name == "video" else dtype
-                self._tensors[name] = self._prepared(self._buffers.empty(self._shape_of(name, shape), dtype))
-            return self._tensors[name]
+                found = self._tensors[name] = self._empty(name, shape, dtype)
+            return found
 
-    def _shape_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        return (len(self.samples), *_shape(name, shape, self._output))
+    def _empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._buffers.empty((len(self.samples), *self._shape(name, shape)), dtype)
 
-    def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def _shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in the batch of a sample's tensor."""
+        if name != "video" or len(shape) != 4:
+            return tuple(shape)
+        first, second, third, fourth = self._axes
+        return shape[first], shape[second], shape[third], shape[fourth]
 
     def _close_up(self, name: str, whole: list[int]) -> torch.Tensor | None:
+        """The tensor without the slots that were left out."""
         tensor = self._tensors.get(name)
         if tensor is None or len(whole) == len(self.samples):
             return tensor
         if not whole:
             return None
-        closer = self._buffers.empty((len(whole), *tensor.shape[1:]), tensor.dtype)  # pinned, where all is
+        closer = self._buffers.empty((len(whole), *tensor.shape[1:]), tensor.dtype)  # pinned if all are
         return torch.index_select(tensor, 0, torch.tensor(whole, device=tensor.device), out=closer)
 
 
-def _shape(name: str, shape: Sequence[int], output: Output) -> torch.Size:
-    if name != "video" or len(shape) != 4:
-        return torch.Size(shape)
-    return torch.Size(shape[axis] for axis in AXES[output.axes])
+def _released(sample: ProcessedSample) -> ProcessedSample:
+    """The sample without its tensors, but with their names."""
+    return ProcessedSample(sample.sample, dict.fromkeys(sample.tensors, _GONE), sample.values, sample.skipped)
 
 
 def _other_shape(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
@@ -190,7 +199,7 @@ def write_pixels(target: torch.Tensor, video: torch.Tensor, output: Output) -> N
 
 
 class RowBatch(Batch):
-    """The pieces at `refs`, which name their rows."""
+    """A batch of packed rows; the samples say which row, and where in it, each piece goes."""
 
     def __init__(self, refs: Sequence[SampleRef], layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         super().__init__(len(refs), layout, output, buffers)
@@ -198,17 +207,16 @@ class RowBatch(Batch):
         self._rows = 1 + max((span.row for span in self._spans if span), default=-1)
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
-        """Write a piece into its stretch of its row; its tensor is let go."""
+        """Write a piece into its stretch of its row. Its tensor is released."""
         span = self._spans[slot]
         for name, tensor in sample.tensors.items():
             assert span is not None
             row = self._target(name, tensor.shape, tensor.dtype)[span.row]
             row[..., span.at : span.at + span.length].copy_(tensor[..., : span.length], non_blocking=True)
-        left = dict.fromkeys(sample.tensors, _GONE)
-        self.samples[slot] = ProcessedSample(sample.sample, left, sample.values, sample.skipped)
+        self.samples[slot] = _released(sample)
 
     def tensors(self) -> dict[str, Any]:
-        """The batch as the trainer sees it."""
+        """The batch as the trainer receives it."""
         self._hold()
         rows: list[list[tuple[Any, ProcessedSample]]] = [[] for _ in range(self._rows)]
         for span, sample in zip(self._spans, self.samples, strict=True):
@@ -216,7 +224,8 @@ class RowBatch(Batch):
                 rows[span.row].append((span, sample))
         batch: dict[str, Any] = {name: self._tensors.get(name) for name in self._layout.tensors}
         if self._rows and not self._tensors:
-            batch = dict.fromkeys(batch, self._silence())
+            assert self._layout.rows is not None  # every piece was left out
+            batch = dict.fromkeys(batch, self._empty("", (*self._layout.rows.shape, 0), torch.float32))
         batch["pieces"] = [_int64([[span.at, span.at + span.length] for span, _ in row], 2) for row in rows]
         batch["id"] = [_int64([one.sample.id for _, one in row]) for row in rows]
         batch["key"] = [[one.sample.key for _, one in row] for row in rows]
@@ -225,19 +234,11 @@ class RowBatch(Batch):
             batch[name] = [[one.values[name] for _, one in row] for row in rows]
         return batch
 
-    def _silence(self) -> torch.Tensor:
-        """Rows of which no piece is left."""
-        assert self._layout.rows is not None
-        shape = self._shape_of("", (*self._layout.rows.shape, 0))
-        return self._prepared(self._buffers.empty(shape, torch.float32))
-
-    def _shape_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        assert self._layout.rows is not None
-        return (self._rows, *shape[:-1], self._layout.rows.capacity)
-
-    def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert self._layout.rows is not None
-        return tensor.fill_(self._layout.rows.silence)
+    def _empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Silent rows."""
+        rows = self._layout.rows
+        assert rows is not None
+        return self._buffers.empty((self._rows, *shape[:-1], rows.capacity), dtype).fill_(rows.silence)
 
 
 def _int64(values: Sequence[Any], columns: int = 0) -> torch.Tensor:
@@ -246,36 +247,35 @@ def _int64(values: Sequence[Any], columns: int = 0) -> torch.Tensor:
 
 
 class JoinedBatch(Batch):
-    """Samples that are these `files`; each gives one tensor of their bytes."""
+    """A batch of files as they are stored; each sample gives one tensor with the bytes of its `files`."""
 
     def __init__(self, files: Sequence[Files], layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         super().__init__(len(files), layout, output, buffers)
         self._files = files
         self._ends = list(itertools.accumulate([one.size for one in files], initial=0))
         self._name = layout.tensors[0]
-        self._other: dict[int, torch.Tensor] = {}
+        self._apart: dict[int, torch.Tensor] = {}
 
     def targets(self, slots: Sequence[int]) -> Sequence[FileTarget | None]:
-        """Where the samples of these slots belong; None where the processor cannot write them there."""
+        """The memory of these samples; None if the batch is on a GPU."""
         if self._output.device.type != "cpu":
             return [None] * len(slots)
         memory, ends = self._joined().numpy().data, self._ends
         return [FileTarget(self._files[slot], memory[ends[slot] : ends[slot + 1]]) for slot in slots]
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
-        """Write `sample` into its stretch, or beside it where it is of another length, and let its tensor go."""
+        """Write `sample` into its stretch, or keep it apart if a substitute has another length. Its tensor is released."""
         tensor = sample.tensors.get(self._name)
         if tensor is not None and not sample.in_place:
             start, end = self._ends[slot], self._ends[slot + 1]
             if len(tensor) == end - start:
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
             else:
-                self._other[slot] = tensor.to(self._output.device, copy=True)
-            sample = ProcessedSample(sample.sample, {self._name: _GONE}, sample.values, sample.skipped)
-        self.samples[slot] = sample
+                self._apart[slot] = tensor.to(self._output.device, copy=True)
+        self.samples[slot] = _released(sample)
 
-    def _held(self) -> list[torch.Tensor]:
-        return [*super()._held(), *self._other.values()]
+    def _written(self) -> list[torch.Tensor]:
+        return [*super()._written(), *self._apart.values()]
 
     def _joined(self) -> torch.Tensor:
         with self._lock:
@@ -285,8 +285,8 @@ class JoinedBatch(Batch):
 
     def _close_up(self, name: str, whole: list[int]) -> torch.Tensor | None:
         joined = self._tensors.get(name)
-        if joined is None or (len(whole) == len(self.samples) and not self._other):
+        if joined is None or (len(whole) == len(self.samples) and not self._apart):
             return joined
-        pieces = [self._other.get(slot, joined[self._ends[slot] : self._ends[slot + 1]]) for slot in whole]
+        pieces = [self._apart.get(slot, joined[self._ends[slot] : self._ends[slot + 1]]) for slot in whole]
         closer = self._buffers.empty((sum(map(len, pieces)),), torch.uint8)
         return torch.cat(pieces, out=closer) if pieces else None

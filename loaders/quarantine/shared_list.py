@@ -29,7 +29,7 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import blake3
@@ -104,17 +104,32 @@ class Adopted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuarantineList:
-    """The list at a URL, or in an open store. With `version`, that one for good: nothing is written then.
+    """A list of bad samples that runs share. Safe to share between threads, and between loaders.
 
-    Safe to share between threads, and between loaders.
+    Args:
+        url_or_store (str | os.PathLike | Store): a folder of any store, or an open store.
+        version (int | None): follow this version only; nothing is written then. Default: the newest, which grows.
+        storage_options (Mapping | None): options of the store at a URL. Default: None.
+
+    Raises:
+        UsageError: for an impossible version.
+
+    Example:
+        >>> QuarantineList(folder).newest()
+        0
     """
 
     def __init__(
-        self, url_or_store: str | os.PathLike[str] | Store, version: int | None = None, **storage_options: Any
+        self,
+        url_or_store: str | os.PathLike[str] | Store,
+        version: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if version is not None and version < 0:
             raise UsageError(f"a list of bad samples has no version {version}")
-        self._store = url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **storage_options)
+        self._store = (
+            url_or_store if isinstance(url_or_store, Store) else open_store(url_or_store, **(storage_options or {}))
+        )
         self._owns_store = not isinstance(url_or_store, Store)
         self.pinned = version
         self._lock = threading.RLock()

@@ -49,7 +49,19 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Clips of `size` (height, width) pixels and `frames` frames; None takes the loader's `Clip.frames`."""
+    """A shape of clips.
+
+    Args:
+        size (tuple[int, int]): height and width in pixels, 1 to 16384 each.
+        frames (int | None): frames of a clip. Default: the loader's `Clip.frames`.
+
+    Raises:
+        UsageError: for an impossible shape.
+
+    Example:
+        >>> Bucket((256, 448), frames=16).size
+        (256, 448)
+    """
 
     size: tuple[int, int]
     frames: int | None = None
@@ -64,7 +76,23 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """`buckets` and the `budget` of a global batch, in tokens of `patch` (frames, height, width)."""
+    """Batches of clips of one shape each, as many clips as a budget of tokens pays for.
+
+    Args:
+        buckets (tuple[Bucket, ...]): the shapes, each once, at most 256.
+        budget (int): tokens in a global batch at most.
+        patch (tuple[int, int, int]): frames, height and width of a token, in frames and pixels. Default: (1, 1, 1), so tokens
+            are pixels.
+        multiple (int): the number of clips in a global batch is a multiple of this. Default: 1.
+
+    Raises:
+        UsageError: for impossible buckets, or a budget below one batch.
+
+    Example:
+        >>> shapes = Buckets((Bucket((256, 256)), Bucket((256, 448))), budget=32 * 256 * 448)
+        >>> shapes.batches(frames=4)
+        [14, 8]
+    """
 
     buckets: tuple[Bucket, ...]
     budget: int
@@ -130,10 +158,21 @@ def _largest(left: npt.NDArray[np.bool_], fits: npt.NDArray[np.bool_], value: F6
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Buckets of sound: a recording goes to the shortest of `seconds` that holds it whole, else to the longest, which
-    cuts it.
+    """Batches of recordings of one length each, within a budget of seconds.
 
-    A global batch has at most `budget` seconds of sound, silence after its recordings included.
+    A recording goes to the shortest length that holds it whole, else to the longest, which cuts it.
+
+    Args:
+        seconds (tuple[float, ...]): the lengths in seconds, growing, at most 256.
+        budget (float): seconds of sound in a global batch at most, with the silence after its recordings.
+        multiple (int): the number of recordings in a global batch is a multiple of this. Default: 1.
+
+    Raises:
+        UsageError: for impossible lengths, or a budget below one batch.
+
+    Example:
+        >>> Durations((2, 5, 15), budget=60).batches()
+        [30, 12, 4]
     """
 
     seconds: tuple[float, ...]

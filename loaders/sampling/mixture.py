@@ -57,15 +57,27 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Datasets, views (`dataset.where(...)`) or URLs, by name, and the weights by which samples are taken from them.
+    """Several datasets as one, by weights.
 
-    `weights` (by name) default to the numbers of clips; shares are proportional to weight ** (1 / temperature), so a
-    high temperature favours small sources. A list of (step, weights), the first at step 0, is a curriculum: steps are
-    global batches since the start of the run. Each source has its own epochs: a small one begins again while others go
-    on.
+    Each source has its own epochs: a small one begins again while others go on. The epoch of the mixture, after which a `for`
+    loop ends, has `epoch_batches` batches.
 
-    The mixture's own epoch, after which a `for` loop ends, has `epoch_batches` batches, by default as many as all
-    sources' clips fill once.
+    Args:
+        sources (Mapping[str, Dataset | str | os.PathLike]): datasets, views (`dataset.where(...)`), URLs or folders, by name.
+        weights (Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None): how many samples are taken from each
+            source. A list of (step, weights), the first at step 0, is a curriculum; steps are global batches since the start
+            of the run. Default: the numbers of clips.
+        temperature (float): shares are proportional to weight ** (1 / temperature), so a high temperature favours small
+            sources. Default: 1.0.
+        epoch_batches (int | None): global batches of an epoch. Default: as many as all sources' clips fill once.
+
+    Raises:
+        UsageError: for an impossible mixture, naming the source.
+
+    Example:
+        >>> mixture = Mixture({"films": clips, "shorts": clips}, weights={"films": 1, "shorts": 3})
+        >>> list(mixture.sources)
+        ['films', 'shorts']
     """
 
     sources: Mapping[str, DatasetLike]

@@ -45,10 +45,24 @@ _DEAL, _CHUNKS, _WINDOW, _SUBSTITUTE = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class Order:
-    """A frozen description of the order; its methods are pure. Make one with `Order.of`.
+    """The order of one dataset, as a frozen description; its methods are pure. Make one with `Order.of`.
 
-    `samples` counts virtual samples (samples times clips of each), `batch` is the global batch size, `chunk` and
-    `window` are in samples and in chunks. `shuffle=False` is the plain order of sample numbers.
+    Args:
+        samples (int): virtual samples: samples times clips of each.
+        batch (int): size of the global batch.
+        chunk (int): virtual samples of a chunk.
+        lanes (int): number of lanes; it divides `batch`.
+        window (int): chunks of a window, whose samples are shuffled among each other.
+        seed (int): seed of the shuffle. Default: 0.
+        shuffle (bool): False is the order of the sample numbers. Default: True.
+
+    Raises:
+        UsageError: for an impossible order.
+
+    Example:
+        >>> order = Order.of(1000, batch=8, seed=1)
+        >>> len(order.batch_of(epoch=0, number=0))
+        8
     """
 
     samples: int

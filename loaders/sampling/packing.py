@@ -57,10 +57,21 @@ ROOM, LEAST_ROOM = 200, 2
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Sequences of `capacity` units (samples of sound, or tokens). `long` says what becomes of recordings beyond it.
+    """Whole recordings in rows of fixed length, several in a row.
 
-    `repack_each_epoch` packs again for every epoch, so that other recordings share a sequence; epochs then differ a
-    little in length, but not those of a mixture's sources.
+    Args:
+        capacity (int): units in a row: samples of sound, columns of spectrograms, or tokens.
+        lookahead (int): recordings that are considered at a time, 1 to 65536. Default: 256.
+        long (str): "split" cuts recordings longer than `capacity` into several pieces, "drop" leaves them out. Default: "split".
+        repack_each_epoch (bool): let other recordings share a row in each epoch. Epochs then differ a little in length, but
+            those of a mixture's sources do not. Default: False.
+
+    Raises:
+        UsageError: for an impossible packing.
+
+    Example:
+        >>> Packing(30 * 16_000).long
+        'split'
     """
 
     capacity: int

@@ -23,7 +23,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(url)
 
 
-@pytest.mark.parametrize("name", loaders.__all__)
+@pytest.mark.parametrize("name", sorted({*loaders.__all__} - {"AudioSpec", "LogMel", "Window"}))
 def test_the_example_of_a_docstring_runs(name: str, clips: str, tmp_path: Path) -> None:
     known = {one: getattr(loaders, one) for one in loaders.__all__} | {"clips": clips, "folder": str(tmp_path)}
     (found,) = doctest.DocTestFinder(recurse=False).find(known[name], name, globs=known)
