@@ -17,9 +17,9 @@ import msgspec
 
 from headrace.checkpoint.repository import check, collect, tags
 from headrace.checkpoint.repository.retention import Keep, Plan
+from headrace.dataio.core.cli import Parser
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import format_bytes
-from headrace.dataio.core.options import Parser
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.dataio.core.cli import Parser
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, UsageError
 from headrace.dataio.core.limits import counted
-from headrace.dataio.core.options import Parser
 from headrace.loaders.quarantine import records
 
 _ABOUT = "List the samples that loaders on this machine refused, with the reason, or forget them."

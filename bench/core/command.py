@@ -25,8 +25,8 @@ from headrace.bench.core.machine import environment
 from headrace.bench.core.measure import Tell, compiled
 from headrace.bench.core.results import Part, Run, encode, prepare, shown, write
 from headrace.bench.core.table import part_table
+from headrace.dataio.core.cli import Parser, positive_int
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.options import Parser, count
 from headrace.dataio.core.redact import redact
 
 EXIT_CODES = (
@@ -52,7 +52,9 @@ def parser(name: str, description: str, *, rounds: int = 3) -> argparse.Argument
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--rounds", type=count, default=rounds, help="times that everything runs (default: %(default)s)")
+    made.add_argument(
+        "--rounds", type=positive_int, default=rounds, help="times that everything runs (default: %(default)s)"
+    )
     made.add_argument("--directory", type=Path, help="where to write; a temporary folder by default")
     made.add_argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file")
     made.add_argument("--json", action="store_true", help="print that JSON instead of tables")

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.bench.demo.settings import Settings
+from headrace.dataio.core.cli import Parser, positive_int
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import format_bytes
-from headrace.dataio.core.options import Parser, count
 
 if TYPE_CHECKING:
     from headrace.bench.demo.journey import Journey, Tell
@@ -65,8 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--media", type=Path, help="folder of clips to train on (default: real ones if found, else made)"
     )
-    parser.add_argument("--steps", type=count, default=Settings.steps, help="steps of a run (default: %(default)s)")
-    parser.add_argument("--save-every", type=count, default=Settings.save_every, help="steps between saves")
+    parser.add_argument(
+        "--steps", type=positive_int, default=Settings.steps, help="steps of a run (default: %(default)s)"
+    )
+    parser.add_argument("--save-every", type=positive_int, default=Settings.save_every, help="steps between saves")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a screen")
     return parser
 

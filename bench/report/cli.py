@@ -15,9 +15,9 @@ from headrace.bench.core.results import Run, read
 from headrace.bench.core.table import markdown
 from headrace.bench.report.compare import as_text, compare
 from headrace.bench.report.page import page
+from headrace.dataio.core.cli import Parser
 from headrace.dataio.core.errors import translate_os_errors
 from headrace.dataio.core.files import write_output
-from headrace.dataio.core.options import Parser
 
 
 def report(argv: Sequence[str]) -> int:

@@ -23,8 +23,8 @@ from headrace.bench.core.command import exit_code
 from headrace.bench.core.machine import environment
 from headrace.bench.core.results import Part, Run, read, shown, write
 from headrace.bench.report.page import page
+from headrace.dataio.core.cli import Parser, positive_float
 from headrace.dataio.core.errors import HeadraceError, UsageError, translate_os_errors
-from headrace.dataio.core.options import Parser, amount
 
 BY_USER = "interrupted by the user"
 GRACE_SECONDS = 20.0
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         description="A short version of every benchmark, and one report of all.",
         epilog="exit codes: 0 all done; 1 one is not, and is named; 130 interrupted",
     )
-    parser.add_argument("--minutes", type=amount, default=5.0, help="for all together (default: %(default)s)")
+    parser.add_argument("--minutes", type=positive_float, default=5.0, help="for all together (default: %(default)s)")
     parser.add_argument("--only", help=f"of {', '.join(short.name for short in PLAN)}; separated by commas")
     parser.add_argument("-o", "--output", type=Path, default=Path("bench-out"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)

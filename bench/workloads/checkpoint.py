@@ -23,9 +23,9 @@ from headrace.bench.core import command
 from headrace.bench.core.measure import Candidate, alternate
 from headrace.bench.core.results import Metric, Part
 from headrace.bench.core.table import part_table
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import MIB, parse_bytes
-from headrace.dataio.core.options import count
 
 _SIZE = os.environ.get("HEADRACE_BENCH_CHECKPOINT_MIB", "256") + "MiB"
 _SECONDS = 600.0
@@ -63,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default=_SIZE, help="state, about (default: %(default)s)")
-    parser.add_argument("--ranks", type=count, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=positive_int, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)"
+    )
     parser.add_argument(
         "--on", default="disk", help=f"of {', '.join(PLACES)}; several by commas (default: %(default)s)"
     )

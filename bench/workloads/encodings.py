@@ -22,8 +22,8 @@ from headrace.bench.core.measure import Candidate, alternate
 from headrace.bench.core.results import Metric, Part
 from headrace.checkpoint.format import codec
 from headrace.checkpoint.format.manifest import DELTAS, PLANES, ZSTD
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.core.options import count
 
 CHUNK = 4 * MIB
 AFTER = (1, 10, 40)
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=count, default=90, help="to train, more than 40 (default: %(default)s)")
-    parser.add_argument("--width", type=count, default=256, help="of the transformer (default: %(default)s)")
+    parser.add_argument("--steps", type=positive_int, default=90, help="to train, more than 40 (default: %(default)s)")
+    parser.add_argument("--width", type=positive_int, default=256, help="of the transformer (default: %(default)s)")
 
 
 def fill(job: command.Job, part: Part) -> None:

@@ -25,7 +25,7 @@ from headrace.bench.core import command
 from headrace.bench.core.measure import Candidate, alternate
 from headrace.bench.core.results import Metric, Part
 from headrace.dataio import Dataset, open_store
-from headrace.dataio.core.options import count
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.shards.index import rows as index
 from headrace.dataio.shards.query import parts
 from headrace.dataio.shards.versions import documents as versions
@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=count, default=1_000_000, help="rows of the index (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=positive_int, default=1_000_000, help="rows of the index (default: %(default)s)"
+    )
 
 
 def fill(job: command.Job, part: Part) -> None:

@@ -21,8 +21,8 @@ from headrace.bench.core import command
 from headrace.bench.core.measure import Candidate, alternate
 from headrace.bench.core.results import Metric, Part
 from headrace.bench.workloads import video
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.options import count
 
 METRICS = {
     "samples_per_s": Metric("samples/s", "1/s", "higher"),
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clips",
-        type=count,
+        type=positive_int,
         help="of the epoch (default: 600, of films and recordings 608, of sound and mels 2400, of pictures 4800)",
     )
     parser.add_argument(

@@ -28,7 +28,7 @@ from typing import Any
 from headrace.bench.core import command
 from headrace.bench.core.measure import Candidate, Meter, Tell, alternate
 from headrace.bench.core.results import Metric, Part
-from headrace.dataio.core.options import count
+from headrace.dataio.core.cli import positive_int
 
 SHARD_BYTES = 16 << 20
 FFPROBE = "tar + ffprobe"
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--files", type=count, default=160, help="files to pack (default: %(default)s)")
+    parser.add_argument("--files", type=positive_int, default=160, help="files to pack (default: %(default)s)")
 
 
 def fill(job: command.Job, part: Part) -> None:

@@ -40,7 +40,7 @@ from headrace.bench.core.results import Metric, Part
 from headrace.bench.workloads.files import tar_shards
 from headrace.bench.workloads.sidecar_rank import AHEAD
 from headrace.dataio import Dataset
-from headrace.dataio.core.options import count
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.shards.contract import Files
 from headrace.dataio.sidecar.client import open_reader
 from headrace.loaders.fetch import sample_reader
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=count, default=800, help="of 450 kB (default: %(default)s)")
+    parser.add_argument("--samples", type=positive_int, default=800, help="of 450 kB (default: %(default)s)")
 
 
 def fill(job: command.Job, part: Part) -> None:

@@ -30,8 +30,8 @@ from headrace.bench.core import command
 from headrace.bench.core.measure import Candidate, alternate
 from headrace.bench.core.results import Metric, Part
 from headrace.dataio import Dataset, index
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.options import count
 
 CLIPS, DISTINCT, BATCH, AFTER = 4000, 16, 8, 3
 OURS, TORCHDATA, LITDATA, MOSAIC = "headrace", "torchdata StatefulDataLoader", "litdata", "mosaicml-streaming"
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clips", type=count, default=CLIPS, help="in the dataset (default: %(default)s)")
+    parser.add_argument("--clips", type=positive_int, default=CLIPS, help="in the dataset (default: %(default)s)")
     parser.add_argument(
         "--mosaic-python", metavar="PATH", help="the interpreter of an environment with mosaicml-streaming"
     )

@@ -29,8 +29,8 @@ from headrace.bench.core import command
 from headrace.bench.core.processes import DaemonProcess, daemon, run_ranks, server, write_shards
 from headrace.bench.core.results import Metric, Part, Samples
 from headrace.bench.workloads.sidecar_rank import Job, Shape
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.files import storage_kind
-from headrace.dataio.core.options import count
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.client import Sidecar, open_reader
@@ -85,7 +85,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shards", type=count, default=6, help="shards of 32 MB (default: %(default)s; 28 is 0.9 GB)")
+    parser.add_argument(
+        "--shards", type=positive_int, default=6, help="shards of 32 MB (default: %(default)s; 28 is 0.9 GB)"
+    )
     parser.add_argument(
         "--cache-dir", type=Path, help="where the caches go, such as a tmpfs (default: the scratch folder)"
     )

@@ -25,9 +25,9 @@ from pathlib import Path
 from headrace.bench.core import command
 from headrace.bench.core.measure import Candidate, alternate
 from headrace.bench.core.results import Metric, Part
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.core.limits import MIB, parse_bytes
-from headrace.dataio.core.options import count
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.sidecar.tier.protocol import RateLimit
 from headrace.dataio.testing.s3server import start_seaweedfs
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mib", type=count, default=256, help="state that is restored (default: %(default)s)")
+    parser.add_argument("--mib", type=positive_int, default=256, help="state that is restored (default: %(default)s)")
     parser.add_argument("--store-rate", default="200MB", help="bytes a second of the store (default: %(default)s)")
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from headrace.dataio.core.cli import Parser
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.core.files import write_output
-from headrace.dataio.core.options import Parser
 from headrace.dataio.core.time_breakdown import SAVE, WAIT, Process, by_name, trained
 from headrace.dataio.core.tracing import HEADER, VERSION
 

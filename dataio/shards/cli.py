@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 
 from headrace.dataio.core import limits
+from headrace.dataio.core.cli import Parser, positive_int
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import counted
-from headrace.dataio.core.options import Parser, count
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.contract import Sample
@@ -57,7 +57,7 @@ def ls(argv: list[str]) -> int:
     parser = _parser("ls", "List the samples of a dataset, in the order of their numbers.")
     _add_dataset(parser)
     _add_where(parser)
-    parser.add_argument("--limit", metavar="N", type=count, help="list only the first N")
+    parser.add_argument("--limit", metavar="N", type=positive_int, help="list only the first N")
     _add_json(parser, "one JSON object a line")
     args = parser.parse_args(argv)
     from headrace.dataio.shards.dataset import Dataset
@@ -159,11 +159,11 @@ def _narrowed(dataset: Dataset, where: str | None) -> Dataset:
 
 
 def _version(text: str) -> int | str:
-    return count(text) if text.isdecimal() else text
+    return positive_int(text) if text.isdecimal() else text
 
 
 def _workers(text: str) -> int:
-    return count(text, limits.WORKERS)
+    return positive_int(text, limits.WORKERS)
 
 
 def _main_ext(sample: Sample) -> str:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.dataio.core import limits
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
 from headrace.dataio.core.limits import counted
-from headrace.dataio.core.options import count
 from headrace.dataio.shards.cli import _add_dataset, _add_json, _add_trust, _parser, _print_json, _printable, _version
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def log(argv: list[str]) -> int:
     """`headrace log DATASET`"""
     parser = _parser("log", "List the versions of a dataset, newest first. An asterisk marks saved views.")
     parser.add_argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix")
-    parser.add_argument("--limit", metavar="N", type=count, help="list only the newest N")
+    parser.add_argument("--limit", metavar="N", type=positive_int, help="list only the newest N")
     _add_json(parser, "one JSON object a line")
     args = parser.parse_args(argv)
     from headrace.dataio.shards.versions.history import history

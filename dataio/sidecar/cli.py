@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.dataio.core import log
+from headrace.dataio.core.cli import Parser
 from headrace.dataio.core.errors import NotFoundError, TransientError
-from headrace.dataio.core.options import Parser
 from headrace.dataio.sidecar import settings, systemd
 from headrace.dataio.sidecar.cli_status import ask
 from headrace.dataio.store.local_tier.records import Record, TierLimits

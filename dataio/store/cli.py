@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headrace.dataio.core.cli import Parser, positive_int
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
-from headrace.dataio.core.options import Parser, count
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import TEMPORARY
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _thousand(text: str) -> int:
-    return count(text, 1000)
+    return positive_int(text, 1000)
 
 
 def _examine(store: Store, rounds: int, writers: int) -> list[Check]:

@@ -13,8 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.dataio.core.cli import Parser, positive_int
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.options import Parser, count
 from headrace.loaders.sampling.schedule import Population
 
 if TYPE_CHECKING:
@@ -167,12 +167,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--where", metavar="CONDITION", help="only these samples (headrace filter --help)")
     parser.add_argument(
-        "--batch", metavar="N", type=count, default=64, help="size of the global batch (default: %(default)s)"
+        "--batch", metavar="N", type=positive_int, default=64, help="size of the global batch (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="the loader's seed (default: %(default)s)")
     parser.add_argument("--epoch", type=_natural, default=0, help="which epoch (default: %(default)s)")
     parser.add_argument("--no-shuffle", action="store_true", help="the order of a loader with shuffle=False")
-    parser.add_argument("--batches", type=count, default=256, help="how many batches to look at (default: %(default)s)")
+    parser.add_argument(
+        "--batches", type=positive_int, default=256, help="how many batches to look at (default: %(default)s)"
+    )
     parser.add_argument(
         "--nodes", metavar="N,N", type=_counts, default=(1, 2, 4, 8), help="numbers of nodes (default: 1,2,4,8)"
     )
@@ -185,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     shapes.add_argument(
         "--budget", metavar="PIXELS", type=_pixels, help="of a global batch (default: --batch of the largest)"
     )
-    shapes.add_argument("--frames", metavar="N", type=count, default=16, help="of a clip (default: %(default)s)")
+    shapes.add_argument("--frames", metavar="N", type=positive_int, default=16, help="of a clip (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -207,7 +209,7 @@ def _print(found: Quality) -> None:
     print("\nsample number (down) by time in the epoch (across):")
     most = max(map(max, found.picture)) or 1
     for row in found.picture:
-        print("".join(_SHADES[-(-count * (len(_SHADES) - 1) // most)] for count in row))
+        print("".join(_SHADES[-(-n * (len(_SHADES) - 1) // most)] for n in row))
 
 
 def _print_mix(found: Balance) -> None:
@@ -233,7 +235,7 @@ def _shape(text: str) -> tuple[int, ...]:
     parts = text.lower().split("x")
     if len(parts) not in (2, 3):
         raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 256x256 or 192x336x32")
-    return tuple(count(part) for part in parts)
+    return tuple(positive_int(part) for part in parts)
 
 
 def _pixels(text: str) -> int:
@@ -254,11 +256,11 @@ def _version(text: str) -> int | str:
 
 
 def _natural(text: str) -> int:
-    return 0 if text == "0" else count(text)
+    return 0 if text == "0" else positive_int(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(count(part) for part in text.split(","))
+    counts = tuple(positive_int(part) for part in text.split(","))
     if max(counts) > 4096:
         raise argparse.ArgumentTypeError("at most 4096 nodes")
     return counts

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.dataio.core import limits
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.options import count
 from headrace.dataio.shards.cli import _add_making, _add_trust, _byte_bar, _parser, _print_json, _print_report
 
 if TYPE_CHECKING:
@@ -79,8 +79,10 @@ def _arguments() -> argparse.ArgumentParser:
     _add_making(parser, "file that cannot be packed", "media processes")
     media = parser.add_argument_group("media", "files with pictures can be changed on the way")
     media.add_argument("--transcode", choices=("h264",), help="re-encode the pictures, upright and with square pixels")
-    media.add_argument("--gop", metavar="N", type=count, default=32, help="a key frame every N frames (default: 32)")
-    media.add_argument("--height", metavar="ROWS", type=count, help="scale down to so many rows")
+    media.add_argument(
+        "--gop", metavar="N", type=positive_int, default=32, help="a key frame every N frames (default: 32)"
+    )
+    media.add_argument("--height", metavar="ROWS", type=positive_int, help="scale down to so many rows")
     media.add_argument("--remux", choices=("mp4", "mov", "mkv", "webm"), help="copy the streams into this container")
     media.add_argument("--faststart", action="store_true", help="put the index of MP4 files in front")
     media.add_argument(

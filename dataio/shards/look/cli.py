@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.options import count
+from headrace.dataio.core.cli import positive_int
 from headrace.dataio.shards.cli import (
     _add_dataset,
     _add_json,
@@ -62,8 +62,10 @@ def preview(argv: list[str]) -> int:
     parser = _parser("preview", _PREVIEW)
     _add_dataset(parser)
     _add_where(parser)
-    parser.add_argument("--limit", metavar="N", type=count, default=48, help="samples with pictures (default: 48)")
-    parser.add_argument("--frames", metavar="N", type=count, default=4, help="pictures of a sample (default: 4)")
+    parser.add_argument(
+        "--limit", metavar="N", type=positive_int, default=48, help="samples with pictures (default: 48)"
+    )
+    parser.add_argument("--frames", metavar="N", type=positive_int, default=4, help="pictures of a sample (default: 4)")
     _add_workers(parser, "decoding processes")
     parser.add_argument("-o", "--output", metavar="PAGE", required=True, help="the file to write, such as page.html")
     _add_json(parser, "one JSON object: the page, its size, and what it is of")
