@@ -23,7 +23,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, HeadraceError, TransientError
 from headrace.dataio.sidecar import status_server
 from headrace.dataio.store import fsspec as fsspec_store
-from headrace.dataio.store import retry, s3, s3config
+from headrace.dataio.store import retry, s3, s3_config
 from headrace.dataio.store.base import Store
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server
@@ -70,14 +70,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = retry.Policy(attempts=1)
     for module in (retry, s3):
         monkeypatch.setattr(module, "Policy", lambda: policy)
-    monkeypatch.setattr(s3config, "CONNECT_SECONDS", SECONDS)
-    monkeypatch.setattr(s3config, "READ_SECONDS", SECONDS)
+    monkeypatch.setattr(s3_config, "CONNECT_SECONDS", SECONDS)
+    monkeypatch.setattr(s3_config, "READ_SECONDS", SECONDS)
     monkeypatch.setattr(limits, "LEAST_RATE", limits.GIB)
 
 
-@pytest.fixture(params=["s3fs", "obstore"])
+@pytest.fixture(params=["s3fs", "obstore", "http"])
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "obstore":
+    if request.param != "s3fs":
         pytest.importorskip("obstore", reason="the extra s3 is not installed")
     monkeypatch.setenv("HEADRACE_S3", request.param)
     return str(request.param)

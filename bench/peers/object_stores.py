@@ -18,7 +18,7 @@ from typing import Any
 from headrace.bench.workloads.store_sweep import PART
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import folder_of, open_store
-from headrace.dataio.store.s3config import S3Config, parse
+from headrace.dataio.store.s3_config import S3Config, parse
 
 Operations = Mapping[str, Callable[[str, int, int], int]]
 """Operation → function of (key, offset, size) that returns how many bytes, or keys, it moved."""

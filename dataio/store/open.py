@@ -25,7 +25,7 @@ _SUPPORTED = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
 def open_store(url: str | os.PathLike[str], **storage_options: object) -> Store:
     """The store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or any other scheme of fsspec.
 
-    `storage_options` are for S3 (see `headrace.dataio.store.s3config`): s3fs's own names, and `endpoint_url`, `region`,
+    `storage_options` are for S3 (see `headrace.dataio.store.s3_config`): s3fs's own names, and `endpoint_url`, `region`,
     `path_style`, `client`. What is not given comes from the AWS variables and profiles. A directory takes `direct` (large
     reads past the page cache). For other schemes they are the file system's own, and the store has the limits of
     `headrace.dataio.store.fsspec`. `mounts` adds other stores below `mounts/<name>/` (`headrace.dataio.store.mounts`).
@@ -120,7 +120,7 @@ def _other(scheme: str, rest: str, options: dict[str, object]) -> Store:
 def _s3(url: str, options: dict[str, object]) -> Store:
     from headrace.dataio.store.retry import Retry
     from headrace.dataio.store.s3 import S3Store
-    from headrace.dataio.store.s3config import parse
+    from headrace.dataio.store.s3_config import parse
     from headrace.dataio.store.wrappers import MetricsStore
 
     return Retry(MetricsStore(S3Store(parse(url, options)), "s3"))

@@ -1,20 +1,38 @@
-"""The storage contract on S3 and what speaks its protocol, through obstore where it is installed and s3fs otherwise.
+"""The storage contract on S3 and compatible servers, with multipart uploads and the choice of the client library.
 
-Invariants: `put_if_absent` is one single PUT with `If-None-Match: *`, never a multipart upload; whatever leaves its outcome open
-(412, 409, a time-out, a lost answer, a 5xx) is settled by reading the object back. Nothing is cached: no listing, no size.
-No request is retried here but the parts of an upload; `headrace.dataio.store.retry.Retry` does the rest.
-Failure behaviour: see `s3errors`. A PUT takes at most 5 GiB, and a conditional one `checks.CONDITIONAL_BYTES`.
+Invariants:
+
+* `put_if_absent` is one single PUT with `If-None-Match: *`, never a multipart upload. If the answer leaves the outcome
+  open (412, 409, a time-out, a lost answer, a 5xx), the object is read back.
+* Nothing is cached: no listing, no size. Only the parts of an upload are retried here; `retry.Retry` does the rest.
+* Content below one part is a single PUT. Otherwise at most `IN_FLIGHT` parts are being sent while one more is being
+  filled, so memory stays below (IN_FLIGHT + 2) parts. Nothing is visible before the upload is completed.
+* `HEADRACE_S3` or the option `client` chooses the library: `s3fs`, `obstore`, or `http` (obstore, with reads and
+  listings by `s3_http`). Without them `http` serves if obstore is installed and supports the options; otherwise s3fs
+  does. Callers see no difference.
+
+Failure behaviour: see `s3_errors`. A PUT takes at most 5 GiB, and a conditional one `base.CONDITIONAL_BYTES`. Any
+exception during an upload, also one of the stream or an interrupt, cancels its requests and aborts it. A lost answer to
+the completion is settled by the nonce in the object's metadata. More than `MAX_BYTES` is a `CapacityError`. A killed
+process leaves an unfinished upload, invisible but billable. The next process aborts it where there is an `UploadLog`;
+give the bucket a lifecycle rule that aborts the others. Insisting on a library that cannot serve is an
+`UnsupportedError` with the reason.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import secrets
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.dataio.core import limits
+from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import (
     AccessDeniedError,
     AmbiguousWriteError,
@@ -22,9 +40,11 @@ from headrace.dataio.core.errors import (
     HeadraceError,
     NotFoundError,
     TransientError,
+    UnsupportedError,
     UsageError,
 )
-from headrace.dataio.store import s3read
+from headrace.dataio.core.log import get_logger
+from headrace.dataio.store import s3_session
 from headrace.dataio.store.base import (
     Buffer,
     Location,
@@ -38,16 +58,27 @@ from headrace.dataio.store.base import (
     writable_bytes,
 )
 from headrace.dataio.store.retry import Policy, call_async
-from headrace.dataio.store.s3client import connect
-from headrace.dataio.store.s3config import S3Config
-from headrace.dataio.store.s3errors import NoSuchUploadError, PreconditionError, UnreachableError
-from headrace.dataio.store.s3session import flat, length_of
-from headrace.dataio.store.s3upload import Notes, Upload, blocks
+from headrace.dataio.store.s3_config import S3Config
+from headrace.dataio.store.s3_errors import NoSuchUploadError, PreconditionError, UnreachableError
+from headrace.dataio.store.s3_session import S3Session, flat, length_of
 
 PUT_BYTES = 5 * limits.GIB
+PART_BYTES = 8 * limits.MIB
+_PARTS_PER_SIZE, _SIZES = 2500, 4
+"""2,500 parts each of 8, 16, 32 and 64 MiB. S3 allows 10,000 parts; some servers want equal ones, as the first 20 GB
+are.
+"""
+MAX_BYTES = sum(PART_BYTES << i for i in range(_SIZES)) * _PARTS_PER_SIZE
+IN_FLIGHT = 4
+_NONCE = "headrace-upload"
+_logger = get_logger(__name__)
+_part_sent = declare(
+    "store.s3.part-sent", "some parts are uploaded, the upload is not completed; the object is as it was"
+)
+_uploaded = declare("store.s3.uploaded", "all parts are uploaded, the upload is not completed; the object is as it was")
 _DELETE_BATCH = 1000
 _SORTED_LISTING = 1_000_000
-"""The most keys that are sorted in memory for a server that does not list by key."""
+"""How many keys are sorted in memory for a server that does not list by key."""
 
 
 class S3Store(Store):
@@ -62,7 +93,7 @@ class S3Store(Store):
         return Location(self._config.url, self._config.public, self._config.shareable)
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        found = self._session.get_here(f"reading {self._name(key)}", self._config.full_key(key), max_bytes)
+        found = self._session.get_sync(f"reading {self._name(key)}", self._config.full_key(key), max_bytes)
         return self._session.run(self._get(key, max_bytes)) if found is None else found
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
@@ -70,12 +101,12 @@ class S3Store(Store):
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         full, name = self._config.full_key(key), self._name(key)
-        if not s3read.fill_here(self._session, full, name, ranges):
-            self._session.run(s3read.fill(self._session, full, name, ranges))
+        if not s3_session.fill_sync(self._session, full, name, ranges):
+            self._session.run(s3_session.fill(self._session, full, name, ranges))
 
     def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
         full, name = self._config.full_key(key), self._name(key)
-        if not s3read.pass_here(self._session, full, name, offset, writable_bytes(buffer), take):
+        if not s3_session.pass_on_sync(self._session, full, name, offset, writable_bytes(buffer), take):
             super().get_pieces(key, offset, buffer, take)
 
     def put(self, key: str, data: Buffer) -> None:
@@ -95,21 +126,21 @@ class S3Store(Store):
         return self._upload(key, parts, None)
 
     def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
-        return self._upload(key, parts, Notes(log, key))
+        return self._upload(key, parts, _LogEntry(log, key))
 
     def abort_upload(self, key: str, upload: str) -> None:
         with contextlib.suppress(NoSuchUploadError):
             full, doing = self._config.full_key(key), f"aborting the upload of {self._name(key)}"
             self._session.run(self._session.call("abort_multipart_upload", doing, Key=full, UploadId=upload))
 
-    def _upload(self, key: str, parts: Iterable[Buffer], notes: Notes | None) -> int:
+    def _upload(self, key: str, parts: Iterable[Buffer], entry: _LogEntry | None) -> int:
         full, name = self._config.full_key(key), self._name(key)
         stream = blocks(parts, name)
         first, second = next(stream), next(stream, None)
         if second is None:
             self._session.run(call_async(lambda: self._put(key, first), self._policy))
             return first.getbuffer().nbytes
-        upload = Upload(self._session, full, name, self._policy, notes)
+        upload = _Upload(self._session, full, name, self._policy, entry)
         return upload.send(itertools.chain([first, second], stream))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -122,7 +153,7 @@ class S3Store(Store):
 
     def stat(self, key: str) -> ObjectInfo:
         full, doing = self._config.full_key(key), f"reading {self._name(key)}"
-        head = self._session.head_here(doing, full)
+        head = self._session.head_sync(doing, full)
         if head is None:
             head = self._session.run(self._session.call("head_object", doing, Key=full))
         return ObjectInfo(key, length_of(head, f"{doing}: {self._config.endpoint}"), head["LastModified"].timestamp())
@@ -148,7 +179,7 @@ class S3Store(Store):
             if size > max_bytes:
                 raise too_large(self._name(key), size, max_bytes)
             data = bytearray(size)
-            await s3read.pour(body, self._name(key), 0, [(size, memoryview(data))])
+            await s3_session.pour(body, self._name(key), 0, [(size, memoryview(data))])
         return bytes(data)
 
     async def _put(self, key: str, body: Buffer | io.BytesIO, **conditions: object) -> None:
@@ -159,7 +190,7 @@ class S3Store(Store):
         await self._session.call("put_object", f"writing {self._name(key)}", Key=full, Body=body, **conditions)
 
     def _won(self, key: str, data: Buffer, cause: HeadraceError) -> bool:
-        """Whether the object holds this writer's body; the answer to its PUT did not tell."""
+        """Whether the object holds this writer's body, when the answer to its PUT did not tell."""
         try:
             return self.get(key, max_bytes=len(memoryview(data).cast("B")) if memoryview(data).nbytes else 0) == bytes(
                 data
@@ -178,16 +209,17 @@ class S3Store(Store):
         base = self._config.prefix + "/" if self._config.prefix else ""
         more: dict[str, object] = {}
         while True:
-            page = self._session.run(
-                self._session.call("list_objects_v2", f"listing {self._config.url}", Prefix=base + prefix, **more)
-            )
+            doing, wanted = f"listing {self._config.url}", {"Prefix": base + prefix, **more}
+            page = self._session.list_sync(doing, wanted)
+            if page is None:
+                page = self._session.run(self._session.call("list_objects_v2", doing, **wanted))
             yield page
             if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _infos(self, page: dict[str, Any]) -> Iterator[ObjectInfo]:
-        """Objects of a page; what others left under names that are no keys here, such as `folder/`, is passed over."""
+        """The objects of a page. Names that are no valid keys, such as `folder/`, are skipped."""
         cut = len(self._config.prefix) + 1 if self._config.prefix else 0
         for entry in page.get("Contents", ()):
             key = entry["Key"][cut:]
@@ -212,7 +244,7 @@ def _is_key(key: str) -> bool:
 
 
 def _lists_by_folder(page: dict[str, Any]) -> bool:
-    """SeaweedFS walks folders, so `a/b` comes before `a-b`; S3 and the contract say that keys are compared as a whole."""
+    """Whether the server sorts by folder. SeaweedFS does, so `a/b` comes before `a-b`; S3 compares whole keys."""
     headers = page.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     return str(headers.get("server", "")).startswith("SeaweedFS")
 
@@ -225,3 +257,133 @@ def _by_key(found: Iterator[ObjectInfo], url: str) -> list[ObjectInfo]:
             hint="list by a longer prefix",
         )
     return sorted(some, key=lambda info: info.key)
+
+
+def connect(config: S3Config) -> S3Session:
+    """A session for `config`, without sending a request."""
+    if config.client == "s3fs":
+        return S3Session(config)
+    from headrace.dataio.store.s3_obstore import ObstoreClient, installed, unavailable
+
+    if not installed():
+        reason, hint = "obstore is not installed", "pip install 'headrace[s3]'"
+    else:
+        found = unavailable(config)
+        if found is None:
+            return ObstoreClient(config)
+        reason, hint = found, "set HEADRACE_S3=s3fs, or leave it unset"
+    if config.client is not None:
+        raise UnsupportedError(f"{config.url} cannot be served by obstore: {reason}", hint=hint)
+    _logger.debug("%s is served by s3fs: %s", config.url, reason)
+    return S3Session(config)
+
+
+def blocks(parts: Iterable[Buffer], name: str) -> Iterator[io.BytesIO]:
+    """Copy `parts` into blocks of the sizes of an upload's parts. The owner of a part may reuse it afterwards."""
+    sizes = itertools.chain.from_iterable(itertools.repeat(PART_BYTES << i, _PARTS_PER_SIZE) for i in range(_SIZES))
+    block, room = io.BytesIO(), next(sizes)
+    for part in parts:
+        view = memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"")
+        while len(view):
+            if not room:
+                yield block
+                block, room = io.BytesIO(), next(sizes, 0)
+                if not room:
+                    raise CapacityError(
+                        f"{name}: an object may have at most {limits.format_bytes(MAX_BYTES)}", hint="write several"
+                    )
+            n = min(room, len(view))
+            block.write(view[:n])
+            view, room = view[n:], room - n
+    yield block
+
+
+@dataclass(frozen=True, slots=True)
+class _LogEntry:
+    """An upload log, and the object's key in it."""
+
+    log: UploadLog
+    key: str
+
+
+class _Upload:
+    """One multipart upload. Used from one thread."""
+
+    def __init__(self, session: S3Session, key: str, name: str, policy: Policy, entry: _LogEntry | None = None) -> None:
+        self._session, self._key, self._name, self._policy = session, key, name, policy
+        self._entry = entry
+        self._nonce = secrets.token_hex(16)
+        self._id = ""
+        self._waiting: deque[asyncio.Task[dict[str, Any]]] = deque()
+        self._done: list[dict[str, Any]] = []
+
+    def send(self, stream: Iterable[io.BytesIO]) -> int:
+        """Upload `stream`, complete the upload, and return the object's size."""
+        size = 0
+        self._session.run(self._begin())
+        try:
+            for number, block in enumerate(stream, 1):
+                size += block.getbuffer().nbytes
+                self._session.run(self._admit(number, block))
+            self._session.run(self._drain(0))
+            _uploaded()
+            self._session.run(self._complete())
+            return size
+        except BaseException:
+            self._abort()
+            raise
+
+    async def _begin(self) -> None:
+        self._id = (await self._retried("create_multipart_upload", Metadata={_NONCE: self._nonce}))["UploadId"]
+        if self._entry is not None:
+            self._entry.log.begun(self._entry.key, self._id)
+
+    async def _admit(self, number: int, block: io.BytesIO) -> None:
+        await self._drain(IN_FLIGHT - 1)
+        self._waiting.append(asyncio.create_task(self._part(number, block)))
+
+    async def _drain(self, left: int) -> None:
+        while len(self._waiting) > left:
+            self._done.append(await self._waiting[0])
+            self._waiting.popleft()
+
+    async def _part(self, number: int, block: io.BytesIO) -> dict[str, Any]:
+        answer = await self._retried("upload_part", UploadId=self._id, PartNumber=number, Body=block)
+        _part_sent()
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    async def _complete(self) -> None:
+        try:
+            await self._retried("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": self._done})
+        except NoSuchUploadError as error:  # an earlier attempt may have completed it, and its answer was lost
+            with contextlib.suppress(NotFoundError):
+                head = await self._retried("head_object")
+                if head.get("Metadata", {}).get(_NONCE) == self._nonce:
+                    return
+            raise AmbiguousWriteError(
+                f"could not tell whether the upload of {self._name} was completed: {error}"
+            ) from error
+
+    def _retried(self, operation: str, **parameters: object) -> Coroutine[Any, Any, dict[str, Any]]:
+        async def once() -> dict[str, Any]:
+            if isinstance(body := parameters.get("Body"), io.BytesIO):
+                body.seek(0)
+            return await self._session.call(operation, f"writing {self._name}", Key=self._key, **parameters)
+
+        return call_async(once, self._policy)
+
+    def _abort(self) -> None:
+        try:
+            self._session.run(self._cancel())
+            self._session.run(self._retried("abort_multipart_upload", UploadId=self._id))
+            if self._entry is not None:
+                self._entry.log.ended(self._entry.key, None)
+        except NoSuchUploadError:
+            pass
+        except HeadraceError as error:
+            _logger.warning("the unfinished upload %s of %s is left on the server: %s", self._id, self._name, error)
+
+    async def _cancel(self) -> None:
+        for task in self._waiting:
+            task.cancel()
+        await asyncio.gather(*self._waiting, return_exceptions=True)

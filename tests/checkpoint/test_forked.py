@@ -30,8 +30,8 @@ from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.base import Buffer
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3config import parse
-from headrace.dataio.store.s3here import Here
+from headrace.dataio.store.s3_config import parse
+from headrace.dataio.store.s3_http import SyncHttpClient
 from tests.checkpoint.making import Wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -137,8 +137,8 @@ import gc, json, os, sys, threading, time
 import torch
 from headrace.checkpoint import Checkpointer, read
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3config import parse
-from headrace.dataio.store.s3here import Here
+from headrace.dataio.store.s3_config import parse
+from headrace.dataio.store.s3_http import SyncHttpClient
 
 url = sys.argv[1]
 state = {"m": torch.arange(4.0)}
@@ -230,7 +230,7 @@ def test_a_child_does_not_end_a_request_of_its_parent_on_s3() -> None:
     near, far = socket.socketpair()
     connection = HTTPConnection("nowhere")
     connection.sock = near
-    here = Here(parse("s3://bucket", {}), lambda _: None)
+    here = SyncHttpClient(parse("s3://bucket", {}), lambda _: None)
     here._used.add(connection)
     with near, far:
         assert child(lambda: here.close() is None)

@@ -37,7 +37,7 @@ from headrace.dataio.shards.versions.documents import Mount, VersionDocument
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import OPTION, Mounts
 from headrace.dataio.store.open import folder_of, open_store
-from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.s3_config import parse
 from headrace.dataio.store.url_policy import allowed_options, mountable, scheme_of
 
 

@@ -10,7 +10,7 @@ import pytest
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 from headrace.dataio.store.base import Location
 from headrace.dataio.store.open import open_location, open_store
-from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.s3_config import parse
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "file://localhost{}", "FILE://{}", "{}/"])
@@ -120,7 +120,7 @@ def test_the_password_of_a_proxy_reaches_the_client_and_nothing_else() -> None:
     config = parse("s3://bucket/x", given, {"AWS_REGION": "eu"})
     assert "hidden" not in f"{config!r} {config.public}"
     assert not config.shareable
-    assert "proxies" in str(config.beyond_obstore())
+    assert "proxies" in str(config.unsupported_by_obstore())
     assert config.s3fs_arguments()["config_kwargs"]["proxies"] == given["config_kwargs"]["proxies"]  # type: ignore[index]
 
 

@@ -31,16 +31,15 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from headrace.dataio.store import s3, s3read, s3session, s3upload
+from headrace.dataio.store import s3, s3_session
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_location, open_store
 from headrace.dataio.store.probe import certify
 from headrace.dataio.store.retry import Policy
-from headrace.dataio.store.s3 import S3Store
-from headrace.dataio.store.s3client import connect
-from headrace.dataio.store.s3config import parse
-from headrace.dataio.store.s3errors import from_answer
-from headrace.dataio.store.s3session import S3Session
+from headrace.dataio.store.s3 import S3Store, connect
+from headrace.dataio.store.s3_config import parse
+from headrace.dataio.store.s3_errors import from_answer
+from headrace.dataio.store.s3_session import S3Session
 from headrace.dataio.testing.conformance import StoreConformance, StoreMachine, some_bytes
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server
@@ -48,13 +47,13 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3
 MIB = 1 << 20
-CLIENTS = ["s3fs", "obstore"]
+CLIENTS = ["s3fs", "obstore", "http"]
 
 
 @pytest.fixture(params=CLIENTS)
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The library that talks to S3 in this test and its child processes: each of them in turn."""
-    if request.param == "obstore":
+    if request.param != "s3fs":
         pytest.importorskip("obstore", reason="the extra s3 is not installed")
     monkeypatch.setenv("HEADRACE_S3", request.param)
     return str(request.param)
@@ -80,6 +79,10 @@ class TestS3ThroughObstore(TestS3ThroughS3fs):
         pytest.importorskip("obstore", reason="the extra s3 is not installed")
         monkeypatch.setenv("HEADRACE_S3", self.client)
         return s3_url
+
+
+class TestS3ThroughHttp(TestS3ThroughObstore):
+    client = "http"
 
 
 def test_the_store_agrees_with_a_model(s3_url: str, client: str) -> None:
@@ -163,7 +166,7 @@ def test_the_store_is_not_used_after_it_was_closed(client: str, s3_url: str) -> 
 def test_a_forked_child_gets_an_error_for_its_parents_store_and_can_open_its_own(
     client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if client == "obstore":
+    if client != "s3fs":
         monkeypatch.delenv("HEADRACE_S3")  # obstore's threads are not in the child, so s3fs serves there
     program = (
         "import os\n"
@@ -182,7 +185,7 @@ def test_a_forked_child_gets_an_error_for_its_parents_store_and_can_open_its_own
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], stdout=subprocess.PIPE, timeout=150)
     assert done.returncode == 0
-    assert done.stdout.split()[0] == {"s3fs": b"S3Session", "obstore": b"FastSession"}[client]
+    assert done.stdout.split()[0] == (b"S3Session" if client == "s3fs" else b"ObstoreClient")
 
 
 @pytest.mark.parametrize(
@@ -193,8 +196,8 @@ def test_what_obstore_has_no_equal_of_goes_through_s3fs_unless_obstore_is_insist
 ) -> None:
     pytest.importorskip("obstore")
     assert type(connect(parse(s3_url, option, {"AWS_REGION": "r"}))).__name__ == "S3Session"
-    assert type(connect(parse(s3_url, {}, {"AWS_REGION": "r"}))).__name__ == "FastSession"
-    with pytest.raises(UnsupportedError, match=r"no equal of the option (use_dualstack|tcp_keepalive)"):
+    assert type(connect(parse(s3_url, {}, {"AWS_REGION": "r"}))).__name__ == "ObstoreClient"
+    with pytest.raises(UnsupportedError, match=r"no equivalent of the option (use_dualstack|tcp_keepalive)"):
         connect(parse(s3_url, {**option, "client": "obstore"}, {"AWS_REGION": "r"}))
     with pytest.raises(UsageError, match="no S3 client"):
         parse(s3_url, {}, {"HEADRACE_S3": "curl"})
@@ -202,8 +205,7 @@ def test_what_obstore_has_no_equal_of_goes_through_s3fs_unless_obstore_is_insist
 
 def test_without_obstore_s3fs_serves(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "headrace.dataio.store.s3fast", raising=False)
-    monkeypatch.delitem(sys.modules, "headrace.dataio.store.s3fasterrors", raising=False)
+    monkeypatch.delitem(sys.modules, "headrace.dataio.store.s3_obstore", raising=False)
     assert type(connect(parse(s3_url, {}))) is S3Session
     with pytest.raises(UnsupportedError, match=r"not installed.*s3"):
         connect(parse(s3_url, {"client": "obstore"}))
@@ -262,17 +264,17 @@ def test_a_conditional_write_is_one_single_put(client: str, s3_url: str, recorde
     (head,) = heads
     assert b"if-none-match: *" in head
     assert b"uploadid" not in head
-    assert client != "obstore" or b"x-amz-content-sha256: unsigned-payload" in head
+    assert client == "s3fs" or b"x-amz-content-sha256: unsigned-payload" in head
 
 
 def test_a_body_too_large_for_obstores_time_out_goes_through_s3fs(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3fast = pytest.importorskip("headrace.dataio.store.s3fast", reason="the extra s3 is not installed")
-    monkeypatch.setattr(s3fast, "_PUT_BYTES", 4)
+    s3_obstore = pytest.importorskip("headrace.dataio.store.s3_obstore", reason="the extra s3 is not installed")
+    monkeypatch.setattr(s3_obstore, "_PUT_BYTES", 4)
     with S3Store(parse(s3_url, {"client": "obstore"})) as store:
         store.put("k", b"12345")
-        assert store._session._native is None  # type: ignore[attr-defined]
+        assert store._session._obstore is None  # type: ignore[attr-defined]
         store.put("k", b"1234")
-        assert store._session._native is not None  # type: ignore[attr-defined]
+        assert store._session._obstore is not None  # type: ignore[attr-defined]
 
 
 def test_an_overloaded_server_is_given_the_pause_it_asked_for() -> None:
@@ -306,8 +308,8 @@ def test_a_silent_server_is_given_up_after_the_time_out(
 def test_a_forgotten_store_ends_with_its_thread_and_not_in_the_thread_that_collects_it(
     client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped, stop = list[int](), s3session._Worker.stop
-    monkeypatch.setattr(s3session._Worker, "stop", lambda it: (stop(it), stopped.append(threading.get_ident())))
+    stopped, stop = list[int](), s3_session._Worker.stop
+    monkeypatch.setattr(s3_session._Worker, "stop", lambda it: (stop(it), stopped.append(threading.get_ident())))
     store = open_store(s3_url)
     store.put("k", b"")
     before = {t for t in threading.enumerate() if t.name == "headrace-s3"}
@@ -550,9 +552,9 @@ def test_fifty_writers_have_one_winner_in_every_of_many_rounds(s3_url: str) -> N
 def test_a_multipart_upload_keeps_a_bounded_number_of_parts_in_flight(
     s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part, active, seen = s3upload.Upload._part, 0, []
+    part, active, seen = s3.Upload._part, 0, []
 
-    async def counted(self: s3upload.Upload, number: int, block: io.BytesIO) -> dict[str, object]:
+    async def counted(self: s3.Upload, number: int, block: io.BytesIO) -> dict[str, object]:
         nonlocal active
         active += 1
         seen.append(active)
@@ -561,21 +563,21 @@ def test_a_multipart_upload_keeps_a_bounded_number_of_parts_in_flight(
         finally:
             active -= 1
 
-    monkeypatch.setattr(s3upload.Upload, "_part", counted)
+    monkeypatch.setattr(s3.Upload, "_part", counted)
     with open_store(s3_url) as store:
         assert store.put_multipart("k", [bytes(90 * MIB)]) == 90 * MIB
     assert len(seen) == 12
-    assert 2 <= max(seen) <= s3upload.IN_FLIGHT
+    assert 2 <= max(seen) <= s3.IN_FLIGHT
 
 
 def test_an_object_above_what_a_multipart_upload_can_hold_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3upload, "PART_BYTES", 4)
-    monkeypatch.setattr(s3upload, "_PARTS_PER_SIZE", 2)
+    monkeypatch.setattr(s3, "PART_BYTES", 4)
+    monkeypatch.setattr(s3, "_PARTS_PER_SIZE", 2)
     most = 2 * (4 + 8 + 16 + 32)
-    sizes = [block.getbuffer().nbytes for block in s3upload.blocks([bytes(most)], "k")]
+    sizes = [block.getbuffer().nbytes for block in s3.blocks([bytes(most)], "k")]
     assert sizes == [4, 4, 8, 8, 16, 16, 32, 32]
     with pytest.raises(CapacityError, match="k: an object may have at most"):
-        list(s3upload.blocks([bytes(most), b"1"], "k"))
+        list(s3.blocks([bytes(most), b"1"], "k"))
 
 
 def test_a_put_above_the_limit_of_one_request_is_a_capacity_error(
@@ -600,10 +602,10 @@ def test_sorting_for_a_server_that_lists_by_folder_is_bounded(s3_url: str, monke
 def test_an_object_replaced_during_a_read_of_several_spans_is_never_mixed(
     client: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch, replaced = s3read._fetch, asyncio.Event()
-    new = b"n" * (s3read.SPAN_BYTES + 5)
+    fetch, replaced = s3_session._fetch, asyncio.Event()
+    new = b"n" * (s3_session.SPAN_BYTES + 5)
 
-    async def replace_between(session: S3Session, key: str, name: str, span: s3read.Span) -> str | None:
+    async def replace_between(session: S3Session, key: str, name: str, span: s3_session.Span) -> str | None:
         if span.start == 0:
             version = await fetch(session, key, name, span)
             if not replaced.is_set():
@@ -613,7 +615,7 @@ def test_an_object_replaced_during_a_read_of_several_spans_is_never_mixed(
         await replaced.wait()
         return await fetch(session, key, name, span)
 
-    monkeypatch.setattr(s3read, "_fetch", replace_between)
+    monkeypatch.setattr(s3_session, "_fetch", replace_between)
     buffer = bytearray(len(new))
     with S3Store(parse(s3_url, {})) as store:
         store.put("k", b"o" * len(new))

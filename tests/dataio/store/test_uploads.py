@@ -15,8 +15,8 @@ from headrace.checkpoint.saving.progress import Logged, ProgressFile
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3client import connect
-from headrace.dataio.store.s3config import parse
+from headrace.dataio.store.s3 import connect
+from headrace.dataio.store.s3_config import parse
 from headrace.dataio.store.wrappers import PausableUploads
 
 pytestmark = pytest.mark.s3

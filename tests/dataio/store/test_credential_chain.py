@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import AccessDeniedError
+from headrace.dataio.store.credential_chain import Keys as Values
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3credentials import Keys as Values
 from headrace.dataio.testing.s3server import Keys, S3Server, start_seaweedfs
 from tests.conftest import use_s3_server
 
@@ -34,10 +34,10 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
-@pytest.fixture(params=["s3fs", "obstore"])
+@pytest.fixture(params=["s3fs", "obstore", "http"])
 def url(request: pytest.FixtureRequest, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty place, for each client in turn; the keys of the variables are in force."""
-    if request.param == "obstore":
+    if request.param != "s3fs":
         pytest.importorskip("obstore", reason="the extra s3 is not installed")
     use_s3_server(server, monkeypatch)
     monkeypatch.setenv("HEADRACE_S3", request.param)

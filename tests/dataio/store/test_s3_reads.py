@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from headrace.dataio.store.s3read import GAP_BYTES, SPAN_BYTES, plan
+from headrace.dataio.store.s3_session import GAP_BYTES, SPAN_BYTES, plan
 
 _SIZE = st.one_of(st.integers(1, 100), st.integers(1, 3 * SPAN_BYTES), st.just(SPAN_BYTES))
 _AT = st.one_of(st.integers(0, 1000), st.integers(0, 4 * SPAN_BYTES))

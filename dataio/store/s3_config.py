@@ -1,9 +1,10 @@
 """Which bucket, where, and how to reach it: a frozen description made from a URL, options and the AWS variables.
 
-Invariants: `S3Config.public` is enough to open the same store with other credentials, and holds only options that are known to
-be no secrets (`_PUBLIC`); all others are in `credentials`, which is left out of every repr. Options win over variables, and
-variables over profiles.
-Failure behaviour: `UsageError` for an option that is not known, a URL without a bucket, or secrets inside a URL.
+Invariants: options win over variables, and variables over profiles. `S3Config.public` holds only options that are known
+not to be secret (`_PUBLIC`); another process with its own credentials can open the same store from it. All other
+options are in `credentials`, which no repr shows.
+
+Failure behaviour: `UsageError` for an unknown option, a URL without a bucket, or secrets inside a URL.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ _PUBLIC: Mapping[str, frozenset[str] | None] = {
         )
     ),
 }
-"""Options that may be shown, recorded and sent to the daemon; of a mapping, which of its entries."""
+"""Options that may be shown, recorded and sent to the daemon; for a mapping, which of its entries."""
 _OURS = ("endpoint_url", "region", "path_style", "client")
-CLIENTS = ("s3fs", "obstore")
+CLIENTS = ("s3fs", "obstore", "http")
 
 
 @dataclass(frozen=True, slots=True)
 class S3Config:
-    """`prefix` is a key prefix without slashes at its ends, `""` for the bucket's root. `endpoint_url` None means AWS."""
+    """`prefix` is a key prefix without slashes at its ends, `""` for the bucket's root. `endpoint_url` None means
+    AWS.
+    """
 
     bucket: str
     prefix: str
@@ -50,13 +53,15 @@ class S3Config:
     region: str | None
     path_style: bool
     options: Mapping[str, object]
-    """What s3fs is to be given besides, without secrets."""
+    """Further options of s3fs, without secrets."""
     shareable: bool
     credentials: Mapping[str, object] = field(repr=False)
-    """The same, only what holds secrets."""
+    """Further options of s3fs that are secret, or may be."""
     ca_bundle: str | None = field(default=None, compare=False)
     client: str | None = field(default=None, compare=False)
-    """`s3fs` or `obstore` to insist on one; how this process talks, so it is in no location. None: the best that is there."""
+    """One of `CLIENTS` to insist on it; None for the best available. Not part of the location, since it concerns
+    this process only.
+    """
 
     @property
     def url(self) -> str:
@@ -64,12 +69,14 @@ class S3Config:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint in words, for messages."""
+        """The endpoint, for messages."""
         return self.endpoint_url or f"AWS ({self.region or 'default region'})"
 
     @property
     def bucket_url(self) -> str:
-        """Where the bucket answers, without a slash at the end. A name with dots is in no certificate, so in the path."""
+        """The bucket's address, without a final slash. A name with dots fits no wildcard certificate, so it goes
+        into the path.
+        """
         there = self.endpoint_url or f"https://s3.{self.region}.amazonaws.com{'.cn' if _in_china(self.region) else ''}"
         scheme, _, place = there.rstrip("/").partition("://")
         in_path = self.path_style or "." in self.bucket
@@ -77,7 +84,7 @@ class S3Config:
 
     @property
     def public(self) -> dict[str, object]:
-        """The options by which another process opens this store."""
+        """The options with which another process can open this store."""
         ours = {"endpoint_url": self.endpoint_url, "region": self.region, "path_style": self.path_style}
         return {name: value for name, value in ours.items() if value is not None} | dict(self.options)
 
@@ -108,24 +115,26 @@ class S3Config:
 
     @property
     def read_seconds(self) -> float:
-        """The longest that a server may stay silent within a request."""
+        """How long a server may be silent within a request."""
         return float(str(_mapping(self.options, "config_kwargs").get("read_timeout", READ_SECONDS)))
 
-    def patience(self, size: int = 0) -> float:
-        """The most seconds for the whole of a request with a body of so many bytes, from connecting to the answer's last byte.
+    def request_seconds(self, size: int = 0) -> float:
+        """The time limit in seconds of a whole request with a body of `size` bytes, from connecting to the answer's
+        last byte.
 
-        The other limits begin anew with every byte that comes: a server that drips would hold a request for ever by them alone.
+        The other limits start again with every byte, so a server that sends a byte now and then could hold a request
+        forever.
         """
         return self.connect_seconds + self.read_seconds + size / limits.LEAST_RATE
 
     @property
     def verify(self) -> object:
-        """False: trust any certificate; a string: the file of those to trust; None: the system's."""
+        """False: trust any certificate. A string: a file of certificates to trust. None: those of the system."""
         given = _mapping(self.options, "client_kwargs").get("verify")
         return self.ca_bundle if given is None or given is True else given
 
-    def beyond_obstore(self) -> str | None:
-        """The first option that obstore has no equal of, in words."""
+    def unsupported_by_obstore(self) -> str | None:
+        """Why obstore cannot serve this configuration, for messages; None if it can."""
         given = _merged(self.options, self.credentials)
         config = _mapping(given, "config_kwargs")
         beyond = [
@@ -136,14 +145,14 @@ class S3Config:
         ]
         if not self.endpoint_url and not self.region:
             return "no region is set (AWS_REGION or the option region)"
-        return f"it has no equal of the option {sorted(beyond)[0]}" if beyond else None
+        return f"it has no equivalent of the option {sorted(beyond)[0]}" if beyond else None
 
     def full_key(self, key: str) -> str:
-        """The key in the bucket for the store's key `key`."""
+        """The key in the bucket: the prefix and the store's key."""
         return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
 
     def s3fs_arguments(self) -> dict[str, object]:
-        """Keyword arguments for `s3fs.S3FileSystem`: one attempt a request, no caches, time-outs, addressing style."""
+        """Keyword arguments for `s3fs.S3FileSystem`: no retries, no caches, time-outs, addressing style."""
         arguments = _merged(dict(self.options), dict(self.credentials))
         return arguments | {
             "endpoint_url": self.endpoint_url,
@@ -160,7 +169,7 @@ class S3Config:
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "max_pool_connections": CONNECTIONS,
-            # digests of Headrace's own formats guard the content; servers differ in what else they accept
+            # Headrace's formats carry their own digests; servers differ in which checksums they accept
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             "s3": {"addressing_style": style, "payload_signing_enabled": False},
@@ -169,7 +178,7 @@ class S3Config:
 
 
 def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> S3Config:
-    """The configuration for `s3://bucket/prefix` with the storage options of the caller."""
+    """Make the configuration for `s3://bucket/prefix` and the caller's storage options."""
     if unknown := sorted(set(options) - {*_CREDENTIALS, *_PLAIN, *_OURS}):
         known = ", ".join((*_OURS, *_CREDENTIALS, *_PLAIN))
         raise UsageError(f"unknown S3 storage option {', '.join(unknown)}", hint=f"known are {known}")
@@ -207,7 +216,7 @@ _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 def _client(name: object) -> str | None:
     if name is not None and name not in CLIENTS:
         raise UsageError(
-            f"{name!r} is no S3 client", hint=f"set HEADRACE_S3 or the option client to {' or '.join(CLIENTS)}"
+            f"{name!r} is no S3 client", hint=f"set HEADRACE_S3 or the option client to {', '.join(CLIENTS)}"
         )
     return str(name) if name else None
 
@@ -217,7 +226,7 @@ def _bucket_and_prefix(url: str) -> tuple[str, str]:
     query = url.partition("?")[2]
     if "@" in bucket or ":" in bucket or redact(query) != query:
         raise UsageError(
-            f"{url!r} holds more than a bucket", hint="put credentials into the AWS variables or a profile"
+            f"{url!r} contains more than a bucket", hint="put credentials into the AWS variables or a profile"
         )
     if not bucket:
         raise UsageError(f"{url!r} names no bucket", hint="write s3://bucket/prefix")
@@ -236,11 +245,13 @@ def _check_endpoint(endpoint: str) -> None:
             f"the endpoint {endpoint!r} is not a URL", hint="write for example https://storage.example:9000"
         )
     if parts.username or parts.password or parts.query:
-        raise UsageError("the endpoint URL holds credentials", hint="put them into the AWS variables or a profile")
+        raise UsageError("the endpoint URL contains credentials", hint="put them into the AWS variables or a profile")
 
 
 def _style_of(options: Mapping[str, object], endpoint: str | None) -> bool:
-    """Path style by default for every endpoint but Amazon's own: other servers seldom have a name for each bucket."""
+    """Whether to use path style: the default for every endpoint but Amazon's, as few servers have a host name per
+    bucket.
+    """
     style = _mapping(_mapping(options, "config_kwargs"), "s3").get("addressing_style", "auto")
     return style == "path" or (style == "auto" and endpoint is not None and ".amazonaws.com" not in endpoint)
 
@@ -261,7 +272,7 @@ def _mapping(options: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def _public(options: Mapping[str, object]) -> dict[str, object]:
-    """Of `options` those of `_PUBLIC` whose values hold no secret either, such as the password of a proxy."""
+    """The options named in `_PUBLIC` whose values hold no secret, such as the password of a proxy."""
     found: dict[str, object] = {}
     for name, inner in _PUBLIC.items():
         if name not in options or (inner is None and has_secrets({name: options[name]})):
@@ -276,7 +287,7 @@ def _public(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def _hidden(options: Mapping[str, object], public: Mapping[str, object]) -> dict[str, object]:
-    """Nested `options` without `public`."""
+    """The nested `options` without those in `public`."""
     found: dict[str, object] = {}
     for name, value in options.items():
         shown = public.get(name)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, SlowDownError, TransientError, UsageError
-from headrace.dataio.store import s3here
+from headrace.dataio.store import s3_http
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
-from headrace.dataio.store.s3here import Here
+from headrace.dataio.store.s3_http import SyncHttpClient
 from headrace.dataio.testing.conformance import some_bytes
 from headrace.dataio.testing.proxy import Fault, FaultProxy
 from headrace.dataio.testing.s3server import S3Server
@@ -36,7 +36,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def count(name: str) -> None:
-        real = getattr(Here, name)
+        real = getattr(SyncHttpClient, name)
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
             names.append(f"{name}?")
@@ -44,7 +44,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names[-1] = name if found is not None else names[-1]
             return found
 
-        monkeypatch.setattr(Here, name, counted)
+        monkeypatch.setattr(SyncHttpClient, name, counted)
 
     for name in ("get", "read", "head"):
         count(name)
@@ -54,7 +54,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def store(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Connected, with an object of 3 MiB."""
-    monkeypatch.setenv("HEADRACE_S3", "obstore")
+    monkeypatch.setenv("HEADRACE_S3", "http")
     with open_store(s3_url) as found:
         found.put("k", BODY)
         yield found
@@ -127,7 +127,7 @@ def test_errors_are_those_of_the_ordinary_way(store: Store) -> None:
 def test_a_read_survives(
     size: int, fault: Fault, s3_url: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HEADRACE_S3", "obstore")
+    monkeypatch.setenv("HEADRACE_S3", "http")
     with FaultProxy(s3_server.endpoint) as proxy, open_store(s3_url, endpoint_url=proxy.endpoint) as behind:
         behind.put("k", BODY)
         proxy.inject(fault, method="GET", times=2)
@@ -143,7 +143,7 @@ def test_closing_ends_what_a_silent_server_holds(s3_server: S3Server, store: Sto
         store.get_into("k", 0, memoryview(bytearray(1)))  # so that there is a connection
         with stopped(s3_server.process.pid):
             reading = pool.submit(store.get_into, "k", 5, memoryview(bytearray(1000)))
-            wait_for(lambda: store.inner.inner._session._here._used)  # type: ignore[attr-defined]
+            wait_for(lambda: store.inner.inner._session._http._used)  # type: ignore[attr-defined]
             store.close()
             with pytest.raises(UsageError, match="closed while it was used"):
                 reading.result(150)
@@ -162,13 +162,13 @@ print([name for name in ("obstore", "s3fs", "botocore") if name in sys.modules])
 
 @pytest.mark.s3
 def test_after_reconnecting_reads_go_by_other_connections(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, real = list[str](), Here._connected
+    begun, real = list[str](), SyncHttpClient._connected
 
-    def connected(here: Here, doing: str) -> Any:
+    def connected(here: SyncHttpClient, doing: str) -> Any:
         begun.append(doing)
         return real(here, doing)
 
-    monkeypatch.setattr(Here, "_connected", connected)
+    monkeypatch.setattr(SyncHttpClient, "_connected", connected)
     buffer = memoryview(bytearray(100))
     for expected in (0, 0, 1):
         begun.clear()
@@ -212,7 +212,7 @@ def _server(*answers: bytes) -> Iterator[tuple[Store, list[int]]]:
     thread.start()
     where = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-        with open_store("s3://b/p", endpoint_url=where, key="k", secret="s", client="obstore") as store:
+        with open_store("s3://b/p", endpoint_url=where, key="k", secret="s", client="http") as store:
             yield store.inner, got  # type: ignore[attr-defined]
     finally:
         thread.join()
@@ -264,6 +264,6 @@ def test_an_address_that_swallows_everything_leaves_time_to_the_next_one(monkeyp
         addresses = [(*kind, silent.getsockname()), (*kind, server.getsockname())]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
         until = time.monotonic() + 1.0
-        with s3here._dial("store.example", 443, until, None) as connected:
+        with s3_http._connect("store.example", 443, until, None) as connected:
             assert connected.getpeername() == server.getsockname()
             assert 0.3 < until - time.monotonic() < 0.7  # the first address had its part, and no more

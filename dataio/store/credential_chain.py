@@ -1,0 +1,130 @@
+"""Credentials of the AWS chain (environment, profiles and files, containers, IMDS) that may change while a store is
+open.
+
+Purpose: botocore resolves the chain once in a client's life. `CredentialChain` resolves it again when the server
+refuses a request, so a rewritten credentials file or a changed environment works without a restart. botocore itself
+refreshes credentials that expire (IMDS, containers, roles). Keys in the AWS variables, the chain's first link, are read
+here, because botocore takes half a second to import; it is imported only for the other links.
+
+Invariants: a chain is used in one event loop. After a refusal it is resolved once, however many requests were refused.
+No repr shows a secret. Keys given as options are never looked up and never change.
+
+Failure behaviour: an empty chain gives None, and the request then fails as one without credentials. Errors of the chain
+are botocore's own; the caller translates them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_LEFT_TO_BOTOCORE = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CREDENTIAL_EXPIRATION")
+"""If one of these variables is set, only botocore knows which keys count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """An access key, its secret and a session token or None, to sign requests with."""
+
+    access: str = field(repr=False)
+    secret: str = field(repr=False)
+    token: str | None = field(repr=False)
+
+    def for_obstore(self) -> dict[str, object]:
+        """The answer of a credential provider of obstore: these keys, which never expire."""
+        return {
+            "access_key_id": self.access,
+            "secret_access_key": self.secret,
+            "token": self.token,
+            "expires_at": None,
+        }
+
+
+class CredentialChain:
+    """The chain's current credentials, looked up for every request."""
+
+    def __init__(self, profile: str | None) -> None:
+        self.profile = profile
+        self._resolved: Any = None  # Keys from the variables, or botocore's credentials
+        self._lock = asyncio.Lock()
+        self.generation = 0
+        """Counts the changes. A refused request remembers by it which credentials it used."""
+
+    async def current(self) -> Keys | None:
+        """The current keys; None if the chain is empty."""
+        if self._resolved is None:
+            async with self._lock:
+                if self._resolved is None:
+                    self._resolved = await self._resolve()
+        return await _keys_of(self._resolved)
+
+    async def renew(self, refused: int) -> bool:
+        """Resolve the chain again, unless that happened since generation `refused`; True if there are new keys to
+        try.
+        """
+        async with self._lock:
+            if self.generation != refused:
+                return True
+            found = await self._resolve()
+            if found is None or await _keys_of(found) == await _keys_of(self._resolved):
+                return False
+            self._resolved, self.generation = found, self.generation + 1
+            return True
+
+    def __repr__(self) -> str:
+        return f"CredentialChain(generation {self.generation})"
+
+    async def _resolve(self) -> Any:
+        if self.profile is None and (keys := keys_of_variables(os.environ)):
+            return keys
+        import aiobotocore.session
+        from aiobotocore.credentials import create_credential_resolver
+
+        session = aiobotocore.session.AioSession(profile=self.profile)
+        return await create_credential_resolver(session).load_credentials()
+
+
+def keys_of_variables(environ: Mapping[str, str]) -> Keys | None:
+    """The keys in the AWS variables, if botocore would use exactly these."""
+    if any(environ.get(name) for name in _LEFT_TO_BOTOCORE):
+        return None
+    access, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    token = environ.get("AWS_SECURITY_TOKEN") or environ.get("AWS_SESSION_TOKEN") or None
+    return Keys(access, secret, token) if access and secret else None
+
+
+async def _keys_of(credentials: Any) -> Keys | None:
+    if credentials is None or isinstance(credentials, Keys):
+        return credentials
+    found = await credentials.get_frozen_credentials()
+    return Keys(found.access_key, found.secret_key, found.token)
+
+
+def botocore_session(chain: CredentialChain) -> Any:
+    """An aiobotocore session whose clients sign with the chain's current keys."""
+    import aiobotocore.session
+    from aiobotocore.credentials import AioCredentials
+    from botocore.credentials import ReadOnlyCredentials
+
+    class Signing(AioCredentials):  # type: ignore[misc]  # aiobotocore has no types
+        """botocore asks these for every request that it signs."""
+
+        async def get_frozen_credentials(self) -> Any:
+            found = await chain.current()
+            return ReadOnlyCredentials(found.access, found.secret, found.token) if found else None
+
+        def __repr__(self) -> str:
+            return repr(chain)
+
+    class Provider:
+        """Stands in for botocore's chain of providers."""
+
+        async def load_credentials(self) -> Any:
+            return Signing("rotating", "rotating", method="headrace")
+
+    made = aiobotocore.session.AioSession(profile=chain.profile)
+    made.register_component("credential_provider", Provider())
+    return made

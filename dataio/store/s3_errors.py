@@ -1,0 +1,215 @@
+"""Turns what botocore, aiohttp and obstore raise, and what S3 servers answer, into Headrace's errors.
+
+Invariants: every error inside `translated_s3` or `translated_obstore` leaves it as one of
+`headrace.dataio.core.errors`. It names the object or bucket, the endpoint and the server's own code. Time-outs, resets,
+short bodies, 429 and 5xx are `TransientError`. A server that cannot be reached is `UnreachableError`, so a writer knows
+that its request was never sent. obstore reports only text: status, code and message are read from the server's XML in
+it. That text appears nowhere, since it repeats requests and answers. botocore, aiohttp and obstore are imported only
+once something was raised.
+
+Failure behaviour: an unknown answer becomes a plain `HeadraceError` with its code and words. An error of another
+library passes through as the bug that it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.dataio.core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    ConflictError,
+    HeadraceError,
+    NotFoundError,
+    RangeError,
+    SlowDownError,
+    TransientError,
+    UnsupportedError,
+    UsageError,
+)
+from headrace.dataio.store.s3_config import S3Config
+
+
+class UnreachableError(TransientError):
+    """No connection to the endpoint was made, so no request was sent."""
+
+
+class PreconditionError(ConflictError):
+    """The server refused: a precondition of the request does not hold, or another request conflicts with it."""
+
+
+class NoSuchUploadError(NotFoundError):
+    """The multipart upload is over: completed, aborted, or expired."""
+
+
+CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the profile, and what they may do with this bucket"
+_SLOW_DOWN_HINT = "send less, or ask the operator of the store for more"
+CERTIFICATE_HINT = "check the endpoint's certificate, or set AWS_CA_BUNDLE"
+REACH_HINT = "check that the server runs, AWS_ENDPOINT_URL, and the network"
+NETWORK_HINT = 'check the server and the network; a slow link needs more time: config_kwargs={"read_timeout": SECONDS}'
+_TEXT_BYTES = 64 << 10
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>\s*([\w.]{1,100})\s*</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{0,1000})</Message>")
+_OS_WORDS = re.compile(
+    r'kind: (?:ConnectionRefused|ConnectionReset|BrokenPipe|\w*Unreachable),\s*message: "([^"]{1,200})"'
+)
+_BY_CODE: dict[str, tuple[type[HeadraceError], str]] = {
+    "NoSuchUpload": (NoSuchUploadError, "start the upload again"),
+    "InvalidRange": (RangeError, "ask for a range inside the object"),
+    "PreconditionFailed": (PreconditionError, ""),
+    "ConditionalRequestConflict": (PreconditionError, ""),
+    "RequestTimeTooSkewed": (AccessDeniedError, "set this machine's clock"),
+    "ExpiredToken": (AccessDeniedError, "renew the temporary credentials"),
+    "InvalidToken": (AccessDeniedError, "renew the temporary credentials"),
+    "EntityTooLarge": (CapacityError, "use put_multipart"),
+    "QuotaExceeded": (CapacityError, "free space or raise the quota"),
+    "XMinioStorageFull": (CapacityError, "free space on the server"),
+    "RequestTimeout": (TransientError, ""),
+    "XAmzContentSHA256Mismatch": (TransientError, "the body was changed on its way"),
+    "BadDigest": (TransientError, "the body was changed on its way"),
+    "AuthorizationHeaderMalformed": (UsageError, "set AWS_REGION to the bucket's region"),
+    "PermanentRedirect": (UsageError, "set AWS_REGION or the endpoint to the bucket's own"),
+    "InvalidBucketName": (UsageError, "check the URL"),
+    "NotImplemented": (UnsupportedError, "this server lacks the operation; `headrace doctor URL` says what it can do"),
+}
+_BY_STATUS: dict[int, tuple[type[HeadraceError], str]] = {
+    401: (AccessDeniedError, CHECK_KEYS),
+    403: (AccessDeniedError, CHECK_KEYS),
+    404: (NotFoundError, "check the URL and the key"),
+    409: (PreconditionError, ""),
+    412: (PreconditionError, ""),
+    416: (RangeError, "ask for a range inside the object"),
+    501: (UnsupportedError, "this server lacks the operation; `headrace doctor URL` says what it can do"),
+    507: (CapacityError, "free space on the server"),
+}
+
+
+@contextlib.contextmanager
+def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
+    """Turn errors of botocore and aiohttp into Headrace's; `doing` is for example `reading s3://bucket/key`."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except TimeoutError as error:
+        raise TransientError(f"{doing}: {config.endpoint}: {str(error) or 'timed out'}", hint=NETWORK_HINT) from error
+    except Exception as error:
+        found = _from_botocore(error, config, doing)
+        if found is None:
+            raise
+        raise found from error
+
+
+def from_answer(
+    status: int, code: str, words: str, retry_after: str | None, config: S3Config, doing: str
+) -> HeadraceError:
+    """The error for a server's answer: HTTP status, S3 code, message (`words`), and the header Retry-After or None."""
+    if code == "NoSuchBucket":
+        return NotFoundError(
+            f"the bucket {config.bucket!r} does not exist at {config.endpoint}",
+            hint="check the URL, or create the bucket",
+        )
+    text = f"{doing}: {config.endpoint} answered {status} {code}" + (f" ({words})" if words else "")
+    if code in ("NoSuchKey", "404", "NotFound"):
+        return NotFoundError(f"{doing}: it does not exist at {config.endpoint}", hint="check the URL and the key")
+    kind, hint = _BY_CODE.get(code) or _BY_STATUS.get(status) or (HeadraceError, "")
+    if status in (429, 503) or "SlowDown" in code or "Throttl" in code:
+        return SlowDownError(text, seconds=_seconds(retry_after), hint=_SLOW_DOWN_HINT)
+    if kind is HeadraceError and status >= 500:
+        kind, hint = TransientError, "the server is overloaded or in trouble; see its log"
+    return kind(text, hint=hint)
+
+
+def _seconds(header: str | None) -> float | None:
+    """Retry-After in seconds; None for the other form, a date: then the retry policy decides."""
+    return float(header) if header and header.isdecimal() and len(header) < 6 else None
+
+
+def _from_botocore(error: Exception, config: S3Config, doing: str) -> HeadraceError | None:
+    """The error to raise instead of `error`; None if it is not one of botocore, aiohttp or the system."""
+    import aiohttp
+    import botocore.exceptions as boto
+
+    text = f"{doing}: {config.endpoint}: {str(error) or type(error).__name__}"
+    match error:
+        case boto.ClientError():
+            return _from_client_error(error, config, doing)
+        case boto.NoCredentialsError() | boto.PartialCredentialsError() | boto.CredentialRetrievalError():
+            return AccessDeniedError(f"{doing}: no credentials were found for {config.endpoint}", hint=CHECK_KEYS)
+        case boto.ProfileNotFound() | boto.ParamValidationError() | boto.NoRegionError() | boto.InvalidRegionError():
+            return UsageError(text, hint="check the URL, the profile and the region")
+        case boto.SSLError() | aiohttp.ClientSSLError():
+            return UsageError(text, hint=CERTIFICATE_HINT)
+        # aiobotocore raises EndpointConnectionError also for a connection that broke in the middle of a request
+        case boto.ConnectTimeoutError() | boto.ProxyConnectionError():
+            return UnreachableError(text, hint=REACH_HINT)
+        case boto.ConnectionError() | boto.HTTPClientError() if isinstance(
+            error.kwargs.get("error"), aiohttp.ClientConnectorError
+        ):
+            return UnreachableError(text, hint=REACH_HINT)
+        case boto.ConnectionError() | boto.HTTPClientError() | aiohttp.ClientError() | OSError():
+            return TransientError(text, hint=NETWORK_HINT)
+        case boto.IncompleteReadError() | boto.ResponseStreamingError():
+            return TransientError(text, hint=NETWORK_HINT)
+        case boto.BotoCoreError():
+            return HeadraceError(text)
+    return None
+
+
+def _from_client_error(error: Any, config: S3Config, doing: str) -> HeadraceError:
+    answer, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+    status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders", {})
+    words = str(answer.get("Message", ""))
+    return from_answer(status, str(answer.get("Code", "")), words, headers.get("retry-after"), config, doing)
+
+
+@contextlib.contextmanager
+def translated_obstore(config: S3Config, doing: str) -> Iterator[None]:
+    """Turn obstore's errors into Headrace's, without the original as the cause."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except (BaseError, FileNotFoundError) as error:
+        found = _from_obstore(str(error)[:_TEXT_BYTES], config, doing)
+    else:
+        return
+    raise found from None
+
+
+def _from_obstore(text: str, config: S3Config, doing: str) -> HeadraceError:
+    if status := _STATUS.search(text):
+        code, message = _CODE.search(text), _MESSAGE.search(text)
+        words = html.unescape(message[1]) if message else ""
+        return from_answer(int(status[1]), code[1] if code else status[1], words, None, config, doing)
+    where = f"{doing}: {config.endpoint}"
+    if "NotPartial" in text:
+        return UnsupportedError(
+            f"{where} answered a request for a range with the whole object",
+            hint="Headrace needs a server that supports ranged reads; see `headrace doctor URL`",
+        )
+    if "certificate" in text.lower():
+        return UsageError(f"{where}: the server's certificate is not trusted", hint=CERTIFICATE_HINT)
+    if "kind: Connect," in text:
+        return UnreachableError(f"{where}: {_words(text)}", hint=REACH_HINT)
+    if "HttpError" in text or "reqwest" in text:
+        return TransientError(f"{where}: {_words(text)}", hint=NETWORK_HINT)
+    return HeadraceError(f"{where}: {text.partition(chr(10))[0][:300]}")
+
+
+def _words(text: str) -> str:
+    if found := _OS_WORDS.search(text):
+        return found[1]
+    for mark, words in (
+        ("TimedOut", "the read timed out"),
+        ("IncompleteBody", "the body ended early"),
+        ("dns error", "unknown host"),
+    ):
+        if mark in text:
+            return words
+    return "the connection failed"
